@@ -37,7 +37,7 @@ def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
-    """Table of what Sources hold, on every rank: read, encode what is new, write, map. Folders of
+    """Table of Sources' samples, on every rank: read, encode new audio, write, map. Folders of
     prepare_tts.py are only mapped. dry: clips that are not in the cache get the number of their
     frames from their headers, and no codes; bad samples are not listed in output_dir.
     """

@@ -152,7 +152,7 @@ from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_lo
 world, watch, work_dir = run.start(args)
 output_dir, main_rank, device = Path(args.output_dir), world.is_main, world.device
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
-# in which the model computes; what is trained stays in fp32
+# in which the model computes; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 
 
@@ -509,7 +509,7 @@ while step < total_steps and not stopping:
             # asked to stop meanwhile: the next start validates first
             eval_due = stopping = improved is None
 
-        # save: every so often, before a stop, and whenever validation is best
+        # save: every --save_steps, before a stop, and whenever validation is best
         if saving or stopping or improved:
             save()
 

@@ -36,7 +36,7 @@ COMMON = ["--report_to", "none", "--gradient_accumulation_steps", 1, "--eval_ste
 
 
 def start(command, log, **env):
-    """Start a command in a session of its own, its output in a file -> Popen. Its --output_dir, of
+    """Start a command in a new session, its output in a file -> Popen. Its --output_dir, of
     an earlier run of this script, goes first.
     """
     if "--output_dir" in command:
@@ -151,7 +151,7 @@ LIMITS = {"fp32": (1e-4, 5e-3, 2e-3), "bf16": (1e-3, 2e-2, 5e-3)}
 
 
 def tiny_files(folder):
-    """{trainer: its flags}; makes what is not there."""
+    """{trainer: its flags}; makes missing files."""
     from bench import shapes
     folder.mkdir(parents=True, exist_ok=True)
     pairs = shapes.log_normal(24, 3, 0.5, 1, 6).reshape(-1, 2).round(2).tolist()
@@ -279,7 +279,7 @@ def job_command(folder, job, flags, out):
 
 
 def rate_of(folder):
-    """FLOP/s of a large matrix product in a process of its own."""
+    """FLOP/s of a large matrix product in a separate process."""
     import torch
 
     from bench import measure
@@ -359,7 +359,7 @@ def rates(logged, step_s, rate):
 
 
 def others(job, words, out, until):
-    """transformers' Trainer on the samples that a run of ours has tokenised -> status."""
+    """transformers' Trainer on the samples that our trainer has tokenised -> status."""
     run = [sys.executable, *words[:-1], f"{out}-ours", "--max_steps", 1]
     status = wait(start(run, f"{out}.log"), until)
     trainer, *options = job.split()

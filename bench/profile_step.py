@@ -4,7 +4,7 @@
     python bench/profile_step.py speech --shape tiny --steps 1     # to try it
 
 The trainer runs as a user starts it, on speed.py's files, packed to a budget. Twelve steps warm up,
-then --steps are timed as they are, then as many under the profiler. Self times: without what a
+then --steps are timed, then the same number under the profiler. Self times: without what a
 called operator spends; on a GPU those of kernels, and the rest of the step the GPU waits.
 
 Writes bench/results/profile-NAME-DEVICE.txt.
@@ -174,6 +174,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["watch"]:      # in a process of its own
+    if sys.argv[1:2] == ["watch"]:      # in a separate process
         watch(sys.argv[4], sys.argv[5:], sys.argv[3], int(sys.argv[2]), int(sys.argv[2]))
     main()

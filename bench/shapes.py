@@ -1,6 +1,6 @@
 """Models of true or small shapes, and recordings, chats and problems to train them on: files.
 
-Each function writes what is not there yet into a folder and returns the flags that name it. Weights
+Each function writes missing files into a folder and returns the flags that name it. Weights
 are random, or holes of the file that take no disk and read as zeros.
 """
 import json
@@ -127,7 +127,7 @@ def speech_words(folder, model):
 
 
 def speech_files(folder, pairs, layers=0, shape="3b", fill=write_holes):
-    """Flags that name a Higgs-Audio V2 and samples. pairs: of speech_data; 0 layers: its own."""
+    """Flags that name a Higgs-Audio V2 and samples. pairs: of speech_data; 0 layers: all."""
     speech_data(folder, pairs)
     model = folder / f"speech-{shape}-{layers}"
     if not model.exists():
@@ -171,7 +171,7 @@ def speech3_files(folder, pairs, layers=0, shape="4b", fill=write_holes):
 
 
 def chat_files(folder, lengths, layers=0, shape="4b", fill=write_holes):
-    """Flags that name a Qwen3 and chats of about so many tokens each, half of them trained."""
+    """Flags that name a Qwen3 and chats of about `tokens` tokens each, half of them trained."""
     model, chats = folder / f"chat-{shape}-{layers}", folder / "chats.jsonl"
     if not model.exists():
         core = make_problems.train_tokenizer([f"user assistant {WORDS}\n"] * 9)
@@ -197,7 +197,7 @@ def chat_files(folder, lengths, layers=0, shape="4b", fill=write_holes):
 
 
 def block_files(folder, lengths, answer=0.6):
-    """Flags that name GPT-2-sized vocabulary and problems of about so many tokens."""
+    """Flags that name GPT-2-sized vocabulary and problems of about `tokens` tokens."""
     data = folder / "problems.jsonl"
     if not data.exists():
         make_problems.write_demo(folder / "demo")

@@ -1,11 +1,10 @@
 """LoRA adapters in any model, plain or sharded: add, compute, fill, save, load; files are PEFT's.
 
-Frozen linear layers of one input and their adapters are one operation with its gradient. Layer by
-layer, autograd makes the gradient of the input once for each frozen weight and once for each
-adapter, and adds them up, a pass over memory as wide as the layer each time. Here each product adds
-to what is there already, and the adapters' halves that read the input lie one behind the other, so
-that the input and its gradient are read once for all of them. Same sums but for rounding. Dropout
-draws one mask for all adapters of an input, where PEFT draws one each: each adapter drops as much.
+Frozen linear layers of one input and their adapters are one operation with its gradient: each
+product is added to the sum so far, and the adapters' halves that read the input are one matrix,
+so the input and its gradient are read once for all of them. Layer by layer, autograd would make and
+add up a gradient as wide as the layer for each weight and each adapter. Same sums but for rounding.
+Dropout draws one mask for all adapters of an input, where PEFT draws one each: each drops as much.
 """
 import contextlib
 import copy
@@ -24,9 +23,8 @@ from core.cli import UserError, require
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
-# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An
-# adapter that sets any other one (modules_to_save, bias, what a newer PEFT adds) would be computed
-# wrongly here, or in part.
+# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. Any
+# other one (modules_to_save, bias, what a newer PEFT adds) would be computed wrongly, or in part.
 FIELDS = set("""r lora_alpha target_modules exclude_modules use_rslora use_dora rank_pattern
     alpha_pattern layers_to_transform layers_pattern init_lora_weights lora_dropout eva_config
     peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
@@ -133,10 +131,9 @@ def outputs(x, *layers):
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it. PEFT's
-    own forward writes the update, scales it and adds it: three more passes over memory as wide as
-    the output, which at rank 16 take longer than the products. Same numbers but for rounding, same
-    names and files.
+    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it, where
+    PEFT's own forward passes three more times over memory as wide as the output, which at rank 16
+    takes longer than the products. Same numbers but for rounding, same names and files.
     """
     # False copies the base's output first: recomputation may have kept it
     adds_in_place = True
@@ -199,17 +196,16 @@ def check_config(folder, refused=(), whole=()):
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
-    require(saved.get("peft_type") == "LORA", f"{path}: is a {saved.get('peft_type')!r} adapter; "
-            "only those of peft_type 'LORA' are read")
-    missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
-    require(not missing, f"{path}: has no {' and no '.join(missing)}")
+    require(saved.get("peft_type") == "LORA" and {"r", "lora_alpha", "target_modules"} <= {*saved},
+            f"{path}: is not the configuration of a LoRA adapter: peft_type "
+            f"{saved.get('peft_type')!r}; it needs 'LORA', r, lora_alpha and target_modules")
     odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused)
            and value and value != getattr(usual, name, None)
            and not (name == "modules_to_save" and isinstance(value, list)
                     and set(map(str, value)) <= set(whole))]
     if saved.get("init_lora_weights") not in INITS:
         odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
-    require(not odd, f"{path}: the adapter has {odd and odd[0]}, which is not supported; merge it "
+    require(not odd, f"{path}: the adapter has {', '.join(odd)}, which is not supported; merge it "
             "into its base with PEFT")
 
 

@@ -1,14 +1,14 @@
 """Chats -> token ids and which of them are trained, proven against the chat template.
 
-One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
-...}]}, or as ShareGPT, TRL or alpaca have it; .parquet: such rows. Only assistant turns are
-trained. Where one begins is proven with the tokenizer's own template: the ids of the prompt (all
-messages before it, with the generation prompt) must be the first ids of the whole conversation.
-Where its text begins the whole, but not its ids (an opened think block may share a token with what
-follows), the last answer is tokenised apart, as generation writes it. A template that rewrites
-earlier turns, such as their thoughts, gives each answer a sample of its own, under the template as
-it stood at its turn (split); one for which nothing holds is refused. White space behind a turn's
-special token is not trained, nor is an answer of "weight" 0.
+One JSON object a line, or a row of .parquet: {"messages": [{"role": "user", "content": "..."},
+{"role": "assistant", ...}]}, ShareGPT's "conversations", or "prompt" and "completion" (or
+"response"). Only assistant turns are trained. Where one begins is proven with the tokenizer's own
+template: the ids of the prompt (all messages before it, with the generation prompt) must be the
+first ids of the whole conversation. Where its text begins the whole, but not its ids (an opened
+think block may share a token with what follows), the last answer is tokenised apart, as generation
+writes it. A template that rewrites earlier turns, such as their thoughts, gives each answer a
+sample, with the template's text at that turn (split); one for which nothing holds is refused.
+White space after a turn's special token is not trained, nor is an answer of "weight" 0.
 """
 import functools
 import glob
@@ -24,16 +24,14 @@ from core.cli import UserError, require
 from core.loading import token_lists
 from core.problems import problem
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder
-SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-            "observation": "tool"}      # its names of roles
-# keys of a message, and those that some roles have beside them
+SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles
 KNOWN = {"role", "content", "reasoning_content"}
-KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
-FORMS = ('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or '
-         'has "conversations", "prompt" and "completion", or "instruction" and "output"')
+KEYS = {"system": KNOWN, "developer": KNOWN, "user": KNOWN,         # {role: keys of a message}
+        "assistant": KNOWN | {"tool_calls", "weight"}, "tool": KNOWN | {"tool_call_id", "name"}}
+FORMS = ('has no list "messages", so it is not a chat; give {"messages": [{"role": "user", '
+         '"content": ...}, {"role": "assistant", "content": ...}]}')
 
 # ---- Files -> conversations
 
@@ -47,54 +45,53 @@ def group_key(record):
     return key if type(key) is int else None
 
 
-def read_records(path, problems):
-    """Yield (line number, record with messages that can be used); others go to the list problems,
-    empty lines nowhere. Raises UserError when the file cannot be read.
-    """
-    for records, wrong in read_chunks(path, 1):
-        problems.extend(wrong)
-        yield from records
-
-
 def numbered_lines(path, size):
-    """Yield (number from 1, line or row) of all files of a data set."""
-    return enumerate(itertools.chain.from_iterable(
-        lines_of(name, size) for name in files_of(path)), 1)
+    """Yield (number from 1, line, or row as a dict) of all files of a data set; UserError. size:
+    rows of a table read together.
+    """
+    number = 0
+    for name in files_of(path):
+        with json_files.open_file(name) as file:
+            table = Path(name).suffix == ".parquet"
+            for line in (json_files.table_rows(name, size) if table
+                         else json_files.lines(file, name)):
+                number += 1
+                yield number, line
 
 
 def read_chunks(path, size, first=0, step=1):
-    """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from
-    chunk `first` on.
+    """Yield (records, problems) of every `step`-th chunk of `size` lines from chunk `first` on:
+    [(line number, record with messages that can be used)], [problem] of others, nothing of empty
+    lines. Raises UserError when the file cannot be read.
     """
-    chunk = []
-    for number, line in numbered_lines(path, size):
-        if (number - 1) // size % step == first % step and number > first * size:
-            chunk.append((number, line))
-        if chunk and number % size == 0:
-            yield usable(path, chunk)
-            chunk = []
-    if chunk:
-        yield usable(path, chunk)
-
-
-def usable(path, chunk):
-    """([(line number, record)], [problem]) of [(line number, line or row)]."""
-    records, problems = [], []
-    for number, line in chunk:
-        check = "unreadable"
-        if not isinstance(line, dict) and not line.strip():
+    lines = numbered_lines(path, size)
+    for number, chunk in enumerate(iter(lambda: list(itertools.islice(lines, size)), [])):
+        if number < first or (number - first) % step:
             continue
-        try:
-            if not isinstance(record := parsed(line), dict):
-                raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
-                                 "read; a list becomes lines by: jq -c '.[]' LIST > LINES.jsonl")
-            check, record = "invalid", as_messages(record)
-            check_messages(record)
-            group_key(record)
-            records.append((number, record))
-        except ValueError as error:
-            problems.append(problem(f"{path}:{number}", check, error, path))
-    return records, problems
+        records, problems = [], []
+        for place, line in chunk:
+            if not isinstance(line, dict) and not line.strip():
+                continue
+            check = "unreadable"
+            try:
+                if not isinstance(record := parsed(line), dict):
+                    raise ValueError(
+                        f"is a JSON {type(record).__name__}, and one object a line is read; a list "
+                        "becomes lines by: jq -c '.[]' LIST > LINES.jsonl")
+                check, record = "invalid", as_messages(record)
+                check_messages(record)
+                group_key(record)
+                records.append((place, record))
+            except ValueError as error:
+                problems.append(problem(f"{path}:{place}", check, error, path))
+        yield records, problems
+
+
+def read_records(path, problems):
+    """Yield read_chunks' (line number, record); its problems go to the list `problems`."""
+    for records, wrong in read_chunks(path, 1):
+        problems.extend(wrong)
+        yield from records
 
 
 def parsed(value):
@@ -112,14 +109,12 @@ def as_messages(record, trained=True):
     """The record with the messages and tools that templates want, whichever known form it has.
     trained: what follows the last answer is left out, as nothing there is trained. ValueError.
     """
-    if not isinstance(record.get("messages"), list):
-        record = record | messages_of(record)
     messages = record.get("messages")
     if not isinstance(messages, list):
-        return record
+        messages = messages_of(record)
     messages = [as_message(m) if isinstance(m, dict) else m for m in messages]
     roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
-    if trained and "assistant" in roles and roles[-1] in ROLES:
+    if trained and "assistant" in roles and roles[-1] in list(KEYS):
         messages = messages[:len(roles) - roles[::-1].index("assistant")]
     tools = {"tools": parsed(record["tools"])} if "tools" in record else {}
     return record | {"messages": messages} | tools
@@ -132,10 +127,9 @@ def as_message(message):
     """
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"has content of the type {kind}; only text is trained")
+        if not all(isinstance(part, dict) and part.get("type") == "text"
+                   and isinstance(part.get("text"), str) for part in content):
+            raise ValueError("has content of a type that is not text; only text is trained")
         message = message | {"content": "".join(part["text"] for part in content)}
     if isinstance(calls, list) and calls:
         message = message | {"content": message.get("content") or "",
@@ -148,6 +142,28 @@ def _with_arguments(call):
         return call | {"function": _with_arguments(call["function"])}
     has_text = isinstance(call, dict) and isinstance(call.get("arguments"), str)
     return call | {"arguments": json_files.loads(call["arguments"])} if has_text else call
+
+
+def messages_of(record):
+    """Messages of a record of another form, [] where it has none. ValueError."""
+    turns = record.get("conversations")
+    if isinstance(turns, list):         # ShareGPT's
+        if not all(isinstance(turn, dict) and isinstance(turn.get("from"), str)
+                   and turn.keys() - {"weight"} == {"from", "value"} for turn in turns):
+            raise ValueError('its "conversations" are no list of {"from": ..., "value": ...}')
+        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+        return system + [{"role": SHAREGPT.get(turn["from"], turn["from"]),
+                          "content": turn["value"]}
+                         | ({"weight": turn["weight"]} if "weight" in turn else {})
+                         for turn in turns]
+    sides = record.get("prompt"), record.get("completion", record.get("response"))
+    if None in sides:
+        return []
+    sides = [[{"role": role, "content": side}] if isinstance(side, str) else side
+             for role, side in zip(("user", "assistant"), sides)]
+    if not all(isinstance(side, list) for side in sides):
+        raise ValueError('its "prompt" and "completion" are neither texts nor lists of messages')
+    return sides[0] + sides[1]
 
 
 def as_question(record):
@@ -176,30 +192,20 @@ def files_of(name):
     """[paths] of what holds a data set's lines: of a file, of the files of a pattern, or of a
     folder's one set of KINDS, in it or its data/. UserError.
     """
-    name, path = str(name), Path(name)
+    path = Path(name)
     if not path.is_dir():
-        found = [name] if path.is_file() else sorted(glob.glob(name))
+        found = [str(name)] if path.is_file() else sorted(glob.glob(str(name)))
         require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf "
                        "download OWNER/NAME --repo-type dataset --local-dir FOLDER")
         return found
-    for place in (path, path / "data"):
-        found = sorted(str(file) for file in place.glob("*") if file.suffix in KINDS)
-        # shards of one set have one word before the numbers
-        sets = {re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in found}
-        require(len(sets) < 2, f"{path}: holds the sets {', '.join(sorted(sets)[:12])}; give one: "
-                f"'{min(sets, key=lambda files: 'train' not in files, default='')}'")
-        if found:
-            return found
-    raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
-
-
-def lines_of(path, size):
-    """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
-    with json_files.open_file(path) as file:
-        if Path(path).suffix != ".parquet":
-            yield from json_files.lines(file, path)
-            return
-    yield from json_files.table_rows(path, size)
+    found = next(filter(None, (sorted(str(file) for file in place.glob("*") if file.suffix in KINDS)
+                               for place in (path, path / "data"))), [])
+    # shards of one set have one word before the numbers
+    sets = {re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in found}
+    require(sets, f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
+    require(len(sets) == 1, f"{path}: holds the sets {', '.join(sorted(sets)[:12])}; give one: "
+            f"'{min(sets, key=lambda files: 'train' not in files, default='')}'")
+    return found
 
 
 def called(tool):
@@ -219,7 +225,7 @@ def check_tools(tools):
 
 def check_messages(record, answered=True):
     """The messages of a record, which have to end with an answer if `answered`; ValueError says
-    what is wrong and what to do.
+    the fault and the remedy.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -235,23 +241,21 @@ def check_messages(record, answered=True):
 
 
 def message_problem(message):
-    """What is wrong with one message, or ""."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        return f" has no role out of {', '.join(ROLES)}"
-    role, content = message["role"], message.get("content")
-    thoughts, calls = message.get("reasoning_content") or "", message.get("tool_calls") or []
-    if not isinstance(content, str):
+    """The fault of one message in words, or ""."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in list(KEYS):      # nor is one that is a list itself
+        return f" has no role out of {', '.join(KEYS)}"
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    thoughts = message.get("reasoning_content") or ""
+    if not isinstance(content, str) or not isinstance(thoughts, str):
         return " has no text as its content; only text is trained"
-    if not isinstance(thoughts, str):
-        return ": its reasoning_content is not text"
     if json_files.HALF_CHARACTER.search(content + thoughts):
         return " holds half a character (\\ud800 to \\udfff)"
     if role == "assistant" and not content.strip() and not calls:
         return " is an empty answer; drop the line"
-    known = KNOWN | KEYS.get(role, set())
-    if other := message.keys() - known:
+    if other := message.keys() - KEYS[role]:
         return (f" has {', '.join(sorted(other))}, which no chat template is sure to write; remove "
-                f"it, known are {', '.join(sorted(known))}")
+                f"it, known are {', '.join(sorted(KEYS[role]))}")
     if not isinstance(calls, list) or not all(
             isinstance(called(call).get("name"), str)
             and isinstance(called(call).get("arguments", {}), dict) for call in calls):
@@ -259,54 +263,6 @@ def message_problem(message):
     if message.get("weight", 1) not in (0, 1):
         return f" has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
     return ""
-
-
-# ---- Other forms: ShareGPT, TRL, alpaca, OpenAI's parts of content
-
-
-def messages_of(record):
-    """{"messages": ...} of a record of another form, or {}. ValueError."""
-    if isinstance(record.get("conversations"), list):
-        return {"messages": of_sharegpt(record)}
-    if "prompt" in record and "completion" in record:       # TRL's
-        sides = ("user", record["prompt"]), ("assistant", record["completion"])
-        sides = [[{"role": role, "content": side}] if isinstance(side, str) else side
-                 for role, side in sides]
-        if not all(isinstance(side, list) for side in sides):
-            raise ValueError('its "prompt" and "completion" are neither texts nor lists of '
-                             "messages")
-        return {"messages": sides[0] + sides[1]}
-    if "instruction" in record and "output" in record:      # alpaca's
-        parts = [record["instruction"], *([record["input"]] if record.get("input") else [])]
-        turns = record.get("history") or []
-        if not all(isinstance(part, str) for part in parts) or not isinstance(turns, list) or any(
-                not isinstance(turn, list) or len(turn) != 2 for turn in turns):
-            raise ValueError('its "instruction" or "input" is not text, or its "history" is not a '
-                             "list of [question, answer]")
-        texts = [text for turn in [*turns, ["\n\n".join(filter(None, parts)), record["output"]]]
-                 for text in turn]
-        return {"messages": [{"role": role, "content": text} for role, text in [
-            *([("system", record["system"])] if record.get("system") else []),
-            *zip(itertools.cycle(("user", "assistant")), texts)]]}
-    return {}
-
-
-def of_sharegpt(record):
-    """Messages of ShareGPT's "conversations" and "system". ValueError. A turn from function_call is
-    an answer that is one tool call, one from observation what the tool says.
-    """
-    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for number, turn in enumerate(record["conversations"], 1):
-        if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
-            raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., '
-                             '"value": ...}')
-        role = turn["from"] if isinstance(turn["from"], str) else None
-        message = {"role": SHAREGPT.get(role, role), "content": turn["value"]}
-        if role == "function_call":
-            call = {"type": "function", "function": parsed(turn["value"])}
-            message |= {"content": "", "tool_calls": [call]}
-        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
-    return messages
 
 
 # ---- Conversations -> ids and mask
@@ -333,7 +289,7 @@ def load_tokenizer(folder, template=None, load=None):
 class Encoder:
     """Conversations -> (ids, mask of the trained ones), proven. turns: "all" assistant turns or the
     "last" one. thinking: None or what the template gets as enable_thinking. split: a conversation
-    whose answers cannot stand in one sample gives a list of them.
+    whose answers do not fit one sample gives a list of samples.
     """
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
@@ -366,7 +322,7 @@ class Encoder:
             for job in jobs]
 
     def _samples(self, parts, texts):
-        """_mask of all trained turns in one sample, or [_mask of each, as it stood at its turn]."""
+        """_mask of all trained turns in one sample, or [_mask of each at its turn]."""
         try:
             return self._mask(parts, *texts[-1])
         except ValueError:
@@ -376,9 +332,9 @@ class Encoder:
 
     def _answers(self, messages, tools):
         """Places of the trained answers. ValueError for a control token, or none to train."""
-        texts = {f"message {number} contains": [message["content"], message.get(
-            "reasoning_content") or "", json.dumps(message.get("tool_calls") or "",
-                                                   ensure_ascii=False)]
+        texts = {f"message {number} contains": [
+            message["content"], message.get("reasoning_content") or "", json.dumps(
+                message.get("tool_calls") or "", ensure_ascii=False)]
             for number, message in enumerate(messages, 1)}
         texts["its tools contain"] = [json.dumps(tools or "", ensure_ascii=False)]
         for what, parts in texts.items():

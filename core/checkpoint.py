@@ -28,7 +28,7 @@ from core.cli import UserError, printable, require
 from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
-STATE = "trainer_state"     # apart, so that from_pretrained and PEFT see only their own
+STATE = "trainer_state"     # apart, so that from_pretrained and PEFT do not see it
 # Whole names of what a killed process may leave. Nothing else is deleted: checkpoint-500.tmp, say,
 # is somebody's copy.
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
@@ -91,7 +91,7 @@ def remove_named(folder, *patterns):
 
 
 def move_aside(path, why, what="damaged"):
-    """Rename a file or folder to NAME.what-TIME, and tell the user why. Nothing is deleted."""
+    """Rename a file or folder to NAME.what-TIME, and print why. Nothing is deleted."""
     aside = path.with_name(f"{path.name}.{what}-{time.time_ns()}")
     os.rename(path, aside)
     print(f"{path} {why}; it is kept as {aside.name}", flush=True)
@@ -190,7 +190,7 @@ class CheckpointManager:
     """Writes the checkpoints of OUTPUT_DIR, one at a time, and finds the one to resume from."""
 
     def __init__(self, world, output_dir, keep=0, timeout_s=6 * 3600):
-        """On every rank. keep: how many of the newest stay beside the best, 0 = all."""
+        """On every rank. keep: how many of the newest stay besides the best, 0 = all."""
         self.world, self.output_dir = world, Path(output_dir)
         self.keep, self.timeout_s = keep, timeout_s
         self.thread, self.error = None, None        # of the write under way, or the last one
@@ -205,7 +205,7 @@ class CheckpointManager:
 
         weights: {name: parameter}, plain or sharded, saved as STEM.safetensors under these names
         (split: see tensor_io.stage); name them after dist.reshard(model), or FSDP2's are the
-        gathered ones. save_config(folder): writes the small files beside it, on rank 0, at once.
+        gathered ones. save_config(folder): writes the small files there, on rank 0, at once.
         state: JSON-able dict for trainer_state/state.json; rank 0's counts. Rotation keeps the
         checkpoint of its "best_step". files: {relative path: write(path)} of more files.
         """
@@ -265,7 +265,7 @@ class CheckpointManager:
                          "earlier checkpoints are intact")
 
     def _write(self, step, share, best_step):
-        """The thread: write this rank's share and tell rank 0; which then completes the whole."""
+        """The thread: write this rank's share, report to rank 0, which then completes the whole."""
         rank, store = self.world.rank, self.world.store
         try:
             try:
@@ -327,7 +327,7 @@ class CheckpointManager:
                          if step > state["step"]]
                 # else the next --resume auto would continue the abandoned ones
                 require(resume == "auto" or not later,
-                        f"--resume {path}: later checkpoints stand in --output_dir (step "
+                        f"--resume {path}: later checkpoints are in --output_dir (step "
                         f"{', '.join(map(str, later))}); move them away or give another one")
                 return Path(path), state
             require(resume == "auto", f"--resume {path}: {problem}")
@@ -369,7 +369,7 @@ def check_identity(path, state, identity, *keys):
 
 
 def write_files(folder, files):
-    """Call each write(path), sync; {relative path: {"bytes", "sha256"}} of what is on disk.
+    """Call each write(path), sync; {relative path: {"bytes", "sha256"}} of the files on disk.
 
     Raises OSError, which names the file.
     """
@@ -394,7 +394,7 @@ def list_checkpoints(output_dir):
 def list_candidates(output_dir, resume):
     """Paths of the checkpoints of --resume auto | none | FOLDER, in the order to be tried."""
     found = [path for _, path in reversed(list_checkpoints(output_dir))]
-    # new checkpoints among old ones: nobody could tell which --resume auto takes
+    # new checkpoints among old ones: --resume auto would be ambiguous
     require(resume != "none" or not found,
             f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
             "them away, or use --resume auto")
@@ -405,7 +405,7 @@ def list_candidates(output_dir, resume):
 
 
 def damage(path):
-    """What is wrong with a checkpoint, in words, or "" when every file has its size and checksum.
+    """The damage of a checkpoint in words, or "" when every file has its size and checksum.
 
     Raises OSError where that cannot be known: what this user may not read, say, is not damaged.
     """
@@ -428,7 +428,7 @@ def damage(path):
 
 
 def read_manifest(path):
-    """{name: {"bytes", "sha256"}} of a checkpoint's manifest, or in words what is wrong with it."""
+    """{name: {"bytes", "sha256"}} of a checkpoint's manifest, or its fault in words."""
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
     try:
@@ -446,7 +446,7 @@ def read_manifest(path):
 def rotate(output_dir, newest, keep, best_step=None):
     """Delete the oldest checkpoints up to step `newest` beyond `keep` (0 = all), never the best.
 
-    Only those with a manifest of ours. Later ones, passed over as damaged, do not count.
+    Only those with our manifest. Later ones, passed over as damaged, do not count.
     """
     found = [(step, path) for step, path in list_checkpoints(output_dir)
              if step <= newest and (path / MANIFEST).is_file()]
@@ -455,4 +455,4 @@ def rotate(output_dir, newest, keep, best_step=None):
             # it loses its name first, so that a kill leaves no half of one under it
             doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
             os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)       # on NFS what is open goes later
+            shutil.rmtree(doomed, ignore_errors=True)       # on NFS open files go later

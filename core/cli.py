@@ -88,8 +88,8 @@ def print_error(text, short=""):
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):      # torchrun fails at half a file
-            with open(f"{path}.new", "w") as file:
-                json.dump({"message": {"message": short or text, "extraInfo": about}}, file)
+            Path(f"{path}.new").write_text(json.dumps(
+                {"message": {"message": short or text, "extraInfo": about}}))
             os.replace(f"{path}.new", path)
 
 
@@ -116,10 +116,8 @@ def counted(number, noun):
 def problem_text(lines, shown=20, total=None):
     """Problems as one message: the first `shown`, and how many there are of `total` or of these."""
     total = total or len(lines)
-    if total == 1:
-        return lines[0]
     more = [f"... and {total - shown} more"] * (total > shown)
-    return "\n  ".join([f"{total} problems:", *lines[:shown], *more])
+    return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:shown], *more])
 
 
 def require_package(name, purpose, install=None):
@@ -140,15 +138,15 @@ def without_secrets(value):
 # ---- Parsing
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds a flag's default to its help, unless there is none or the help has it in words."""
+class Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action):
-        if not action.default or "default:" in action.help:
+        """A flag's help with its default, unless there is none or the help has it in words."""
+        default = action.default
+        if not default or default == argparse.SUPPRESS or "default:" in action.help:
             return action.help
-        if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(action.default)})"
-        return super()._get_help_string(action)
+        shown = " ".join(default) if isinstance(default, list) else "%(default)s"
+        return f"{action.help} (default: {shown})"
 
 
 def switch(parser, name, help):
@@ -183,18 +181,19 @@ class Parser(argparse.ArgumentParser):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, their values before check_flags derived others."""
+    """Parsed flags. Not in vars(): given, their values before check_flags derived others, and
+    named, the names of those that the command line or its --config file gives.
+    """
     __slots__ = ("given", "named")
 
 
 def named(args):
-    """Names of the flags that the command line or its --config file gives."""
     return getattr(args, "named", set())
 
 
 def stored(args):
     """{name: value} of all flags, without passwords: what every file and board gets."""
-    return {name: without_secrets(value) for name, value in vars(args).items()}
+    return without_secrets(vars(args))
 
 
 def parse(parser, check=None, argv=None):
@@ -213,12 +212,10 @@ def parse(parser, check=None, argv=None):
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        known, args.given = parser._option_string_actions, stored(args)
+        known, args.given, status = parser._option_string_actions, stored(args), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
-        status = 1
         if check:
-            ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
-            check(args, ranks)
+            check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
         fail(error, status)
     if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
@@ -266,8 +263,7 @@ def accept_old_names(parser):
 
 def nearest(name, parser):
     """The flag that was meant by `name`: of those that begin with it, else of all."""
-    old = {*OLD_NAMES, *WITHOUT_EFFECT}
-    known = [flag for flag in sorted(parser._option_string_actions) if flag not in old]
+    known = sorted({*parser._option_string_actions} - {*OLD_NAMES, *WITHOUT_EFFECT})
     longer = [flag for flag in known if flag.startswith(name)]
     return difflib.get_close_matches(name, longer or known, n=1, cutoff=0)[0]
 
@@ -293,40 +289,37 @@ def read_config(parser, words):
     Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
     null gives no flag. Raises UserError.
     """
-    finder = Parser("", add_help=False)
+    finder, known, made = Parser("", add_help=False), parser._option_string_actions, []
+    found = []      # a flag under two of its names is twice there
     finder.add_argument("--config", action="append")
-    files, found, made = finder.parse_known_args(words)[0].config, set(), []
-    if not files or "--config" not in parser._option_string_actions:
+    files = finder.parse_known_args(words)[0].config
+    if not files or "--config" not in known:
         return []
     import yaml  # comes with transformers
     require(len(files) == 1, "--config is given twice")
-    file = files[0]
-    require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
+    file = f"--config {files[0]}"
+    require(os.path.isfile(files[0]), f"{file}: no such file")      # a pipe would hang
     try:
-        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        tree = yaml.compose(Path(files[0]).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
-        raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
+        raise UserError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(tree is None or isinstance(tree, yaml.MappingNode),
-            f"--config {file}: must be lines of flag: value")
+            f"{file}: must be lines of flag: value")
     for key, value in tree.value if tree else ():
-        name, where = key.value, f"--config {file} line {key.start_mark.line + 1}: {key.value}"
-        action = parser._option_string_actions.get(f"--{name}")
-        if action is None or action.dest in ("config", "help"):
-            raise UserError(f"{where}: no such flag; the nearest one is "
-                            f"{nearest(f'--{name}', parser).removeprefix('--')}")
-        require(action.dest not in found, f"{where} is there twice")
-        found.add(action.dest)
+        name, where = f"--{key.value}", f"{file} line {key.start_mark.line + 1}: {key.value}"
+        require(name in known and name not in ("--config", "--help"), f"{where}: no such flag; the "
+                f"nearest one is {nearest(name, parser).removeprefix('--')}")
+        require(known[name].dest not in found, f"{where} is there twice")
+        found.append(known[name].dest)
         items = value.value if isinstance(value, yaml.SequenceNode) else [value]
         require(all(isinstance(item, yaml.ScalarNode) for item in items),
                 f"{where} takes a value or a list")
         if items is value.value:
-            made += [f"--{name}", *(item.value for item in items)]
-        elif value.style is None and value.value in ("", "~", "null"):
-            continue
-        elif isinstance(action, argparse.BooleanOptionalAction):
-            made.append(f"--{name}" if boolean(value.value) else f"--no-{name}")
-        else:       # one word: the value may begin with a dash
-            made.append(f"--{name}={value.value}")
+            made += [name, *(item.value for item in items)]
+        elif isinstance(known[name], argparse.BooleanOptionalAction):
+            made.append(name if boolean(value.value) else f"--no-{name[2:]}")
+        elif value.style is not None or value.value not in ("", "~", "null"):
+            made.append(f"{name}={value.value}")        # one word: it may begin with a dash
     return made
 
 
@@ -435,6 +428,9 @@ def check_trainer(args, world_size, parser):
                                   f"{', '.join(TRACKERS)} and none")
         require_package(name, f"--report_to {name}")
     check_parallel(args, world_size)
+    above_zero(args, "gpu_memory host_memory")
+    for name in ("host_memory", *["gpu_memory"] * (not args.auto)):
+        require(args.dry_run is not None or not getattr(args, name), f"--{name} needs --dry_run")
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)
@@ -449,17 +445,16 @@ def check_trainer(args, world_size, parser):
 def check_parallel(args, world_size):
     """--parallel and what goes with it; fills in --shard_size."""
     args.parallel, _, size = args.parallel.partition(":")
-    args.shard_size = int(size or getattr(args, "shard_size", 0))
-    ddp = args.parallel == "ddp"
-    require(args.parallel == "hsdp" or not args.shard_size, "--shard_size needs --parallel hsdp")
-    require(not ddp or getattr(args, "reshard_after_forward", True)
+    args.shard_size, hsdp = int(size or getattr(args, "shard_size", 0)), args.parallel == "hsdp"
+    require(hsdp or not args.shard_size, "--shard_size needs --parallel hsdp")
+    require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     selective = getattr(args, "gradient_checkpointing", None) == "selective"
     require(not selective or args.compile is not True,
             "--gradient_checkpointing selective does not go with --compile: inside a compiled "
             "layer nothing can be picked out; drop one of the two")
-    if args.parallel == "hsdp":
+    if hsdp:
         args.shard_size = args.shard_size or local_ranks(world_size)
         require(world_size % args.shard_size == 0, "--parallel hsdp: "
                 f"{counted(world_size, 'rank')} cannot be cut into groups of {args.shard_size} "
@@ -468,43 +463,27 @@ def check_parallel(args, world_size):
 
 def check_precision(args):
     """Which flags --float8, --fp16 and --base_dtype go with."""
-    ddp, kind = args.parallel == "ddp", args.base_dtype
-    if args.float8:
-        require(args.compile, "--float8 needs --compile: alone it reads and writes more than it "
-                              "saves")
-        require(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")
-        require(not args.use_dora, "--float8 does not go with --use_dora: that needs the weights")
-        require(args.bf16, "--float8 needs --bf16")
-        require(ddp, "--float8 needs --parallel ddp: rounded weights cannot be sharded")
+    ddp, kind, nf4 = args.parallel == "ddp", args.base_dtype, args.base_dtype == "nf4"
+    require(not args.float8 or args.compile and args.use_lora and args.bf16 and ddp
+            and not args.use_dora,
+            "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp, and no --use_dora")
     require(not (args.fp16 and args.bf16), "give one of --bf16 and --fp16")
     require(ddp or not args.fp16, "--fp16 needs --parallel ddp: FSDP2 computes in bfloat16 here")
-    require(kind is None or args.use_lora, f"--base_dtype {kind} needs --use_lora")
-    require(kind is None or args.bf16 or kind == "nf4" and args.fp16,
-            f"--base_dtype {kind} needs --bf16{' or --fp16' * (kind == 'nf4')}")
-    if kind == "nf4":
-        require(ddp, "--base_dtype nf4 needs --parallel ddp: FSDP2 casts what it gathers")
-        for flag, why in {"use_dora": "needs the weights", "float8": "is another storage",
-                          "compile": "may keep whole weights for the backward pass"}.items():
-            require(getattr(args, flag) is not True,
-                    f"--base_dtype nf4 does not go with --{flag}, which {why}")
+    require(kind is None or args.use_lora and (args.bf16 or nf4 and args.fp16),
+            f"--base_dtype {kind} needs --use_lora and --bf16{' or --fp16' * nf4}")
+    if nf4:
+        require(ddp and not args.use_dora and not args.float8 and args.compile is not True,
+                "--base_dtype nf4 needs --parallel ddp, and no --use_dora, --float8 or --compile")
         require_package("bitsandbytes", "--base_dtype nf4")
-
-
-def check_plan(args):
-    """--gpu_memory and --host_memory, which describe the machine of a plan."""
-    above_zero(args, "gpu_memory host_memory")
-    require(args.dry_run is not None or args.auto or not args.gpu_memory,
-            "--gpu_memory needs --dry_run")
-    require(args.dry_run is not None or not args.host_memory, "--host_memory needs --dry_run")
 
 
 def check_drop_bad(args, checks):
     """Make args.drop_bad the tuple of the checks whose samples are dropped."""
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in checks, f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
-    dropped = {*(checks if args.drop_bad == [] else names), *["too_long"] * args.drop_too_long}
-    args.drop_bad = tuple(name for name in checks if name in dropped)
+    names = {name for value in args.drop_bad or () for name in value.split(",") if name}
+    for name in names - {*checks}:
+        raise UserError(f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+    names |= {*checks} if args.drop_bad == [] else {"too_long"} if args.drop_too_long else set()
+    args.drop_bad = tuple(name for name in checks if name in names)
 
 
 def set_intervals(args, total_steps, before, validates, **own):
@@ -520,10 +499,10 @@ def set_intervals(args, total_steps, before, validates, **own):
             setattr(args, flag, before.get(flag, steps))
     saves, evals = (f"every {steps} steps" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
-    lines = [f"intervals  checkpoints {saves}{f'; validation {evals}' if validates else ''}"]
     late = {"warmup_steps": "the learning rate never reaches its peak", "save_steps": "no "
             "checkpoint before the end", "eval_steps": "no validation before the end"}
-    lines += [f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
-              f"steps: {what}" for flag, what in late.items()
-              if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps")]
-    return "\n".join(lines)
+    return "\n".join([
+        f"intervals  checkpoints {saves}{f'; validation {evals}' * bool(validates)}",
+        *(f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
+          f"steps: {what}" for flag, what in late.items()
+          if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps"))])

@@ -51,8 +51,8 @@ def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
         parts = (part.transpose(0, 1)[None] for part in parts)
         if window and length > window:
             place = torch.arange(length, device=q.device)
-            behind = place[:, None] - place
-            masked = {"attn_mask": (behind >= 0) & (behind < window)}
+            distance = place[:, None] - place
+            masked = {"attn_mask": (distance >= 0) & (distance < window)}
         else:
             masked = {"is_causal": True}
         out.append(F.scaled_dot_product_attention(*parts, scale=scaling,

@@ -1,5 +1,4 @@
-"""Text, JSON, JSONL, parquet and arrow files -> what is in them. Whatever is wrong is said in one
-line, no hang.
+"""Text, JSON, JSONL, parquet and arrow files -> their values, or a UserError of one line.
 
 Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
 Standard library only.
@@ -14,7 +13,7 @@ import re
 import stat
 from pathlib import Path
 
-from core.cli import UserError
+from core.cli import UserError, require
 
 LONGEST = 2**26         # bytes of a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: these are single
@@ -24,22 +23,13 @@ DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -m
 
 class _Named(io.FileIO):
     """A file whose errors of reading are a UserError that names it: a bad disk's come without."""
-
-    def __init__(self, fd, path):
-        super().__init__(fd, "rb")
-        self.path = path
+    read, readall = io.RawIOBase.read, io.RawIOBase.readall     # both by readinto
 
     def readinto(self, buffer):
-        return self._named(super().readinto, buffer)
-
-    def readall(self):
-        return self._named(super().readall)
-
-    def _named(self, read, *args):
         try:
-            return read(*args)
+            return super().readinto(buffer)
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({error.strerror})")
+            raise UserError(f"{self.label}: cannot be read ({error.strerror})")
 
 
 def open_file(path, flag=""):
@@ -51,11 +41,13 @@ def open_file(path, flag=""):
             raise       # nothing is wrong with this file
         raise UserError(f"{flag}{path}: cannot be read "
                         f"({getattr(error, 'strerror', None) or error})")
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return io.BufferedReader(_Named(fd, f"{flag}{path}"))
-    os.close(fd)
-    raise UserError(f"{flag}{path}: cannot be read (it is a folder, a pipe or a device, not a "
-                    "file)")
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UserError(f"{flag}{path}: cannot be read (it is a folder, a pipe or a device, not a "
+                        "file)")
+    file = _Named(fd, "rb")
+    file.label = f"{flag}{path}"
+    return io.BufferedReader(file)
 
 
 def read_text(path, flag=""):
@@ -78,8 +70,7 @@ def not_utf8(path, line, data):
 def lines(file, path):
     """Yield the lines of open_file's file; UserError for one of more than LONGEST bytes."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
-        if len(line) > LONGEST:
-            raise UserError(f"{path}: line {number} is longer than {LONGEST >> 20} MiB")
+        require(len(line) <= LONGEST, f"{path}: line {number} is longer than {LONGEST >> 20} MiB")
         yield line
 
 
@@ -97,8 +88,7 @@ def loads(text):
 
 def parse(text, path, line=1):
     """The value of a JSON text that begins at this line of a file; UserError names the place."""
-    if not text.strip():
-        raise UserError(f"{path}: is empty")
+    require(text.strip(), f"{path}: is empty")
     try:
         return DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -118,8 +108,8 @@ def json_value(path, flag=""):
 def read_object(path, flag=""):
     """The JSON object of a file, a dict. Raises UserError."""
     found = json_value(path, flag)
-    if not isinstance(found, dict):
-        raise UserError(f"{flag}{path}: holds a JSON {type(found).__name__}, not an object")
+    require(isinstance(found, dict),
+            f"{flag}{path}: holds a JSON {type(found).__name__}, not an object")
     return found
 
 
@@ -127,32 +117,25 @@ def read_entries(path):
     """(unit, read) of JSONL, of a JSON list or of one JSON object. UserError with line and column.
 
     read(wanted) yields (number, value): numbers are those of the lines of JSONL (unit "line") or of
-    a list's entries ("sample"), from 0 on. JSONL is read line by line, and SKIPPED stands for lines
+    a list's entries ("sample"), from 0 on. JSONL is read line by line, and SKIPPED replaces lines
     that are not wanted(number); a list is read whole, once.
     """
     with open_file(path) as file:
         start = next((text for line in lines(file, path) if (text := stripped(line))), b"")
-    if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or is_json(start)):
-        return "line", lambda wanted: _json_lines(path, wanted)
+    with contextlib.suppress(ValueError):
+        if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or loads(start) is not None):
+            return "line", lambda wanted: _json_lines(path, wanted)
     data = json_value(path)
     if isinstance(data, dict) and "messages" in data:
         data = [data]
-    if not isinstance(data, list):
-        raise UserError(f"{path}: holds a JSON {type(data).__name__}, not a list of samples with "
-                        "'messages'")
+    require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
+            "samples with 'messages'")
     return "sample", lambda wanted: enumerate(data)
 
 
 def stripped(line):
     """Bytes of a line without a byte order mark and white space around it."""
     return line.removeprefix(b"\xef\xbb\xbf").strip()
-
-
-def is_json(line):
-    try:
-        return loads(line) is not None
-    except ValueError:
-        return False
 
 
 def _json_lines(path, wanted):
@@ -177,11 +160,18 @@ def asking(path):
     try:
         yield
     except Exception as error:
-        what, why = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
+        why = (str(error).strip().splitlines() or [""])[0]
         raise UserError(f"{path}: no such file or folder here, and the hub does not give it "
-                        f"({what}: {why[:120]}); private ones need `hf auth login`; where there is "
-                        "a network: `hf download OWNER/NAME --repo-type dataset --local-dir "
-                        "FOLDER`, then give that folder")
+                        f"({type(error).__name__}: {why[:120]}); private ones need `hf auth login`;"
+                        " where there is a network: `hf download OWNER/NAME --repo-type dataset "
+                        "--local-dir FOLDER`, then give that folder")
+
+
+def without_null(value):
+    """A value of a table without fields of null, which pyarrow adds where one row has a field."""
+    if isinstance(value, dict):
+        return {name: without_null(part) for name, part in value.items() if part is not None}
+    return [without_null(part) for part in value] if isinstance(value, list) else value
 
 
 def table_rows(path, size=1024):
@@ -194,19 +184,11 @@ def table_rows(path, size=1024):
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path}: pip install pyarrow to read it, or give JSONL")
-
-    def without_null(value):
-        if isinstance(value, dict):
-            return {name: without_null(part) for name, part in value.items() if part is not None}
-        return [without_null(part) for part in value] if isinstance(value, list) else value
     try:
-        if path.suffix == ".parquet":
-            opened = pyarrow.parquet.ParquetFile(path)
-        else:
-            opened = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
-        with opened as file:
-            for batch in file.iter_batches(batch_size=size) if path.suffix == ".parquet" else file:
-                yield from map(without_null, batch.to_pylist())
+        batches = (pyarrow.parquet.ParquetFile(path).iter_batches(size) if path.suffix == ".parquet"
+                   else pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))))
+        for batch in batches:
+            yield from map(without_null, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as {path.suffix[1:]} "
                         f"({str(error).splitlines()[0]})")

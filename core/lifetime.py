@@ -73,7 +73,7 @@ def between(parent, *command):
     """The program between start() and its command: waits for it, and kills both with parent."""
     end_with(int(parent), lambda: os.killpg(0, signal.SIGKILL))
     status = subprocess.call(command)
-    sys.exit(status if status >= 0 else 128 - status)       # of a signal, as a shell tells it
+    sys.exit(status if status >= 0 else 128 - status)       # of a signal, as shells do
 
 
 def _last_line(words):

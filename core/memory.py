@@ -1,17 +1,12 @@
-"""Memory of a GPU, what --auto chooses by it, what --dry_run prints. Needs no GPU and no weights.
+"""Memory of a GPU: what --auto chooses by, what --dry_run prints. Needs no GPU and no weights.
 
 One step runs on fake tensors, which have shapes but no memory, and the bytes alive are counted. The
 peak was within 0.94 GiB of the real one in 6 of 6 runs on an H200. W weights, T of them trained,
-sharded over N GPUs (1 under DDP), take on each GPU
-
-    weights      W / N in their stored dtype
-    gradients    4 T / N, and under FSDP2 4 T unsharded between the micro-steps of a step
-    optimizer    8 T / N (Adam, fp32); a moving average, where there is one, 4 T / N
-    copies       FSDP2 gathers the root, a layer at work, the next one and a buffer
-    activations  counted: logits, casts of weights and gradients as they come included
-    fixed        CUDA context, cuBLAS, NCCL: a guess
-
---cpu_offload keeps shards, gradients and moments on the host. Fragmentation is not modelled.
+sharded over N GPUs (1 under DDP), take on each GPU W / N in their stored dtype, 4 T / N of
+gradients (under FSDP2 4 T more between the micro-steps of a step), 8 T / N of Adam's moments and
+4 T / N of a moving average. Then come what FSDP2 gathers, the activations, which are counted, and a
+guess for the CUDA context, cuBLAS and NCCL. --cpu_offload keeps the state on the host.
+Fragmentation is not modelled.
 """
 import contextlib
 import copy
@@ -26,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -45,8 +41,8 @@ GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
 RATES = {"an H200": 790e12, "an RTX 3090": 71e12}   # FLOP/s of large bf16 products, docs/speed.md
-INDENT = "\n           "
 STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
+UNSHARDED = "fp16", "float8", "base_dtype"          # flags that need --parallel ddp
 FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
          "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
          "gradient_accumulation_steps": "accumulation", "base_dtype": "base_dtype",
@@ -65,7 +61,7 @@ class Setup:
     budget: int = 0                 # tokens that every pack is filled to, 0: none
     reshard: bool | None = None     # fsdp: a layer is freed after its forward
     offload: bool | None = None     # fsdp: shards and moments are in host memory
-    shard_size: int = 0             # hsdp: GPUs that weights are sharded over, 0: those of a node
+    shard_size: int = 0             # hsdp: GPUs that weights are sharded over
     base_dtype: str | None = None   # nf4: frozen layers in four bits
 
     @property
@@ -74,8 +70,7 @@ class Setup:
 
     @property
     def shards(self):
-        group = self.shard_size or local_ranks(self.ranks)
-        return {"ddp": 1, "fsdp": self.ranks, "hsdp": group}[self.parallel]
+        return {"ddp": 1, "fsdp": self.ranks, "hsdp": self.shard_size}[self.parallel]
 
     @property
     def fresh(self):
@@ -140,6 +135,12 @@ class LiveBytes(TorchDispatchMode):
         self.in_kernel = False
         return self.note(out)
 
+    def begin(self, stage, tensors):
+        """Begin a stage when a gradient of the first of these tensors comes."""
+        tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: setattr(self, "stage", stage))
+
 
 class Kept(torch.autograd.Function):
     """A GPU kernel without its work: keeps inputs, a number a row, and attention its output."""
@@ -164,62 +165,55 @@ def varlen(q, k, v, *_):
                        **document_attention.GROUPED)
 
 
-def dropout(x, p=0.5, training=True, inplace=False):
-    """F.dropout of a GPU keeps a byte a value, not a factor."""
-    return torch.native_dropout(x, p, training)[0] if p and training else x
-
-
 @contextlib.contextmanager
 def gpu_kernels(live, more):
     """In this context a CPU keeps what a GPU would. more: Step.kernels."""
+    def dropout(x, p=0.5, training=True, inplace=False):        # a byte a value, not a factor
+        return torch.native_dropout(x, p, training)[0] if p and training else x
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
                 (fused, "wanted", lambda x: True), (fused, "kernel", live.kernel),
                 (fused, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
                 (document_attention, "_attention_by_document", varlen), *more):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
+            stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 
 @functools.cache
-def step_bytes(step, setup, pack, train=True, gpu=True):
+def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
     """{stage: most bytes} of a micro-step with one pack, or, without `train`, of a validation.
 
-    gpu=False: with a CPU's kernels. Of many layers, all alike but the last, 2 and then 4 are run.
+    gpu=False: with a CPU's kernels. count: of the layers that are run. Of many layers, all alike
+    but the last, 2 and then 4 are run.
     """
-    count = len(step.layers(step.model))
-    if count <= 4:
-        return run_layers(step, setup, pack, count, train, gpu)
-    two, four = (run_layers(step, setup, pack, few, train, gpu) for few in (2, 4))
-    return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (count - 4) for stage in four}
-
-
-def run_layers(step, setup, pack, count, train, gpu):
-    """step_bytes of a copy of the model with `count` of its layers."""
-    model = with_layers(step, count)
+    every = len(step.layers(step.model))
+    if not count and every > 4:
+        two, four = (step_bytes(step, setup, pack, train, gpu, few) for few in (2, 4))
+        return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (every - 4) for stage in four}
+    model = with_layers(step, count or every)
     layers = step.layers(model)
     recomputation.set_mode(model, layers, setup.recompute)
     model.train(train)
     with FakeTensorMode(allow_non_fake_inputs=True):
         give_shapes(model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
         trained = [p for p in model.parameters() if p.requires_grad] if train else []
+        known = [*model.parameters(), *model.buffers()]
         if not setup.fresh and not setup.fsdp:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-        live = LiveBytes([*model.parameters(), *model.buffers(),
-                          *(p.grad for p in trained if p.grad is not None)])
+                known.append(parameter.grad)
+        live = LiveBytes(known)
         if train:       # gradients reach the last layer, leave the first
-            layers[-1].register_forward_hook(lambda _, given, out: watch(live, STAGES[1], out))
+            layers[-1].register_forward_hook(lambda _, given, out: live.begin(STAGES[1], out))
             layers[0].register_forward_pre_hook(
-                lambda _, *given: watch(live, STAGES[2], given), with_kwargs=True)
+                lambda _, *given: live.begin(STAGES[2], given), with_kwargs=True)
         if setup.fsdp:
             reduce_gradients(live, trained, layers, setup)
         with live, gpu_kernels(live, step.kernels) if gpu else contextlib.nullcontext():
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
-                with torch.set_grad_enabled(train):
-                    loss = step.loss(model, *pack)
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
+                    torch.set_grad_enabled(train):
+                loss = step.loss(model, *pack)
             if train:
                 loss.backward()
     return dict(live.peaks)
@@ -237,7 +231,7 @@ def with_layers(step, count):
 
 
 def give_shapes(model, dtype):
-    """Give a module fake tensors of the same shapes; parameters of a dtype, or of theirs."""
+    """Give a module fake tensors of the same shapes; parameters of a dtype, None: as they are."""
     made = {None: None}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -246,20 +240,13 @@ def give_shapes(model, dtype):
                                        p.requires_grad)
             module._parameters[name] = made[p]
         for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else torch.empty(
-                buffer.shape, dtype=buffer.dtype)
-
-
-def watch(live, stage, tensors):
-    """Begin a stage when a gradient of the first of these tensors comes."""
-    tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
-    if tensor.requires_grad:
-        tensor.register_hook(lambda _: setattr(live, "stage", stage))
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def reduce_gradients(live, trained, layers, setup):
-    """Reduce gradients as FSDP2 does: a unit that has all of its own sums them in fp32, until the
-    next unit does; then shards are left, unless they accumulate or go to the host, which estimate()
+    """Reduce gradients as FSDP2 does: a layer that has all gradients sums them in fp32, until the
+    next one does; then shards are left, unless they accumulate or go to the host, which estimate()
     counts. The root, all outside the layers, comes last.
     """
     unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
@@ -272,10 +259,9 @@ def reduce_gradients(live, trained, layers, setup):
         parameter.grad = None
         if len(waiting[unit]) < wanted[unit]:
             return
-        if unit is None:
-            live.stage = STAGES[3]
+        live.stage = STAGES[3] if unit is None else live.stage
         values = sum(gradient.numel() for gradient in waiting.pop(unit))
-        buffers[:] = []     # of the unit before, freed first
+        buffers.clear()     # of the unit before, freed first
         buffers.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
         if setup.fresh and not setup.offload:
             shards.append(torch.empty(-(-values // setup.shards)))
@@ -350,16 +336,13 @@ EPOCH_STEPS = 10    # optimizer steps that an epoch has at least, where no flag 
 
 def ways(args, setup):
     """Setups with other recomputation and sharding, from the fastest on, where flags leave them."""
-    modes, kinds = [None, "selective", "all"], ["ddp", "hsdp", "fsdp"]
-    group = setup.shard_size or local_ranks(setup.ranks)
-    if setup.ranks <= group or setup.ranks % group:     # more than one node, alike
-        kinds.remove("hsdp")
+    modes = [None, "selective", "all"]
     if args.compile is True:        # not auto; nothing can be picked out of a compiled layer
         modes.remove("selective")
     if "gradient_checkpointing" in named(args):
         modes = [setup.recompute]
-    if "parallel" in named(args) or setup.ranks == 1 or is_on(args, "fp16", "float8", "base_dtype"):
-        kinds = [setup.parallel]
+    fixed = "parallel" in named(args) or setup.ranks == 1 or is_on(args, *UNSHARDED)
+    kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
 
 
@@ -388,7 +371,7 @@ def by_tokens(args, setup, lengths, order_of, longest=0):
             and args.compile is not True and importlib.util.find_spec("bitsandbytes"):
         tried += [replace(way, base_dtype="nf4") for way in tried if not way.fsdp]
     if setup.offload is False and not given & {"parallel", "cpu_offload"} \
-            and not is_on(args, "fp16", "float8", "base_dtype"):
+            and not is_on(args, *UNSHARDED):
         tried.append(offload)
     for way in tried:
         if samples and way.budget and not fixed:
@@ -404,8 +387,8 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
         return PackOrder(lengths, tokens_per_pack=budget, seed=args.seed,
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
-    setups = by_tokens(args, setup_of(args, ranks), lengths, order_of, longest)
-    return choose(args, world, ranks, setups,
+    return choose(args, world, ranks,
+                  by_tokens(args, setup_of(args, ranks), lengths, order_of, longest),
                   lambda setup: memory_of(setup, order_of(setup.budget)))
 
 
@@ -420,20 +403,20 @@ def choose(args, world, ranks, setups, memory_of):
             return chosen, "as the run that is resumed began: " + ", ".join(
                 f"--{flag} {chosen[flag] or 'off'}" for flag in FLAGS
                 if chosen.get(flag) is not None)
-        text = f"the first that fits {size(gpu_memory(args))}, from the fastest on:"
+        tried = 0
         for setup in setups:
-            found = memory_of(setup)
-            fits = found.peak <= USABLE * gpu_memory(args)
-            pack = f"{setup.budget:,} tokens" if setup.budget else f"{setup.batch_size:,} a batch"
-            text += (f"{INDENT}{setup.parallel:<5}{pack:>15}  recompute {setup.recompute}"
-                     f"{', NF4' * (setup.base_dtype == 'nf4')}{', offloaded' * bool(setup.offload)}"
-                     f" {found.peak / GIB:8.2f} GiB  {'taken' if fits else 'too much'}")
-            if fits:
+            found, tried = memory_of(setup), tried + 1
+            if found.peak <= USABLE * gpu_memory(args):
                 break
         if args.dry_run is None:
             check_memory(found, args)
         chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if flag in args}
-        return chosen | {"packs_per_step": setup.ranks * setup.accumulation}, text
+        chosen["packs_per_step"] = setup.ranks * setup.accumulation
+        pack = f"{setup.budget:,} tokens" if setup.budget else f"{setup.batch_size:,} a batch"
+        return chosen, (
+            f"{setup.parallel}, {pack}, recompute {setup.recompute}"
+            f"{', NF4' * (setup.base_dtype == 'nf4')}{', offloaded' * bool(setup.offload)}: "
+            f"{size(found.peak)}, number {tried} of the setups from the fastest on")
     chosen, text = dist.rank0(world, first_that_fits)
     changed = any(getattr(args, flag, value) != value for flag, value in chosen.items())
     vars(args).update(chosen)
@@ -445,15 +428,14 @@ def choose(args, world, ranks, setups, memory_of):
 def earlier_choice(args, ranks):
     """What the newest readable checkpoint of --resume has of FLAGS, where none is named, or {}."""
     folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
+    earlier, given = {}, named(args)
     for folder in folders if args.resume == "auto" else [Path(args.resume)]:
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
-    else:
-        return {}
-    chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier and flag not in named(args)}
+    chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier and flag not in given}
     packs = earlier.get("packs_per_step")
-    if packs and "gradient_accumulation_steps" not in named(args):
+    if packs and "gradient_accumulation_steps" not in given:
         require(packs % ranks == 0,
                 f"--auto: this run has {packs} packs a step, which {ranks} ranks cannot share out; "
                 "take another number of ranks, or give --gradient_accumulation_steps")
@@ -493,25 +475,16 @@ def host_memory(args, meminfo="/proc/meminfo"):
     return min(free, 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0)) or free)  # 0: all of it
 
 
-def existing_folder(path):
-    """The folder itself, or the nearest one above it that exists."""
-    path = Path(path).absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def check_writable(path, flag):
-    """A folder must be there and writable, or possible to make."""
-    try:
-        tempfile.TemporaryFile(dir=existing_folder(path)).close()
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
-
-
 def check_disk(path, needed, what):
-    """The disk that `path` is or will be on must have `needed` bytes free; returns how many are."""
-    free = shutil.disk_usage(existing_folder(path)).free
+    """A folder must be writable, or possible to make, and its disk have `needed` bytes free."""
+    path = Path(path).absolute()
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise UserError(f"{what} {path}: cannot be written ({error.strerror})")
+    free = shutil.disk_usage(place).free
     require(needed <= free, f"{path}: {what} need {size(needed)}, its disk has {size(free)} free")
-    return free
 
 
 def pack_sums(order, epochs, values):
@@ -520,22 +493,17 @@ def pack_sums(order, epochs, values):
                            for plan in map(order.epoch, epochs)])
 
 
-def packs_text(setup, order, lengths, average):
-    """Lines on lengths (n,) of samples, in tokens, and on packs. average: what one holds."""
+def data_lines(args, setup, model, order, lengths):
+    """[line] on what runs where, the model, and packs of samples of lengths (n,), in tokens."""
+    dtype = "fp16" if is_on(args, "fp16") else "bf16" if setup.bf16 else "fp32"
     packs = np.maximum(pack_sums(order, [0], lengths), setup.budget)
     # the last step of an epoch is filled with packs of padding
     slots = packs.sum() + -len(packs) % (setup.ranks * setup.accumulation) * (setup.budget or 1)
-    return (f"lengths    {lengths.sum():,} tokens an epoch; per sample min {lengths.min():,}, "
-            f"median {np.median(lengths):,.0f}, max {lengths.max():,}\n"
-            f"packs      {order.packs_per_epoch:,} an epoch, on average {average}; "
-            f"{lengths.sum() / slots * 100:.1f}% of slots hold tokens")
-
-
-def head_text(args, setup, model):
-    """Lines on what runs where, and the model."""
-    dtype = "fp16" if is_on(args, "fp16") else "bf16" if setup.bf16 else "fp32"
-    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}\n"
-            f"{metrics.model_text(model, args.use_lora)}; the weight files have them all")
+    return [f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
+            f"{metrics.model_text(model, args.use_lora)}; the weight files have them all",
+            f"packs      {order.packs_per_epoch:,} of {lengths.sum():,} tokens an epoch, of "
+            f"{len(lengths) / order.packs_per_epoch:.1f} samples; longest sample "
+            f"{lengths.max():,} tokens; {lengths.sum() / slots * 100:.1f}% of slots hold tokens"]
 
 
 def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0, checks=()):
@@ -548,32 +516,30 @@ def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0
     gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"
     seconds = flops / RATES[gpu]
     time = f"{seconds:.0f} s" if seconds < 120 else metrics.duration(seconds)
+    parts = " + ".join(f"{name} {of / GIB:,.2f}" for name, of in found.parts.items() if of)
     print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
           f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
-          + f" · at least {time} on {gpu}" * bool(flops), *lines, sep="\n")
-    parts = " + ".join(f"{name} {of / GIB:,.2f}" for name, of in found.parts.items() if of)
-    print(f"memory     {parts} GiB; worst pack, {pack}{recomputation.NOTES[setup.recompute]}; the "
-          f"peak comes in {max(found.stages, key=found.stages.get)}")
+          + f" · at least {time} on {gpu}" * bool(flops), *lines,
+          f"memory     {parts} GiB; worst pack, {pack}{recomputation.NOTES[setup.recompute]}; the "
+          f"peak comes in {max(found.stages, key=found.stages.get)}", sep="\n")
 
     # a save copies all that it writes, under FSDP each node its share
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
     saved = saved * (2 if found.parts["average"] else 1) + 8 * sum(p.numel() for p in trained)
-    staged = saved * (local / setup.ranks if setup.fsdp else 1)
-    needed, free = found.host * local + staged, check_disk(args.output_dir, 0, "")
+    needed, host = found.host * local + saved * (local / setup.ranks if setup.fsdp else 1), \
+        host_memory(args)
     saves = 1 + sum(max(0, steps) // interval for interval in (
         args.save_steps, args.eval_steps if validates else 0) if interval)
-    limit = args.save_total_limit       # and the best one, and the one being written
-    most = min(saves, limit + 1 + validates) if limit else saves
+    # the newest, the best and the one being written
+    most = min(saves, args.save_total_limit + 1 + validates) if args.save_total_limit else saves
     have = sum(file.stat().st_size for _, path in checkpoint.list_checkpoints(args.output_dir)
                for file in path.rglob("*") if file.is_file())
-    print(f"host       {size(needed)} for the {counted(local, 'rank')} of a node, {size(staged)} "
-          f"of it copied by a save; it has {size(host_memory(args))}\n"
-          f"disk       {size(saved)} a checkpoint, at most {most} at once: {size(saved * most)}; "
-          f"{size(free)} free for --output_dir")
+    print(f"host       {size(needed)} for the {counted(local, 'rank')} of a node, which has "
+          f"{size(host)}\n"
+          f"disk       {size(saved)} a checkpoint, at most {most} at once: {size(saved * most)}")
     collect(True, lambda: check_memory(found, args), *checks, lambda: require(
-        needed <= host_memory(args),
-        f"host memory: about {size(needed)} needed by the {local} ranks of a node, which has "
-        f"{size(host_memory(args))}; what helps: --use_lora, more nodes with --parallel fsdp; "
+        needed <= host, f"host memory: about {size(needed)} needed by the {local} ranks of a node, "
+        f"which has {size(host)}; what helps: --use_lora, more nodes with --parallel fsdp; "
         "--host_memory GIB plans for another machine"),
         lambda: check_disk(args.output_dir, saved * most - have, f"{most} checkpoints"))

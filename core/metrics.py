@@ -27,16 +27,6 @@ UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is und
 # ---- Speed
 
 
-def peaks(device):
-    """(bf16 FLOP/s of a GPU, None where unknown; GiB allocated at most; of a CPU: GiB resident)."""
-    if device.type != "cuda":
-        return None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-    import torch
-    name = torch.cuda.get_device_name(device)
-    found = (peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name))
-    return next(found, None), torch.cuda.max_memory_allocated(device) / 2**30
-
-
 def duration(seconds):
     """Seconds as 1:02:03."""
     seconds = int(seconds)
@@ -98,18 +88,22 @@ class StepTimer:
         """
         found = self.work, self.slots, time.monotonic() - self.start, self.waited
         work, slots, seconds, waited = found if self.steps else self.first
-        flops, memory = peaks(world.device)
         values = {"train/throughput": work["tokens"] / seconds,
                   "train/samples_per_second": work["samples"] / seconds,
                   "train/step_seconds": seconds / max(1, self.steps),
-                  "train/padding": 1 - work["tokens"] / slots,
-                  "train/data_wait_seconds": waited, "train/memory_gib": memory}
+                  "train/padding": 1 - work["tokens"] / slots, "train/data_wait_seconds": waited,
+                  "train/memory_gib":
+                      resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30}
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
                    if name.endswith("_seconds")}
         if world.device.type == "cuda":
-            values["system/gpu_memory_allocated"] = memory
-        if flops:
-            values["train/mfu"] = work["flops"] / seconds / (flops * world.size)
+            import torch
+            memory = torch.cuda.max_memory_allocated(world.device) / 2**30
+            values |= {"train/memory_gib": memory, "system/gpu_memory_allocated": memory}
+            name = torch.cuda.get_device_name(world.device)
+            peak = [of for part, of in PEAK_BF16.items() if re.search(rf"\b{part}\b", name)]
+            if peak:
+                values["train/mfu"] = work["flops"] / seconds / (peak[0] * world.size)
         self.reset()
         return values
 
@@ -140,8 +134,15 @@ class MetricsLog:
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
         if "tensorboard" in report_to:
+            from torch.utils.tensorboard import SummaryWriter
+            show = threading.excepthook
+            # add_scalar raises the error of a full disk as well
+            threading.excepthook = lambda found: issubclass(
+                found.exc_type, OSError) or show(found)
             with self.naming(logging_dir):
-                self.board = tensorboard(logging_dir, resumed_step, config)
+                self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+                self.board.add_text("config", f"```\n{json.dumps(config, indent=1)}\n```",
+                                    resumed_step)
         if "wandb" in report_to:
             # a resumed run goes on in the same run there, a new one does not
             run_id = Path(output_dir) / "wandb_id"
@@ -187,17 +188,6 @@ class MetricsLog:
             self.wandb.finish()
 
 
-def tensorboard(logging_dir, resumed_step, config):
-    """A SummaryWriter whose points later than resumed_step are gone."""
-    from torch.utils.tensorboard import SummaryWriter
-    show = threading.excepthook
-    # add_scalar raises the error of a full disk as well
-    threading.excepthook = lambda found: issubclass(found.exc_type, OSError) or show(found)
-    board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-    board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
-    return board
-
-
 # ---- Read
 
 
@@ -206,12 +196,9 @@ def read_rows(path):
     all come back, also those after a line that is none. A last line cut off by a kill is no fault.
     """
     path, rows, wrong = Path(path), [], []
-    if not path.exists():
-        return [], ""
-    if not path.is_file():
+    if path.exists() and not path.is_file():
         return [], "it is not a file"
-    with json_files.open_file(path) as file:
-        lines = file.read().split(b"\n")
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         row = None
         with contextlib.suppress(ValueError):
@@ -239,13 +226,8 @@ def curve(rows, name):
 
 
 def percent(share):
-    """0.98 -> "98 %", 0.925 -> "92.5 %"; what only rounds to 0 or 100 is not called so."""
-    text = f"{share * 100:.1f}".removesuffix(".0")
-    if text == "0" and share:
-        return "less than 0.1 %"
-    if text == "100" and share < 1:
-        return "more than 99.9 %"
-    return f"{text} %"
+    """0.98 -> "98 %", 0.925 -> "92.5 %"."""
+    return f"{share * 100:.1f}".removesuffix(".0") + " %"
 
 
 def loss_clause(rows):
@@ -253,23 +235,19 @@ def loss_clause(rows):
     training, found = curve(rows, "train/loss"), curve(rows, "eval/nll")
     what = "the validation bound" if found else "validation loss"
     found = found or curve(rows, "eval/loss")
-    if not found and not training:
-        return "nothing was logged"
     if not found:
-        return f"nothing was validated; training loss {training[0][1]:.4f} -> {training[-1][1]:.4f}"
-    (first, start), (last, end) = found[0], found[-1]
+        return ("nothing was validated; training loss "
+                f"{training[0][1]:.4f} -> {training[-1][1]:.4f}" if training
+                else "nothing was logged")
+    (_, start), (last, end) = found[0], found[-1]
     best, step = min((value, step) for step, value in found)
-    if len(found) == 1:
-        return f"{what} {end:.4f}, validated once, at step {last}"
-    if step == last:
-        since = "it still fell" if start - end > SMALL * abs(start) else "it hardly moved"
-        return (f"{what} was best at the end ({end:.4f} at step {last}, {start:.4f} at step "
-                f"{first}): {since}")
-    rise = (end - best) / max(abs(best), 1e-12)
     where = f"{what} was best at step {step} ({best:.4f})"
-    if rise <= SMALL:
+    if step == last:
+        how = "still fell" if start - end > SMALL * abs(start) else "hardly moved"
+        return f"{where}, the last one, after {start:.4f} at first: it {how}"
+    if end - best <= SMALL * max(abs(best), 1e-12):
         return f"{where} and is as good at step {last} ({end:.4f})"
-    where = f"{where} and {rise * 100:.1f} % higher at step {last}"
+    where += f" and {(end - best) / max(abs(best), 1e-12) * 100:.1f} % higher at step {last}"
     near = [value for at, value in training if at <= step] or [value for _, value in training[:1]]
     take = f"take checkpoint-{step}" if step else "take the base model"
     if near and training[-1][1] < near[-1]:
@@ -283,24 +261,15 @@ def understood(share):
     return f"speech is {how}understood (word errors {percent(share)})"
 
 
-def speech_clauses(rows, evaluations):
-    """What the last sample prompts say, and what evaluations heard."""
-    stops = curve(rows, "eval/stop_rate")
-    judged = [(PurePath(found["name"]).name, share) for found in evaluations
-              if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
-    clauses = []
-    if stops:
-        clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
-        if not judged:
-            clauses.append("whether they are understood was not measured (evaluate_tts.py)")
-    return clauses + [f"{name}: {understood(share)}" for name, share in judged]
-
-
 def verdict(rows, evaluations=()):
     """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None};
     evaluations: what an evaluation.json has, {"name", "metrics": {metric: number or None}}.
     """
-    clauses = [loss_clause(rows), *speech_clauses(rows, evaluations)]
+    clauses = [loss_clause(rows)]
+    if stops := curve(rows, "eval/stop_rate"):
+        clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
+    clauses += [f"{PurePath(found['name']).name}: {understood(share)}" for found in evaluations
+                if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
     skipped = curve(rows, "train/bad_steps")
     if skipped and skipped[-1][1]:
         clauses.append("steps skipped because their gradients were not finite: "

@@ -13,23 +13,18 @@ SHOWN = 20                  # problems in an error
 
 
 class Problem(str):
-    """A line about a sample: "NAME: REASON".
-
-    name: the place of the sample, which begins with its file. check: what found it, as --drop_bad
-    names it. sample: its number in a table of all, if there is one already; names are not unique
-    where a file is given twice.
+    """A line about a sample: "NAME: WHAT". name: the place of the sample, which begins with its
+    file. check: what found it, as --drop_bad names it. sample: its number in a table of all, if
+    there is one already; names are not unique where a file is given twice.
     """
-
-    def __new__(cls, text, name="", what="", check="", file="", sample=None):
-        made = super().__new__(cls, text)
-        made.name, made.what, made.check, made.file, made.sample = name, what, check, file, sample
-        return made
 
 
 def problem(name, check, what, file="", sample=None):
     """Problem of the sample at `name`; both texts made printable."""
     name, what = printable(name), printable(what)
-    return Problem(f"{name}: {what}", name, what, check, str(file), sample)
+    made = Problem(f"{name}: {what}")
+    made.name, made.what, made.check, made.file, made.sample = name, what, check, str(file), sample
+    return made
 
 
 class Problems:
@@ -63,9 +58,7 @@ class Problems:
 
     def settle(self, hint=""):
         """Text of how many samples each check drops, "" if none; UserError with the problems that
-        stop the run, hint its last line.
-
-        LIST then has all of them, one JSON object a line; none: there is no list.
+        stop the run, hint its last line. LIST then has all, one JSON object a line.
         """
         if self.rows:
             checkpoint.write_atomically(self.path, self._write)
@@ -107,10 +100,6 @@ def collect(dry, *works):
             if not dry:
                 raise
             problems[str(error)] = None
-    lines = []      # those that are lists themselves are taken apart
-    for first, *rest in map(str.splitlines, problems):
-        listed = [line.strip() for line in rest]
-        lines += listed if first.endswith(" problems:") else ["\n    ".join([first, *rest])]
     if problems:
-        raise UserError(problem_text(lines) if len(problems) > 1 else next(iter(problems)))
+        raise UserError(problem_text(list(problems)))
     return results

@@ -25,6 +25,12 @@ STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each th
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "similarity {:.2f}",
          "dnsmos": "DNSMOS {:.1f}", "seconds": "{:.2f} s", "seed": "seed {}"}      # of a sample
+SECTIONS = {        # of the page: its curves
+    "Loss": r"(train|eval)/(loss|nll|audio_loss|text_loss|audio_loss_codebook_\d+)",
+    "Speech": r"eval/.*|train/(eos_accuracy|stop_recall)",
+    "Optimisation": r"train/(learning_rate|grad_norm)",
+    "Speed and memory": r"train/(throughput|step_seconds|data_wait_seconds|memory_gib)|system/.*",
+    "Other": ".*"}
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <meta http-equiv="Content-Security-Policy"
@@ -34,11 +40,9 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; p
   overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
-.verdict {{ border-left: 4px solid #1f6feb }} table {{ border-collapse: collapse }}
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
-audio, img {{ display: block; width: 100%; max-width: 420px }} .wide {{ overflow-x: auto }}
-blockquote {{ margin: 0 0 8px; white-space: pre-line }}
-.settings {{ columns: 340px; font-size: 14px; padding: 0; list-style: none }}
+audio {{ display: block; width: 100% }} .wide {{ overflow-x: auto }}
+blockquote {{ margin: 0 0 8px; white-space: pre-line }} .settings {{ columns: 340px }}
 </style><h1>{title}</h1><small>made {made}</small>{body}</html>
 """
 
@@ -48,33 +52,22 @@ def natural(text):
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
-def read_run(folder):
-    """(rows of metrics.jsonl, [(flag, value)] of run.yaml) of an output_dir. Raises UserError."""
-    path = folder / "metrics.jsonl"
-    require(path.is_file(), f"{folder}: no metrics.jsonl in it; give the --output_dir of a run")
-    rows, wrong = metrics.read_rows(path)
-    require(not wrong, f"{path}: {wrong}; repair or remove them")
-    config = folder / cli.CONFIG
-    text = json_files.read_text(config) if config.is_file() else ""
-    return rows, re.findall(r"^(\w+): (.*)$", cli.without_secrets(text), re.MULTILINE)
-
-
-def read_evaluation(path):
-    """{"name", "metrics", ...} of an evaluation.json. Raises UserError."""
-    found = cli.without_secrets(json_files.read_object(path))
-    require(isinstance(found.get("metrics"), dict), f"{path}: has no metrics; see evaluate_tts.py")
-    return found | {"name": str(found.get("name", path.parent.name))}
-
-
-# ---- Parts of the page
+def read_evaluations(run):
+    """[{"name", "metrics", ...}] of the evaluation.json files in a folder. Raises UserError."""
+    found = []
+    for path in filter(Path.is_file, sorted(run.rglob("evaluation.json"))):
+        about = cli.without_secrets(json_files.read_object(path))
+        require(isinstance(about.get("metrics"), dict),
+                f"{path}: has no metrics; see evaluate_tts.py")
+        found.append(about | {"name": str(about.get("name", path.parent.name))})
+    return sorted(found, key=lambda about: not about["name"].startswith(BEFORE))
 
 
 def evaluation_table(evaluations):
     """Metrics as rows, evaluations as columns, in a box that scrolls by itself when narrow."""
-    names = dict.fromkeys(name for found in evaluations for name in found["metrics"])
     rows = [["", *(found["name"] for found in evaluations)],
             ["verdict", *(found.get("verdict", "") for found in evaluations)]]
-    for name in names:
+    for name in dict.fromkeys(name for found in evaluations for name in found["metrics"]):
         values = [found["metrics"].get(name) for found in evaluations]
         rows.append([name, *("–" if value is None else f"{value:,.4g}" if isinstance(value, float)
                              else value for value in values)])
@@ -84,9 +77,7 @@ def evaluation_table(evaluations):
 
 def thin(points):
     """About POINTS of a curve: the lowest and the highest of each stretch, and the last."""
-    size = -(-2 * len(points) // POINTS)
-    if size < 3:
-        return points
+    size = max(1, -(-2 * len(points) // POINTS))
     parts = [sorted(points[i:i + size], key=lambda point: point[1])
              for i in range(0, len(points), size)]
     return sorted({points[-1], *(part[0] for part in parts), *(part[-1] for part in parts)})
@@ -96,7 +87,7 @@ def chart(title, curves):
     """<figure> of {label: [(step, value)]}; folded away where all values are alike."""
     points = [point for curve in curves.values() for point in curve]
     (first, last), (low, high) = ((min(found), max(found)) for found in zip(*points))
-    tall = high - low or 1
+    tall, title = high - low or 1, escape(title)
 
     def x(step):
         return round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1)
@@ -116,19 +107,10 @@ def chart(title, curves):
                   f'{step:,}: {value:.5g}</title></circle>'
                   for step, value in curve if len(curve) <= 60]
         legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
-    title = escape(title)
     drawn = (f'<figure><b>{title}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
              f'role="img" aria-label="{title}">{"".join(parts)}</svg></figure>')
     flat = f"<details><summary>{title}: {low:.4g} at every step</summary>{drawn}</details>"
     return drawn if low < high else flat
-
-
-SECTIONS = {        # of the page: its curves
-    "Loss": r"(train|eval)/(loss|nll|audio_loss|text_loss|audio_loss_codebook_\d+)",
-    "Speech": r"eval/.*|train/(eos_accuracy|stop_recall)",
-    "Optimisation": r"train/(learning_rate|grad_norm)",
-    "Speed and memory": r"train/(throughput|step_seconds|data_wait_seconds|memory_gib)|system/.*",
-    "Other": ".*"}
 
 
 def charts(rows):
@@ -144,6 +126,7 @@ def charts(rows):
             curves.setdefault((section, title), {})[number or prefix] = curve
     for (section, title), lines in curves.items():
         sections[section].append(chart(title.replace("_", " "), lines))
+    # drawn figures first, then the folded ones
     return {name: f'<div class="grid">{"".join(sorted(found, key=lambda one: one[1] == "d"))}</div>'
             for name, found in sections.items() if found}
 
@@ -170,69 +153,61 @@ def read_samples(folder, label):
     return found
 
 
-def sample_rows(samples):
-    """The same prompt of all folders side by side."""
+def spoken(run, folders):
+    """(number of samples, HTML) of a run's steps and of --samples, a prompt a row. UserError."""
+    steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural(path.name))
+    if len(steps) > STEPS:      # the last one, and others at equal distances
+        steps = [steps[round((i + 1) * len(steps) / STEPS) - 1] for i in range(STEPS)]
+    for folder in folders:
+        require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it; give a folder "
+                "of generate_tts.py")
+    found = [(path.name.replace("-", " "), path) for path in steps]
+    found += [(path.resolve().name, path) for path in folders]
     rows = {}
-    for prompt, text, cell in samples:
-        rows.setdefault((prompt, text), []).append(cell)
-    return "".join(f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
-                   f'<div class="grid">{"".join(rows[name, text])}</div>'
-                   for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
-
-
-def summary(folder, rows, settings, evaluations):
-    """Verdict, progress of the run, and its flags."""
-    saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
-    state = [f"last logged step {max((row['step'] for row in rows), default=0):,}",
-             f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}"]
-    if (folder / "requeue").is_file():
-        state.append(f"stopped: {(folder / 'requeue').read_text(errors='replace').strip()}")
-    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>" for name, value in settings)
-    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
-                      for clause in metrics.verdict(rows, evaluations))
-    return (f'<h2>Verdict</h2><ul class="verdict">{clauses}</ul><p>{escape("; ".join(state))}</p>'
-            f'<h3>Settings</h3><ul class="settings">{flags}</ul>')
+    for label, folder in sorted(found, key=lambda one: not one[0].startswith(BEFORE)):
+        for prompt, text, cell in read_samples(folder, label):
+            rows.setdefault((prompt, text), []).append(cell)
+    return sum(map(len, rows.values())), "".join(
+        f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
+        f'<div class="grid">{"".join(rows[name, text])}</div>'
+        for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
 
 
 # ---- Command
 
 
-def write_report(run, rows, settings, folders):
-    """Write the page of read_run() and print its content; folders: of --samples. UserError."""
-    evaluations = [read_evaluation(path) for path in sorted(run.rglob("evaluation.json"))
-                   if path.is_file()]
-    evaluations.sort(key=lambda one: not one["name"].startswith(BEFORE))
-    steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural(path.name))
-    if len(steps) > STEPS:      # the last one, and others at equal distances
-        steps = [steps[round((i + 1) * len(steps) / STEPS) - 1] for i in range(STEPS)]
-    spoken = [(path.name.replace("-", " "), path) for path in steps]
-    for folder in folders:
-        name = folder.resolve().name
-        require(any(folder.glob("*.wav")),
-                f"--samples {name}: no .wav file in it; give a folder of generate_tts.py")
-        spoken.append((name, folder))
-    spoken.sort(key=lambda one: not one[0].startswith(BEFORE))      # first what was before training
-    samples = [sample for label, folder in spoken for sample in read_samples(folder, label)]
-    parts = {**charts(rows), "Samples": sample_rows(samples),
+def write_report(run, rows, folders):
+    """Write the page of a run and print its content; folders: of --samples. Raises UserError."""
+    evaluations, (n_samples, samples) = read_evaluations(run), spoken(run, folders)
+    saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
+    config = run / cli.CONFIG
+    text = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
+    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>"
+                    for name, value in re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
+    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
+                      for clause in metrics.verdict(rows, evaluations))
+    parts = {"Verdict": f"<ul>{clauses}</ul>last logged step "
+             f"{max((row['step'] for row in rows), default=0):,}; checkpoints: "
+             f"{', '.join(sorted(saved, key=natural)) or 'none yet'}",
+             "Settings": f'<ul class="settings">{flags}</ul>', **charts(rows), "Samples": samples,
              "Evaluation": evaluations and evaluation_table(evaluations)}
-    text = PAGE.format(
-        title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
-        body=summary(run, rows, settings, evaluations) + "".join(
-            f"<h2>{name}</h2>{content}" for name, content in parts.items() if content))
+    page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
+                       body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
+                                    if content))
     output, temporary = run / "report.html", run / ".report.html.tmp"
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb") as file:     # x: not through a link of this name
-        file.write(text.encode("utf-8", errors="replace"))
+        file.write(page.encode("utf-8", errors="replace"))
     temporary.replace(output)       # readers see the old page or the new one
-    print(f"report     {output} ({len(text) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
-          f"{len(samples)} samples, {len(evaluations)} evaluations")
+    print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
+          f"{n_samples} samples, {len(evaluations)} evaluations")
 
 
-def loss_fell(folder, rows):
+def loss_fell(path, rows):
     """Print the mean training loss of the first and last fifth of the steps -> whether it fell."""
     losses = [value for _, value in metrics.curve(rows, "train/loss")]
-    require(len(losses) > 1, f"{folder}/metrics.jsonl holds {len(losses)} training steps with a "
-            "loss; two are needed")
+    require(len(losses) > 1,
+            f"{path} holds {len(losses)} training steps with a loss; two are needed")
     fifth = max(1, len(losses) // 5)
     first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
     print(f"train/loss {first:.3f} -> {last:.3f} {'fell' if last < first else 'DID NOT FALL'}")
@@ -245,10 +220,13 @@ if __name__ == "__main__":
     p.flag("--samples", [], "more folders of .wav files", nargs="+", type=Path, metavar="FOLDER")
     p.switch("--check_fell", "exit with status 1 unless the training loss fell")
     args = cli.parse(p)
+    path = args.output_dir / "metrics.jsonl"
     try:
-        rows, settings = read_run(args.output_dir)
-        write_report(args.output_dir, rows, settings, args.samples)
-        sys.exit(args.check_fell and not loss_fell(args.output_dir, rows))
+        require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
+        rows, wrong = metrics.read_rows(path)
+        require(not wrong, f"{path}: {wrong}; repair or remove them")
+        write_report(args.output_dir, rows, args.samples)
+        sys.exit(args.check_fell and not loss_fell(path, rows))
     except (OSError, UserError) as error:
         name = getattr(error, "filename", None)
         cli.fail(f"{name}: {error.strerror}" if name else error)

@@ -2,10 +2,10 @@
 
 SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves the file OUTPUT_DIR/requeue
 for the launcher and exits with status 0. A thread of each rank reports to the run's store how far
-its main thread has come. When one makes no progress for its time limit, the ranks that are furthest
-behind are named, each prints its stack, and all end with status 1, before the process group's own
-limit. A save may take longer than a step; a rank whose thread is silent, since its process or node
-is frozen, is missed after a step's limit in any phase.
+its main thread has come. When one makes no progress for its time limit, the slowest ranks are
+named, each prints its stack, and all end with status 1, before the process group's limit. A save
+may take longer than a step; a rank whose thread is silent, since its process or node is frozen, is
+missed after a step's limit in any phase.
 """
 import errno
 import itertools
@@ -216,15 +216,15 @@ class Watchdog:
         """Name the ranks that hang: those that do not beat, else the slowest, else none."""
         silent = [rank for rank in now if rank in before and now[rank][0] == before[rank][0]]
         slowest = min(state[1] for state in now.values())
-        behind = silent or [rank for rank in now if now[rank][1] == slowest]
-        names = "; ".join(f"rank {rank} ({now[rank][3]}) in: {now[rank][2]}" for rank in behind)
+        hanging = silent or [rank for rank in now if now[rank][1] == slowest]
+        names = "; ".join(f"rank {rank} ({now[rank][3]}) in: {now[rank][2]}" for rank in hanging)
         text = (f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited "
                 f"for {stuck:.0f} s")
-        if len(behind) == len(now):
-            text = (f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the "
+        if len(hanging) == len(now):
+            text = (f"no rank moved for {stuck:.0f} s, all are in: {now[hanging[0]][2]}; the "
                     "network or a GPU hangs")
         if claim_error_report(self.store):
             print_error(f"error: {text}")
-        if self.world.rank in behind:
+        if self.world.rank in hanging:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
             print(f"rank {self.world.rank} hangs here:\n{stack}", file=sys.stderr, flush=True)

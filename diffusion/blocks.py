@@ -7,7 +7,6 @@ The end token (`<|endoftext|>`; in hdp `<|pad|>` at the end of plan and executio
 the block boundary and trained there, since a sampler always fills whole blocks. Nothing else is
 padded: rows of several problems (--pack) give the same loss as rows of one.
 """
-import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import dist, loading
-from core.cli import UserError
+from core.cli import UserError, require
 from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
@@ -26,6 +25,12 @@ from diffusion.noise import Blocks
 from diffusion.problems import read_chats, read_problems
 
 # ---- Problems -> documents of numbered blocks
+
+# what a document holds, numbers that add up over rows and steps. clean: tokens, its slots in a row;
+# noisy: tokens with a noisy copy, those of blocks with a target; tokens: of text and markers,
+# without the fill; targets: tokens in the loss; text: those of them that are no fill; groups:
+# blocks with targets; pairs: of query and key that may attend
+COUNTS = ("clean", "noisy", "tokens", "targets", "text", "groups", "pairs")
 
 
 @dataclass
@@ -39,35 +44,12 @@ class Documents:
     region: np.ndarray      # (T,) int64
     group: np.ndarray       # (T,) int64 number of the block among those with targets, else -1
     offsets: np.ndarray     # (n + 1,) int64
+    counts: dict            # {name of COUNTS: (n,) int64}
     problems: list          # Problem of each document
     pad: int                # id on padding, which has doc -1 in a batch
 
     def __len__(self):
         return len(self.problems)
-
-    def per_document(self, mask):
-        """(n,) int64: how many tokens of each document `mask` (T,) holds for."""
-        return np.diff(np.concatenate([[0], np.cumsum(mask)])[self.offsets])
-
-    # (n,) of each document: slots in a row; tokens in the loss; tokens with a noisy copy, those of
-    # blocks with a target; tokens of text and markers, without the fill; blocks with targets
-    lengths = functools.cached_property(lambda self: np.diff(self.offsets))
-    n_targets = functools.cached_property(lambda self: self.per_document(self.target))
-    noisy_lengths = functools.cached_property(lambda self: self.per_document(self.group >= 0))
-    tokens = functools.cached_property(lambda self: self.per_document(self.region != FILL))
-    n_groups = functools.cached_property(lambda self: np.array(
-        [self.group[a:b].max(initial=-1) + 1 for a, b in zip(self.offsets, self.offsets[1:])]))
-
-    @functools.cached_property
-    def pairs(self):
-        """(n,) pairs of query and key that may attend."""
-        found = []
-        for a, b in zip(self.offsets, self.offsets[1:]):
-            sizes = np.bincount(self.block[a:b])
-            seen = sizes * sizes.cumsum()       # a block sees itself and the clean ones before
-            noisy = np.unique(self.block[a:b][self.group[a:b] >= 0])
-            found.append(seen.sum() + seen[noisy].sum())
-        return np.array(found)
 
     def name(self, d):
         """Where document d is in the user's files."""
@@ -75,7 +57,7 @@ class Documents:
 
 
 def pieces(problem, layout):
-    """The texts of a problem that are tokenised on their own, between special tokens."""
+    """The texts of a problem that are tokenised apart, between special tokens."""
     if layout.prompt:
         return [layout.prompt.replace("{question}", problem.question), problem.solution]
     if layout.system != "hdp":
@@ -99,7 +81,7 @@ def prompt_ids(ids, tokens, layout):
 
 
 def too_long(regions, layout):
-    """What is longer than its budget, in words, or ""."""
+    """The regions that are longer than their budgets, in words, or ""."""
     return ", ".join(
         f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and end "
         f"token included, more than --{flag} {most}" for region, ids, _ in regions
@@ -107,7 +89,7 @@ def too_long(regions, layout):
 
 
 def make_document(regions, tokens, layout):
-    """regions_of -> (6, n) int64: ids, position, block, target, region, group."""
+    """regions_of -> ((6, n) int64: ids, position, block, target, region, group; its COUNTS)."""
     parts, next_block = [], 0
     for region, ids, pinned in regions:
         size = layout.regions[region][2] or len(ids)
@@ -122,51 +104,51 @@ def make_document(regions, tokens, layout):
             target |= (what == QUESTION) & (filled != tokens.bos)
         parts.append(np.stack([filled, at + layout.start(region), block, target, what]))
     document = np.concatenate(parts, axis=1)
-    block, target = document[2], document[3] > 0
-    trained = np.unique(block[target])
+    block, target, text = document[2], document[3] > 0, document[4] != FILL
+    trained, sizes = np.unique(block[target]), np.bincount(block)
     group = np.where(np.isin(block, trained), np.searchsorted(trained, block), -1)
-    return np.concatenate([document, group[None]])
+    seen = sizes * sizes.cumsum()       # a block sees itself and the clean ones before
+    return np.concatenate([document, group[None]]), [
+        len(block), (group >= 0).sum(), text.sum(), target.sum(), (target & text).sum(),
+        len(trained), seen.sum() + seen[trained].sum()]
 
 
 def length_hint(bad):
-    """What helps against problems of too many tokens."""
+    """Remedy for problems of too many tokens."""
     hint = "\nfix: shorten them, raise the limit, or pass --drop_too_long"
     return hint * any(p.check == "too_long" for p in bad)
 
 
-def make_documents(problems, tokens, layout, bad=None, path=""):
-    """Documents of a list of Problems of the file `path`.
+def make_documents(problems, tokens, layout, bad, path=""):
+    """Documents of a list of Problems of the file `path`; UserError if none can be used.
 
-    bad: a list that takes what is too long or holds a special token (core's problems.Problem);
-    None: UserError with all of them.
+    bad: a list that takes problems that are too long or hold a special token (core's
+    problems.Problem).
     """
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
                                                  add_special_tokens=False))
-    kept, parts, wrong = [], [], []
+    kept, parts, counts = [], [], []
     for p, group in zip(problems, texts):
         ids = [next(encoded).ids for _ in group]
         regions = [(PLAN, p.ids, p.given)] if p.ids else regions_of(ids, tokens, layout)
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
             why = f"its text holds the special token {token}; remove it"
-            wrong.append(bad_problem(p.name, "control_token", why, path))
+            bad.append(bad_problem(p.name, "control_token", why, path))
         elif excess := too_long(regions, layout):
-            wrong.append(bad_problem(p.name, "too_long", excess, path))
+            bad.append(bad_problem(p.name, "too_long", excess, path))
         else:
             kept.append(p)
-            parts.append(make_document(regions, tokens, layout))
-    if bad is None:
-        settle(wrong, hint=length_hint(wrong))
-    else:
-        bad += wrong
-    if not parts:
-        wrong = bad or wrong        # of a chat file in which nothing could be read
-        first = f", the first one being {wrong[0]}{length_hint(wrong)}" if wrong else ""
-        raise UserError(f"{path or 'data'}: none of {len(wrong)} problems can be used{first}")
+            part, count = make_document(regions, tokens, layout)
+            parts.append(part)
+            counts.append(count)
+    first = f", the first one being {bad[0]}{length_hint(bad)}" if bad else ""
+    require(parts, f"{path or 'data'}: none of {len(bad)} problems can be used{first}")
     ids, position, block, target, region, group = np.concatenate(parts, axis=1)
-    offsets = np.cumsum([0] + [part.shape[1] for part in parts])
-    return Documents(layout, ids, position, block, target > 0, region, group, offsets, kept,
-                     tokens.pad)
+    counts = dict(zip(COUNTS, np.array(counts).T))
+    offsets = np.concatenate([[0], counts["clean"].cumsum()])
+    return Documents(layout, ids, position, block, target > 0, region, group, offsets, counts,
+                     kept, tokens.pad)
 
 
 def split_validation(n, share, seed):
@@ -180,23 +162,20 @@ def split_validation(n, share, seed):
 
 
 class Rows(Dataset):
-    """Rows of whole documents (members), of `length` tokens and noisy_length copies."""
+    """Rows of whole documents (members), of `length` tokens and noisy_length copies.
+
+    table: {name of COUNTS or "samples": (n_rows,) ints}, to add up over the rows of a step.
+    """
 
     def __init__(self, documents, members, length, noisy_length):
         self.documents, self.members = documents, [list(m) for m in members]
         self.length, self.noisy_length = length, noisy_length
+        self.table = {name: np.array([counts[m].sum() for m in self.members], np.int64)
+                      for name, counts in documents.counts.items()}
+        self.table["samples"] = np.array([len(m) for m in self.members])
 
     def __len__(self):
         return len(self.members)
-
-    def per_row(self, per_document):
-        """(n_rows,) int64 sums of a (n_documents,) array over the documents of each row."""
-        return np.array([per_document[m].sum() for m in self.members], np.int64)
-
-    def targets(self, region):
-        """(n_rows,) tokens of a region that are in the loss."""
-        d = self.documents
-        return self.per_row(d.per_document(d.target & (d.region == region)))
 
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
@@ -216,12 +195,11 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     Packed rows get the room for noisy copies (a multiple of 128, of 16 in rows below 512) that
     makes all rows together smallest. Raises UserError when a document does not fit.
     """
-    numbers, noisy = np.asarray(numbers), documents.noisy_lengths
-    longest = int(documents.lengths[numbers].max(initial=0))
-    if longest > row_length:
-        name = documents.name(numbers[documents.lengths[numbers].argmax()])
-        raise UserError(f"--row_length {row_length}: {name} takes {longest} slots; raise it to "
-                        f"{longest} or more")
+    numbers, lengths, noisy = np.asarray(numbers), *map(documents.counts.get, ("clean", "noisy"))
+    longest = numbers[lengths[numbers].argmax()]
+    require(lengths[longest] <= row_length,
+            f"--row_length {row_length}: {documents.name(longest)} takes {lengths[longest]} slots; "
+            "raise it to that or more")
     step = 128 if row_length >= 512 else 16
     needed = min(row_length, -(-int(noisy[numbers].max(initial=1)) // step) * step)
     if not pack:
@@ -230,14 +208,14 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     packings = {}
     for copies in range(needed, row_length + 1, step):
         # slots or copies run out first
-        share = np.maximum(documents.lengths, -(-noisy * row_length // copies))
+        share = np.maximum(lengths, -(-noisy * row_length // copies))
         packings[copies] = list(best_fit(share, order, row_length))
     best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
     return Rows(documents, packings[best], row_length, best)
 
 
 def read_any(path, split, layout, tokenizer, tokens):
-    """(Problems of a file of the Layout's system, [what cannot be used]). tokenizer: of chats."""
+    """(Problems of a file of the Layout's system, [problems with it]). tokenizer: of chats."""
     bad = []
     if layout.system == "chat":
         return read_chats(path, tokenizer, tokens, bad), bad
@@ -279,20 +257,19 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
 
 
-def data_lines(rows, eval_rows, table):
-    """Two lines about what is trained on. table: row_table(rows)."""
-    lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
-    filled = table["clean"].sum() / (len(rows) * rows.length)
+def data_lines(rows, eval_rows):
+    """Two lines about the training data."""
+    table, held_out = rows.table, eval_rows.table["samples"].sum() if eval_rows else 0
     return (f"problems   {table['samples'].sum()} to train, {held_out} to validate; "
-            f"tokens mean {lengths.mean():.0f} max {lengths.max()}",
+            f"{table['tokens'].sum() / table['samples'].sum():.0f} tokens each",
             f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-            f"{filled:.1%} of the clean ones filled, {table['samples'].mean():.2f} problems each")
+            f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled, "
+            f"{table['samples'].mean():.2f} problems each")
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
     """List of items of Rows -> Blocks of batch_rows rows, topped up with empty ones."""
-    fields = {"ids": pad, "position": 0, "block": 0, "target": False, "region": 0, "group": -1}
+    fields = {"ids": pad, "position": 0, "block": 0, "target": False, "group": -1}
     joined = {name: np.full((batch_rows, length), value)
               for name, value in (fields | {"doc": -1}).items()}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
@@ -305,7 +282,7 @@ def collate(rows, batch_rows, length, noisy_length, pad):
                 joined[name][to] = getattr(d, name)[part]
             joined["doc"][to] = number
             joined["group"][to] += np.where(d.group[part] >= 0, groups, 0)
-            at, groups = to[1].stop, groups + int(d.n_groups[document])
+            at, groups = to[1].stop, groups + int(d.counts["groups"][document])
         places = np.flatnonzero(joined["group"][r] >= 0)
         noisy[r, :len(places)] = places
     at = noisy.clip(min=0)
@@ -317,23 +294,8 @@ def collate(rows, batch_rows, length, noisy_length, pad):
                   n_targets=int(joined["target"].sum()), tiles=tiles, **tensors)
 
 
-def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
+def make_loader(rows, packs, batch_rows, **options):
     """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
     return loading.over_packs(
-        rows, packs, lambda some: collate(some, batch_rows, rows.length, noisy_length,
-                                          rows.documents.pad), num_workers, prefetch_factor)
-
-
-def row_table(rows):
-    """What each row holds -> {name: (n_rows,) ints}, to add up over the rows of a step.
-
-    targets_0 to targets_3: in the loss, of each region; targets: of all. groups: blocks with
-    targets. tokens: of text. noisy, clean: copies and tokens without padding. samples: problems.
-    pairs: of query and key that may attend.
-    """
-    d = rows.documents
-    sums = {"targets": d.n_targets, "groups": d.n_groups, "tokens": d.tokens,
-            "noisy": d.noisy_lengths, "clean": d.lengths, "pairs": d.pairs}
-    return {**{f"targets_{region}": rows.targets(region) for region in range(4)},
-            **{name: rows.per_row(values) for name, values in sums.items()},
-            "samples": np.array([len(m) for m in rows.members])}
+        rows, packs, lambda some: collate(some, batch_rows, rows.length, rows.noisy_length,
+                                          rows.documents.pad), **options)

@@ -1,4 +1,4 @@
-"""What a run of block diffusion can choose: data, presets, the layout of blocks, noise levels.
+"""Choices of a run of block diffusion: data, presets, the layout of blocks, noise levels.
 
 Standard library only: a mistake in a flag is reported before torch is imported.
 """
@@ -15,8 +15,8 @@ FULL = (1e-3, 1.0)      # the range of t of the bound itself; these ends are not
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
 # Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
 # 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
-# square root; source is what its scripts run. For --init_from: finetune, of DiT weights, has a
-# third of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
+# square root; source: of its scripts. For --init_from: finetune, of DiT weights, has a third of
+# BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
 PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
            "recommended": (128, 4, 5e-4, 5000, 50_000),
            "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
@@ -49,15 +49,11 @@ class Layout:
         """{region: (flag of its room, tokens of that, block size or 0)} of a document, in order."""
         if self.system != "hdp":
             return {PLAN: ("max_length", self.max_length, self.block_size)}
+        plan, execution = (size or self.block_size
+                           for size in (self.plan_block_size, self.execution_block_size))
         return {QUESTION: ("question_budget", self.question_budget, 0),
-                PLAN: ("plan_budget", self.plan_budget, self.plan_block_size or self.block_size),
-                EXECUTION: ("execution_budget", self.execution_budget,
-                            self.execution_block_size or self.block_size)}
-
-    @property
-    def longest(self):
-        """Tokens of the longest possible document."""
-        return sum(most for _, most, _ in self.regions.values())
+                PLAN: ("plan_budget", self.plan_budget, plan),
+                EXECUTION: ("execution_budget", self.execution_budget, execution)}
 
     @property
     def block_sizes(self):
@@ -68,14 +64,17 @@ class Layout:
         """Position of a region's first token: hdp's are the same for every problem."""
         return sum(most for other, (_, most, _) in self.regions.items() if other < region)
 
+    longest = property(lambda self: self.start(FILL))       # tokens of the longest document
+
     def check(self):
         """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
         at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
-        for flag in ("plan_block_size", "execution_block_size"):
-            zero_or_more(self, flag)
-            require(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
+        zero_or_more(self, "plan_block_size execution_block_size")
+        hdp = self.system == "hdp"
+        require(hdp or not (self.plan_block_size or self.execution_block_size),
+                "--plan_block_size and --execution_block_size need --system hdp")
         for name, most, size in self.regions.values():
-            flag = name.replace("budget", "block_size") if self.system == "hdp" else "block_size"
+            flag = name.replace("budget", "block_size") if hdp else "block_size"
             require(not size or most % size == 0, f"--{name} {most} is not a multiple of --{flag} "
                                                   f"{size}: a block would be cut")
 
@@ -109,11 +108,11 @@ def range_fits(t_range, block_size):
 def check_range(t_range, layout):
     """Raise UserError for a range that is none, or that no share of some full block lies in."""
     low, high = t_range
-    where = f"noise range {low:g} to {high:g}: "
-    require(0 < low <= high <= 1, f"{where}it must lie above 0, up to 1, lower end first")
+    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
+                                  "lower end first")
     for size in layout.block_sizes:
-        require(range_fits(t_range, size),
-                f"{where}no number of masked tokens out of {size} lies in it; widen it")
+        require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
+                                           f"tokens out of {size} lies in it; widen it")
 
 
 # ---- Flags of the trainer
@@ -130,10 +129,9 @@ def data(p):
     flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: of --init_from or "
          "the demo, else gpt2)")
     switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
-    flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
-         "tokenizer's end token)", metavar="TOKEN")
-    flag("--demo", None, "make this many arithmetic problems (2000) and a tokenizer in "
-         "OUTPUT_DIR/demo, and train on them", nargs="?", type=int, const=2000, metavar="PROBLEMS")
+    flag("--end_token", "", "of an answer (default: <|endoftext|>, of chats the tokenizer's end)")
+    flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
+         nargs="?", type=int, const=2000, metavar="PROBLEMS")
     flag("--block_size", 16, "tokens of a block, 1: autoregressive (default: --init_from's, or 16)")
     flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
     flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
@@ -152,27 +150,33 @@ def data(p):
 
 
 def checkpoint(p):
-    """Add the flags of the checkpoint that a script reads to its parser."""
-    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
-    p.flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
-           choices=("best", "newest"))
-    p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    """Add the flag of the checkpoint that a script reads to its parser."""
+    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR: its best one",
+           required=True)
 
 
 def answers(p, order):
     """Add the flags of a script in which a checkpoint answers, by this order of unmasking."""
     checkpoint(p)
-    p.flag("--split", "test", "split of a dataset folder or hub name")
-    p.flag("--limit", 0, "only the first texts, this many, 0 = all")
-    p.switch("--drop_too_long", "leave out what is too long, and count it")
-    p.flag("--order", order, "which masked tokens a pass fills: one at random, or all that are "
+    p.flag("--limit", 0, "only the first texts, 0 = all")
+    p.switch("--drop_too_long", "leave out texts that are too long, and count them")
+    p.flag("--order", order, "masked tokens that a pass fills: one at random, or all that are "
            "sure enough, at least the surest", choices=("first_hitting", "confidence"))
     p.flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
-    p.flag("--batch_size", 64, "texts side by side")
+    p.flag("--batch_size", 64, "texts in a batch")
     p.flag("--seed", 0, "of all draws")
     p.switch("--bf16", "bfloat16 compute")
     p.flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
-    p.flag("--output", None, "JSON file for the results (default: beside the checkpoint)")
+    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
+
+
+def check_answers(args):
+    """Raise UserError for values of these flags that make no sense, or would do nothing."""
+    cli.at_least_one(args, "batch_size")
+    cli.zero_or_more(args, "limit seed")
+    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
+    require(args.threshold == 0.9 or args.order == "confidence",
+            "--threshold needs --order confidence")
 
 
 def layout_of(args):
@@ -181,62 +185,54 @@ def layout_of(args):
                      if hasattr(args, field.name)})
 
 
-def split_global_batch(args, ranks):
-    """Split --global_batch_size: what is open of the other two flags follows the preset."""
-    share, problems = args.global_batch_size // ranks, args.problems_per_batch
-    steps = args.gradient_accumulation_steps
-    if not problems:
-        problems = share // steps if steps else min(share, PRESETS[args.batch_preset][0])
-    steps = steps or share // max(1, problems)
-    require(problems * steps * ranks == args.global_batch_size,
-            f"--global_batch_size {args.global_batch_size}: cannot be split; {problems} problems x "
-            f"{steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
-    args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
-    args.named = cli.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
-
-
 def check_flags(args, world_size, parser):
     """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
-    for flag in ("problems_per_batch", "global_batch_size"):
-        require(not (args.per_device_train_batch_size and getattr(args, flag)),
-                f"give one of --per_device_train_batch_size, rows, and --{flag}")
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
-    if args.global_batch_size and (not args.auto or args.problems_per_batch
-                                   or args.gradient_accumulation_steps):
-        split_global_batch(args, world_size)
+    total, each, steps = (args.global_batch_size, args.problems_per_batch,
+                          args.gradient_accumulation_steps)
+    require(not (args.per_device_train_batch_size and (total or each)), "give one of "
+            "--per_device_train_batch_size, rows, and --problems_per_batch or --global_batch_size")
+    if total and (not args.auto or each or steps):      # the open one of the two follows the preset
+        share = total // world_size
+        each = each or (share // steps if steps else min(share, PRESETS[args.batch_preset][0]))
+        steps = steps or share // max(1, each)
+        require(each * steps * world_size == total,
+                f"--global_batch_size {total}: cannot be split; {each} problems x {steps} "
+                f"micro-steps x {world_size} ranks = {each * steps * world_size}")
+        args.problems_per_batch, args.gradient_accumulation_steps = each, steps
+        args.named = cli.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
     for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
         if getattr(args, flag) is None:
             lora = flag == "learning_rate" and args.use_lora
             setattr(args, flag, value * 10 if lora else value)
-    if not args.global_batch_size:
-        args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
+    args.global_batch_size = total or args.problems_per_batch * args.gradient_accumulation_steps
     cli.check_trainer(args, world_size, parser)
     cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
     cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
     cli.below_one(args, "ema_decay")
-    cli.check_plan(args)
     cli.check_drop_bad(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)
-    require((args.demo is not None) != bool(args.train_data_file),
-            "give one of --train_data_file and --demo")
-    require(args.demo is None or not args.eval_data_file,
-            "--demo makes its own validation problems: drop --eval_data_file")
-    require(not args.use_lora or (args.init_from and args.system != "hdp"),
-            "--use_lora needs --init_from of a language model, and no --system hdp")
-    require(not args.chat or args.system == "gsm8k",
-            "--chat needs --system gsm8k: plans have a form of their own, chats have a template")
-    for flag in ("eval_accuracy", "strip_calculator", "loss_on_question"):
-        require(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
-    require(not args.end_token or not (args.system == "hdp" or args.chat),
-            "--end_token needs --system gsm8k, and no --chat, or --system chat")
-    require(args.best_by == "bound" or args.eval_accuracy,
-            "--best_by accuracy needs --eval_accuracy")
-    validated = args.eval_data_file or args.demo or args.validation_split
-    for flag in ("eval_accuracy", "clip_search_widths"):
-        require(validated or not getattr(args, flag), f"--{flag} needs validation data")
-    require(all(0 < width < 1 for width in args.clip_search_widths),
-            f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
+    chat, hdp, demo = args.system == "chat", args.system == "hdp", args.demo is not None
+    validated = args.eval_data_file or demo or args.validation_split
+    for bad, message in (
+            (demo == bool(args.train_data_file), "give one of --train_data_file and --demo"),
+            (demo and args.eval_data_file, "--demo makes its validation data: drop "
+                                           "--eval_data_file"),
+            (args.use_lora and (hdp or not args.init_from),
+             "--use_lora needs --init_from of a language model, and no --system hdp"),
+            (args.chat and args.system != "gsm8k", "--chat needs --system gsm8k"),
+            (args.end_token and (hdp or args.chat),
+             "--end_token needs --system gsm8k, and no --chat, or --system chat"),
+            (args.best_by == "accuracy" and not args.eval_accuracy,
+             "--best_by accuracy needs --eval_accuracy"),
+            (not validated and (args.eval_accuracy or args.clip_search_widths),
+             "--eval_accuracy and --clip_search_widths need validation data"),
+            (chat and (args.eval_accuracy or args.strip_calculator or args.loss_on_question),
+             "--system chat has no --eval_accuracy, --strip_calculator or --loss_on_question"),
+            (not all(0 < width < 1 for width in args.clip_search_widths),
+             f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")):
+        require(not bad, message)
     layout = layout_of(args)
     layout.check()
     check_range(args.t_range or bound_range(layout), layout)

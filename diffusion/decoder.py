@@ -1,11 +1,11 @@
 """A language model of transformers as a block-diffusion backbone, under block-causal attention.
 
-Same three-part pass, masks and interface as dit.py; the model's own layers run, with another
-attention function. The recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv
+Same three-part pass, masks and interface as dit.py; the model's layers run, with another attention
+function. The recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv
 2510.06303) and E2D2: noisy and clean copies under the same positions, all weights trained, and no
 shift: the head, which an autoregressive model reads one place before a token, here reads at the
 masked token itself. The mask's row is new, or the first that no token uses. Under LoRA the base is
-frozen, and the mask's row is a parameter of its own that is trained beside the adapters.
+frozen, and the mask's row is a parameter apart that is trained with the adapters.
 """
 import functools
 import inspect
@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from core import fused, tensor_io
-from core.cli import require
+from core.cli import UserError, require
 from diffusion import dit
 
 ATTENTION = "noisy_and_clean_blocks"
@@ -64,42 +63,35 @@ class Config:
 
 def config_of(folder, source, vocab_size, mask_id, dropout):
     """Config of a language model with the config.json `source`. UserError names the folder."""
-    kind, wrong = source.get("model_type"), ""
+    kind, where = source.get("model_type"), f"--init_from {folder}: its config.json has "
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type"))
-    config = Config(vocab_size, mask_id, source, dropout)
-    if kind not in KINDS:
-        wrong = f"model_type {kind}; models of type {', '.join(KINDS)} can be converted"
-    elif source.get("use_sliding_window") or (kind == "mistral" and source.get("sliding_window")):
-        wrong = "a sliding window, which blocks do not have"
-    elif source.get("quantization_config"):
-        wrong = "a quantization_config; give the model that is not quantised"
-    elif rope_type in ("dynamic", "longrope"):
-        wrong = f"rope {rope_type}, which depends on the longest text of a batch"
-    else:
-        try:
-            config.vocab_size = max(vocab_size, source.get("vocab_size", 0))
-            if config.native.num_attention_heads % config.kv_heads:
-                raise ValueError("num_attention_heads is not a multiple of num_key_value_heads")
-        except Exception as error:      # a dozen kinds, of transformers' checks
-            wrong = f"what transformers refuses ({str(error).splitlines()[0]:.120})"
-    require(not wrong, f"--init_from {folder}: its config.json has {wrong}")
+    require(kind in KINDS, f"{where}model_type {kind}; types {', '.join(KINDS)} can be converted")
+    require(not source.get("use_sliding_window") and
+            not (kind == "mistral" and source.get("sliding_window")),
+            f"{where}a sliding window, which blocks do not have")
+    require(rope_type not in ("dynamic", "longrope"),
+            f"{where}rope {rope_type}, which depends on the longest text of a batch")
+    config = Config(max(vocab_size, source.get("vocab_size", 0)), mask_id, source, dropout)
+    try:
+        assert config.native
+    except Exception as error:      # a dozen kinds, of transformers' checks
+        raise UserError(f"{where}values that transformers refuses "
+                        f"({str(error).splitlines()[0]:.120})")
     return config
 
 
 def model_files(folder, flag=""):
     """The weight files of a model's folder. UserError, which begins with flag, without any."""
     files = tensor_io.files_of(folder, "model")
-    require(files, f"{flag}{folder}: holds no weights (model.safetensors, or "
-                   "model-*-of-*.safetensors)")
+    require(files, f"{flag}{folder}: holds no weights (model.safetensors or its parts)")
     return files
 
 
 def read_folder(folder, config):
     """{name: CPU tensor} of a transformers folder, without a tied head's second name. UserError."""
     files = model_files(folder, "--init_from ")
-    tensor_io.open_tensors(files)        # names what cannot be read
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
+    tensors = {name: part[:] for name, part in tensor_io.open_tensors(files).items()
                if not name.endswith("rotary_emb.inv_freq")}
     table = tensors.get("model.embed_tokens.weight")
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
@@ -132,7 +124,6 @@ class Decoder(dit.Network):
         net = AutoModelForCausalLM.from_config(config.native, dtype=torch.float32,
                                                attn_implementation=ATTENTION)
         self.model, self.lm_head = fused.use(net).model, net.lm_head
-        self.masks = None, None         # layout, its masks: rows of one layout share them
         for layer in self.layers:
             for part in (layer.self_attn, layer.mlp):
                 part.register_forward_hook(functools.partial(drop_output, config.dropout))

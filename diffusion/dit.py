@@ -45,7 +45,8 @@ class Config:
     cond_size: int
     dropout: float = 0.1
 
-    kv_heads = property(lambda self: self.heads)        # as decoder.Config has them
+    lora = None         # this and the next two are as in decoder.Config
+    kv_heads = property(lambda self: self.heads)
     head_size = property(lambda self: self.hidden_size // self.heads)
 
 
@@ -62,8 +63,8 @@ def attends(doc, block, n_noisy):
 
     doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy
     copies, the rest is clean. A query sees, in its document, its block in its half and
-    clean tokens of earlier blocks; noise is seen by its noisy block only. Padding is seen by
-    nobody but itself, so that no row of the softmax is empty.
+    clean tokens of earlier blocks. Padding is seen by nobody but itself, so that no row of the
+    softmax is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
@@ -147,39 +148,31 @@ def sparse_attention(q, k, v, mask):
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
-def attention(q, k, v, mask):
-    """Attention of q (B, heads, queries, D) to k, v (B, heads, keys, D) by mask -> like q."""
-    if isinstance(mask, BlockMask):
-        return sparse_attention(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
     tokens by mask, of the others by clean_mask, which may be None, to each other.
     """
-    whole = queries == q.shape[2]       # a slice has a backward pass, even of all
-    out = attention(q if whole else q[:, :, :queries], k, v, mask)
+    first = q if queries == q.shape[2] else q[:, :, :queries]    # a slice has a backward pass
+    if isinstance(mask, BlockMask):
+        out = sparse_attention(first, k, v, mask)
+    else:
+        out = F.scaled_dot_product_attention(first, k, v, attn_mask=mask)
     if clean_mask is not None:
-        q, k, v = (t[:, :, queries:] for t in (q, k, v))
-        out = torch.cat([out, attention(q, k, v, clean_mask)], dim=2)
+        clean = (t[:, :, queries:] for t in (q, k, v))
+        out = torch.cat([out, F.scaled_dot_product_attention(*clean, attn_mask=clean_mask)], dim=2)
     return out.transpose(1, 2)
 
 
 def masks_of(model, inputs):
     """attend()'s (queries, mask, clean_mask) of inner layers, and of the last one, which has noisy
-    queries alone. Rows of one layout share masks, which the model keeps. Less than a tile of copies
-    have dense ones: for so few queries torch compiles FlexAttention without backward.
+    queries alone. Less than a tile of copies have dense masks: for so few queries torch compiles
+    FlexAttention without a backward pass.
     """
-    if inputs.layout is None or model.masks[0] != inputs.layout:
-        states = inputs.tiles if model.backend == "flex" and inputs.n_noisy >= TILE else None
-        made = attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states)
-        model.masks = inputs.layout, made
-    noisy, others = model.masks[1]
-    inner = inputs.n_noisy, noisy, others
-    if isinstance(others, BlockMask):
-        inner = inputs.doc.shape[1], others, None
-    return inner, (inputs.n_noisy, noisy, None)
+    flex, n_noisy = model.backend == "flex" and inputs.n_noisy >= TILE, inputs.n_noisy
+    noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy,
+                                    inputs.tiles if flex else None)
+    inner = (inputs.doc.shape[1], others, None) if flex else (n_noisy, noisy, others)
+    return inner, (n_noisy, noisy, None)
 
 
 # ---- Losses
@@ -194,11 +187,11 @@ class Network(nn.Module):
         Beyond it: tensor cores want rows whose bytes are a multiple of 16, which those of GPT-2's
         50,258 tokens are not (docs.nvidia.com/deeplearning/performance).
         """
-        x, weight, bias, size = (self.head_inputs(hidden), self.head.weight, self.head.bias,
-                                 len(self.head.weight))
+        x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
+        size = len(weight)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
-        bias = bias.masked_fill(torch.arange(size, device=x.device) == self.config.mask_id,
-                                -torch.inf)
+        hidden_id = torch.arange(size, device=x.device) == self.config.mask_id
+        bias = bias.masked_fill(hidden_id, -torch.inf)
         if fused.wanted(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
@@ -243,22 +236,17 @@ class Network(nn.Module):
                        and "layers." in name and not re.search("modulation|lora_", name))
         products = 2 * tokens * matrices + 2 * rows * self.head.weight.numel()
         scores = 4 * pairs * self.config.heads * self.config.head_size * self.config.layers
-        return (2 if getattr(self.config, "lora", None) else 3) * products + 3 * scores
+        return (2 if self.config.lora else 3) * products + 3 * scores
 
 
 # ---- Layers
 
 
-class Norm(nn.Module):
-    """Layer norm with a weight and no bias, modulated: norm(x) * (1 + scale) + shift."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x, shift, scale):
-        """x (..., H) -> like x; shift, scale (H,) float32, the same for all tokens."""
-        return fused.layer_norm(x, self.weight.float() * (1 + scale), shift, 1e-5)
+def modulate(norm, x, shift, scale):
+    """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm without bias; shift,
+    scale (H,) float32, the same for all tokens.
+    """
+    return fused.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
 
 
 def constants(modulation, condition, number):
@@ -288,7 +276,7 @@ class Layer(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.heads, self.dropout = config.heads, config.dropout
-        self.norm_attention, self.norm_mlp = Norm(size), Norm(size)
+        self.norm_attention, self.norm_mlp = (nn.LayerNorm(size, bias=False) for _ in range(2))
         self.qkv = nn.Linear(size, 3 * size, bias=False)
         self.out = nn.Linear(size, size, bias=False)
         self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
@@ -302,21 +290,18 @@ class Layer(nn.Module):
         where mask (B, 1, S, P + S) says; then this returns (x, (keys, values) of x).
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = constants(self.modulation, condition, 6)
-        qkv = self.qkv(self.norm_attention(x, shift1, scale1)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.unbind(2)
+        qkv = self.qkv(modulate(self.norm_attention, x, shift1, scale1))
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         new = k, v
         if past is not None:
             k, v = (torch.cat(pair, dim=2) for pair in zip(past, new))
         out = attend(q, k, v, queries, mask, clean_mask)
         x = x[:, :out.shape[1]]
-        x = x + self.drop(gated(self.out, out.flatten(2), gate1))
-        mlp = F.gelu(self.up(self.norm_mlp(x, shift2, scale2)), approximate="tanh")
-        x = x + self.drop(gated(self.down, mlp, gate2))
+        x = x + F.dropout(gated(self.out, out.flatten(2), gate1), self.dropout, self.training)
+        mlp = F.gelu(self.up(modulate(self.norm_mlp, x, shift2, scale2)), approximate="tanh")
+        x = x + F.dropout(gated(self.down, mlp, gate2), self.dropout, self.training)
         return x if past is None else (x, new)
-
-    def drop(self, x):
-        return F.dropout(x, self.dropout, self.training)
 
 
 class DiT(Network):
@@ -332,10 +317,9 @@ class DiT(Network):
         self.condition_in = nn.Linear(FREQUENCIES, cond)
         self.condition_out = nn.Linear(cond, cond)
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
-        self.norm = Norm(size)
+        self.norm = nn.LayerNorm(size, bias=False)
         self.modulation = nn.Linear(cond, 2 * size)
         self.head = nn.Linear(size, config.vocab_size)
-        self.masks = None, None         # layout, its masks: rows of one layout share them
         nn.init.kaiming_uniform_(self.embed.weight, a=math.sqrt(5))
         for linear in [self.head, self.modulation, *(layer.modulation for layer in self.layers)]:
             nn.init.zeros_(linear.weight)
@@ -375,7 +359,7 @@ class DiT(Network):
 
     def head_inputs(self, hidden):
         """Hidden states (..., H) as the head takes them."""
-        return self.norm(hidden, *constants(self.modulation, self.condition(), 2))
+        return modulate(self.norm, hidden, *constants(self.modulation, self.condition(), 2))
 
     def extend(self, tokens, position, mask, past):
         """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].

@@ -5,7 +5,6 @@ Every rank takes equally many batches, the last ones perhaps of padding only. A 
 noise at every validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
-import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,11 +14,9 @@ import torch
 from core import dist, tensor_io
 from core.cli import named
 from diffusion import blocks, dit, noise
-from diffusion.choices import FILL, FULL, bound_range, range_fits
+from diffusion.choices import FULL, bound_range, range_fits
 from diffusion.dit import trained
 
-REGIONS = {system: ("question", word, "execution", "fill")
-           for system, word in (("gsm8k", "answer"), ("chat", "answer"), ("hdp", "plan"))}
 SEARCH_BATCHES = 4  # of a search of the noise range
 
 # ---- Averaged weights
@@ -97,11 +94,16 @@ def share_of_batches(world, rows, batch_rows, most=None):
                                      rows.documents.pad)
 
 
-def weighted_losses(model, inputs, bf16):
-    """(R,) float64 weighted losses of noised inputs, on their device."""
-    with torch.autocast(inputs.tokens.device.type, torch.bfloat16, enabled=bf16):
+def noised_losses(model, how, batch, purpose, number, t_range, device):
+    """(Inputs, (R,) float64 weighted losses) of Blocks under a draw of the noise. how: Eval;
+    purpose, number: of noise.draw.
+    """
+    draws = noise.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
+    weighting = how.weighting if purpose == "search" else "elbo"
+    inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=how.bf16):
         losses = model(inputs)
-    return losses.double() * inputs.weights
+    return inputs, losses.double() * inputs.weights
 
 
 @torch.no_grad()
@@ -111,64 +113,55 @@ def bound(world, model, how, asked_to_stop):
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error, of the noise alone, from how the draws of each block differ;
-    with few blocks it is rough. eval/nll_REGION: nats per target of one region.
+    with few blocks it is rough.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
-    layout = rows.documents.layout
-    sums = torch.zeros(repeats, 4, dtype=torch.float64, device=device)      # of each region
-    variance = torch.zeros((), dtype=torch.float64, device=device)      # of the sums' mean
+    t_range = bound_range(rows.documents.layout)
+    # of each draw: its sum; at the end the variance of the sums' mean
+    sums = torch.zeros(repeats + 1, dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, rows, how.batch_rows):
         if asked_to_stop():
             return None
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
-            draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
-                               *batch.doc.shape)
-            inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout)).to(device)
-            losses = weighted_losses(model, inputs, how.bf16)
-            sums[repeat].index_add_(0, inputs.region, losses)
+            inputs, losses = noised_losses(model, how, batch, "validation", (number, repeat),
+                                           t_range, device)
             of_block[repeat].index_add_(0, inputs.group, losses)
+        sums[:-1] += of_block.sum(1)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
-            variance += of_block.var(0).sum() / repeats
-    sums, variance = dist.all_reduce(world, sums), dist.all_reduce(world, variance)
-    targets = np.array([rows.targets(region).sum() for region in range(4)])
-    return report(sums.cpu().numpy(), float(variance), targets, REGIONS[layout.system])
+            sums[-1] += of_block.var(0).sum() / repeats
+    *losses, variance = dist.all_reduce(world, sums).tolist()
+    return report(losses, variance, *(rows.table[name].sum() for name in ("targets", "text")))
 
 
-def report(sums, variance, targets, regions):
-    """Sums of losses (repeats, 4), their mean's variance, targets (4,) -> {"eval/...": float}."""
-    losses, text = sums.mean(0), max(1, targets[:FILL].sum())
-    nll = losses.sum() / text
-    values = {"loss": losses.sum() / max(1, targets.sum()), "nll": nll,
-              "bits_per_token": nll / math.log(2), "perplexity": math.exp(min(700.0, nll))}
-    if len(sums) > 1:
-        values["stderr"] = math.sqrt(variance) / text
-    values |= {f"nll_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
+def report(losses, variance, targets, text):
+    """Sums of losses of each draw, their mean's variance, numbers of targets and of those without
+    fill -> {"eval/...": float}.
+    """
+    total = sum(losses) / len(losses)
+    nll = total / max(1, text)
+    values = {"loss": total / max(1, targets), "nll": nll, "bits_per_token": nll / math.log(2),
+              "perplexity": math.exp(min(700.0, nll))}
+    if len(losses) > 1:
+        values["stderr"] = math.sqrt(variance) / max(1, text)
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
-def loss_report(sums, regions):
-    """Sums (10,): losses and targets of 4 regions, plain losses, masked tokens -> {name: value}."""
-    losses, targets, (cross_entropy, masked) = (part.tolist() for part in sums.split((4, 4, 2)))
-    if not sum(targets):        # every step was skipped: no loss to claim
+def loss_report(sums):
+    """Sums (4,) of losses, targets, plain losses, masked tokens -> {name: value}."""
+    loss, targets, cross_entropy, masked = sums.tolist()
+    if not targets:     # every step was skipped: no loss to claim
         return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
-    return {"train/loss": sum(losses) / sum(targets),
-            "train/masked_loss": cross_entropy / max(1, masked),
-            "train/masked": masked / sum(targets),
-            **{f"train/loss_{name}": loss / n
-               for name, loss, n in zip(regions, losses, targets) if n}}
+    return {"train/loss": loss / targets, "train/masked_loss": cross_entropy / max(1, masked),
+            "train/masked": masked / targets}
 
 
-def eval_line(step, v, regions):
+def eval_line(step, v):
     """The bound of a validation in one line."""
     error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
-    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions
-                     if f"eval/nll_{name}" in v)
-    if "eval/accuracy" in v:
-        parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
-                  f"{v['eval/accuracy_flexible']:.1%}")
+    right = f" | right {v['eval/accuracy']:.1%}" if "eval/accuracy" in v else ""
     return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+            f"perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f}{right}")
 
 
 def improved(best, values):
@@ -199,8 +192,8 @@ def candidates(widths, block_sizes):
 def search_range(world, model, how, asked_to_stop):
     """(low, high) of the candidate under which losses of blocks vary least, None if asked to stop.
 
-    A forward pass for each candidate and each of the first SEARCH_BATCHES batches; all candidates
-    get the same random numbers. how: Eval; asked_to_stop: as in bound.
+    A forward pass for each candidate and each of the first SEARCH_BATCHES batches. how: Eval;
+    asked_to_stop: as in bound.
     """
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes)
@@ -209,11 +202,9 @@ def search_range(world, model, how, asked_to_stop):
     for number, batch in share_of_batches(world, how.rows, how.batch_rows, SEARCH_BATCHES):
         if asked_to_stop():
             return None
-        draws = noise.draw(how.seed, "search", number, batch.n_groups, *batch.doc.shape)
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
-        for index, t_range in enumerate(tried):
-            inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, how.weighting).to(device)
-            losses = weighted_losses(model, inputs, how.bf16)
+        for index, t_range in enumerate(tried):     # under the same random numbers
+            inputs, losses = noised_losses(model, how, batch, "search", number, t_range, device)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
             per_block.index_add_(0, inputs.group, losses).div_(sizes)
             moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
@@ -240,24 +231,19 @@ def accuracy(world, model, how):
 
     Under FSDP2 with --bf16 answers come from weights in bf16; DDP computes in bf16 from fp32.
     """
-    from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
-    began, answers = time.monotonic(), []
+    from diffusion.sample_bd3lm import Sampling, Solver, answer, score
     solver = Solver(model, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
-    mine = how.chosen[world.rank::world.size]
+    problems, states = zip(*how.chosen)
+    mine = slice(world.rank, None, world.size)
     # lengths change with every block: compiled layers would be compiled again for each
     with dist.gathered(model), torch.compiler.set_stance("force_eager"):
-        for first in range(0, len(mine), how.batch_rows):
-            batch = mine[first:first + how.batch_rows]
-            written = answer_batch(solver, [state for _, state in batch], how.seed)
-            answers += [(*score(answer["text"], problem.answer), answer["ended"],
-                         answer["forwards"]) for (problem, _), answer in zip(batch, written)]
-    answers = [answer for found in dist.all_gather(world, answers) for answer in found]
-    right, flexible, ended, forwards = np.mean(answers, axis=0, dtype=float).tolist()
-    return {"eval/accuracy": right, "eval/accuracy_flexible": flexible,
-            "eval/accuracy_stderr": math.sqrt(right * (1 - right) / len(answers)),
-            "eval/ended": ended, "eval/nfe": forwards,
-            "eval/accuracy_seconds": time.monotonic() - began}
+        answers = answer(solver, states[mine], how.batch_rows)
+    scores = [(score(found["text"], problem.answer)[0], found["forwards"])
+              for problem, found in zip(problems[mine], answers)]
+    scores = [pair for found in dist.all_gather(world, scores) for pair in found]
+    right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
+    return {"eval/accuracy": right, "eval/nfe": forwards}
 
 
 # ---- --dry_run and --auto, by core/memory.py, which an ordinary run does not import
@@ -272,8 +258,8 @@ def step_of(config, backend):
         dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
         inputs = noise.Inputs(
             tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
-            labels=few.clone(), weights=torch.ones(masked), region=few, group=few, n_noisy=n_noisy,
-            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8), layout=None)
+            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
+            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
@@ -295,9 +281,9 @@ def setups(args, setup, rows, row_tokens):
             for way in memory.ways(args, setup) for each, accumulation in splits]
 
 
-def plan_memory(args, world, ranks, config, rows, eval_rows, table, order=None, left=0):
+def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
     """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
-    `left` steps, UserError with all that it will not fit into. table: blocks.row_table of rows.
+    `left` steps, UserError with all that it will not fit into.
     """
     from core import memory
     step, setup = step_of(config, args.attn_backend), memory.setup_of(args, ranks)
@@ -309,12 +295,12 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, table, order=None, 
         return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
                                held_out if eval_rows else None)
     if order:
-        found = estimate(setup, memory.pack_sums(order, [0], table["targets"]).max())
+        found = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
         memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left,
                           bool(eval_rows))
         return
-    most = np.sort(table["targets"])[::-1].cumsum()
-    tried = setups(args, setup, args.global_batch_size / table["samples"].mean(),
+    most = np.sort(rows.table["targets"])[::-1].cumsum()
+    tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(),
                    rows.length + rows.noisy_length)
     memory.choose(args, world, ranks, tried, lambda setup: estimate(
         setup, most[min(setup.batch_size, len(most)) - 1]))

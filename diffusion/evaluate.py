@@ -26,15 +26,14 @@ def build_parser():
     p.flag("--bound", None, "bound the likelihood of a file's answers", metavar="FILE")
     p.flag("--draws", 16, "draws of the noise for each bound")
     p.flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
-    p.flag("--include_path", None, "folder with task files of your own")
     p.flag("--num_fewshot", 0, "worked examples before each question")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense."""
-    cli.at_least_one(args, "batch_size draws")
-    cli.zero_or_more(args, "limit num_fewshot seed")
+    choices.check_answers(args)
+    cli.zero_or_more(args, "num_fewshot")
     require(bool(args.bound) != bool(args.tasks), "give one of --bound and --tasks")
     require(args.draws > 1, "--draws must be at least 2: one has no error")
 
@@ -51,9 +50,9 @@ import torch
 from core import checkpoint, dist
 from core.cli import UserError
 from core.problems import settle
-from diffusion import blocks, elbo, noise
+from diffusion import blocks, elbo
 from diffusion.problems import Problem
-from diffusion.sample_bd3lm import Sampling, answer_batch, ids_state, load_solver
+from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 
 # ---- Bounds
 
@@ -63,19 +62,19 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
     """(n, draws) float64: nats of each document's targets in every draw of the noise."""
     device, t_range = solver.model.embed.weight.device, choices.bound_range(solver.layout)
     draws = 1 if t_range[0] == t_range[1] else draws        # always all masked: draws are the same
-    nats, order = np.zeros((len(documents), draws)), documents.lengths.argsort(kind="stable")
+    how = elbo.Eval(None, solver.tokens, batch_rows, draws, seed, solver.bf16)
+    lengths = documents.counts["clean"]
+    nats, order = np.zeros((len(documents), draws)), lengths.argsort(kind="stable")
     for first in range(0, len(order), batch_rows):
         numbers = order[first:first + batch_rows]
-        rows = blocks.make_rows(documents, numbers, int(documents.lengths[numbers].max()), False)
+        rows = blocks.make_rows(documents, numbers, int(lengths[numbers].max()), False)
         batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, documents.pad)
-        for number in range(draws):
-            drawn = noise.draw(seed, "validation", (first, number), batch.n_groups,
-                               *batch.doc.shape)
-            inputs = noise.diffuse(batch, drawn, solver.tokens.mask, t_range).to(device)
-            losses = elbo.weighted_losses(solver.model, inputs, solver.bf16).cpu()
-            sums = torch.zeros(len(rows), dtype=torch.float64)
-            sums.index_add_(0, inputs.rows.cpu() // inputs.n_noisy, losses)
-            nats[numbers, number] = sums.numpy()
+        for draw in range(draws):
+            inputs, losses = elbo.noised_losses(solver.model, how, batch, "validation",
+                                                (first, draw), t_range, device)
+            sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
+            sums.index_add_(0, inputs.rows // inputs.n_noisy, losses)
+            nats[numbers, draw] = sums.cpu().numpy()
     return nats
 
 
@@ -86,7 +85,9 @@ def continuations(solver, pairs):
     """
     problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
                 for name, context, ids in pairs]
-    documents = blocks.make_documents(problems, solver.tokens, solver.layout)
+    bad = []
+    documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad)
+    settle(bad)
     rest = documents.region == choices.FILL
     documents.ids[rest] = solver.tokens.mask
     # --loss_on_question trains the context, too; here it is given
@@ -97,19 +98,19 @@ def continuations(solver, pairs):
 def bound_file(args, folder, solver):
     """Print and write the bound of a file's answers, as a validation of the trainer has it."""
     layout, device = solver.layout, solver.model.embed.weight.device
-    problems, bad = blocks.read_any(args.bound, args.split, layout, folder, solver.tokens)
+    problems, bad = blocks.read_any(args.bound, "test", layout, folder, solver.tokens)
     problems = problems[:args.limit or len(problems)]
     documents = blocks.make_documents(problems, solver.tokens, layout, bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
     exact = choices.bound_range(layout)[0] == 1         # then all draws are the same
     n, draws = len(documents), 1 if exact else args.draws
-    rows = blocks.make_rows(documents, np.arange(n), int(documents.lengths.max()), True)
+    rows = blocks.make_rows(documents, np.arange(n), int(documents.counts["clean"].max()), True)
     found = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
         rows, solver.tokens, args.batch_size, draws, args.seed, args.bf16), int)
     nats, error = found["eval/nll"], found.get("eval/stderr", 0.0)
     bits, bits_error = nats / math.log(2), error / math.log(2)
-    tokens = int(sum(rows.targets(region).sum() for region in range(choices.FILL)))
+    tokens = int(rows.table["text"].sum())
     write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": {
         "texts": n, "tokens": tokens, "exact": exact, "nats_per_token": nats,
         "nats_stderr": error, "bits_per_token": bits, "bits_stderr": bits_error}})
@@ -119,7 +120,7 @@ def bound_file(args, folder, solver):
 
 
 def write(args, folder, name, found):
-    """Write results to --output, or to a file of this name beside the checkpoint's folder."""
+    """Write results to --output, or to a file of this name next to the checkpoint's folder."""
     path = Path(args.output or folder.parent / name)
     checkpoint.prepare_folder(path.parent, "--output")
     checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.stored(args), **found})
@@ -139,24 +140,21 @@ def harness_model(base, solver, batch_size, draws):
 
     class BlockDiffusion(base):
         too_long = 0        # without room: an answer is "" then, a context loses its first tokens
-        bounds = 0          # texts whose likelihood was bounded
 
         def generate_until(self, requests, disable_tqdm=False):
             """Texts in the order of the requests, whose args are (prompt, {"until": [text]})."""
-            states, texts = [], [""] * len(requests)
+            states, texts = {}, [""] * len(requests)
             for number, request in enumerate(requests):
                 try:
-                    states.append((number, ids_state("", context_ids(request.args[0]), layout)))
+                    states[number] = ids_state("", context_ids(request.args[0]), layout)
                 except UserError:
                     self.too_long += 1
-            states.sort(key=lambda item: item[1][0].shape[1])       # like lengths: less padding
-            for first in range(0, len(states), batch_size):
-                numbers, batch = zip(*states[first:first + batch_size])
-                for number, answer in zip(numbers, answer_batch(solver, batch, first)):
-                    until = requests[number].args[1].get("until") or []
-                    for stop in filter(None, [until] if isinstance(until, str) else until):
-                        answer["text"] = answer["text"].partition(stop)[0]
-                    texts[number] = answer["text"]
+            found = answer(solver, list(states.values()), batch_size)
+            for number, text in zip(states, (made["text"] for made in found)):
+                until = requests[number].args[1].get("until") or []
+                for stop in filter(None, [until] if isinstance(until, str) else until):
+                    text = text.partition(stop)[0]
+                texts[number] = text
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):
@@ -165,7 +163,6 @@ def harness_model(base, solver, batch_size, draws):
             loses its first tokens; a continuation without room by itself gets minus infinity.
             """
             pairs, found = {}, [-math.inf] * len(requests)
-            self.bounds += len(requests)
             for number, request in enumerate(requests):
                 ids, head = tokens.encode(request.args[1]), context_ids(request.args[0])
                 require(ids, f"request {number}: its continuation is empty")
@@ -197,19 +194,15 @@ def run_tasks(args, folder, solver):
     ours = harness_model(LM, solver, args.batch_size, args.draws)
     found = lm_eval.simple_evaluate(
         model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
-        bootstrap_iters=0, log_samples=False,
-        task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
+        bootstrap_iters=0, log_samples=False)
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float):
                 print(f"{task:<20} {name:<40} {value:.4f}")
-    print(f"bounds     of {ours.bounds} likelihoods, Monte Carlo of {args.draws} draws\n"
-          f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
-          f"temperature 0, blocks of {layout.block_size}, at most {layout.max_length} tokens, "
-          f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long")
+    print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
+          f"temperature 0, {args.draws} draws of each bound; {ours.too_long} questions too long")
     write(args, folder, f"lm-eval-{folder.name}.json", {
         "lm_eval": lm_eval.__version__, "too_long": ours.too_long,
-        "monte_carlo_bounds": ours.bounds,
         "results": json.loads(json.dumps(found["results"], default=str))})
 
 

@@ -1,8 +1,7 @@
 """Answer questions with the block-diffusion model in this file's folder. Needs torch, transformers
-and tokenizers only; transformers' own generate() would write nonsense.
+and tokenizers only; transformers' generate() would write nonsense.
 
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
-    python generate.py --temperature 1 --threshold 0.8 "..."
 
 published.py of flat-trainers puts it next to a language model converted to block diffusion, and
 its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
@@ -13,8 +12,7 @@ its answers are those of sample_bd3lm.py --order confidence, token by token. Fro
 
 The text is written in blocks of form["block_size"] tokens, counted from the prompt's first. A block
 begins as masks, after the prompt's last tokens where the prompt ends inside it. A token sees its
-own block, both ways, and all earlier ones, whose keys and values are cached. In every pass the
-masks whose token is sure enough get it, at least the surest.
+block, both ways, and all earlier ones, whose keys and values are cached.
 """
 import argparse
 import inspect
@@ -68,15 +66,12 @@ def run(model, ids, first, cache, block_size):
 
 
 @torch.no_grad()
-def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, seed=0):
-    """Ids of the answer to a prompt's ids, without the end token, or up to the room there is.
-
-    threshold, 0 to 1: probability of tokens that a pass writes. temperature: 0 = the likeliest
-    token. max_length: tokens of prompt and answer; default: as in training.
+def generate(model, ids, form, threshold=0.9):
+    """Ids of the answer to a prompt's ids, without the end token, or up to the room there is. In
+    every pass the likeliest tokens that have this probability are written. ValueError without room.
     """
     size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
-    device, room = model.device, max_length or form["max_length"]
-    generator = torch.Generator(device).manual_seed(seed)
+    device, room = model.device, form["max_length"]
     first, cache, written = len(ids) // size * size, DynamicCache(), []
     if first + size > room:
         raise ValueError(f"{len(ids)} tokens of prompt leave no room in {room}")
@@ -91,9 +86,6 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
             cache.crop(-size)               # keys of a block that is not finished are not kept
             logits[:, mask] = -torch.inf    # the mask is never an answer
             sure, found = logits.softmax(-1).max(-1)
-            if temperature:
-                drawn = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
-                sure, found = logits.softmax(-1).gather(-1, drawn)[:, 0], drawn[:, 0]
             chosen = sure >= threshold
             chosen[sure.argmax()] = True
             places = masked.nonzero()[:, 0][chosen]
@@ -108,21 +100,15 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
 
 def main():
     parser = argparse.ArgumentParser(description="Answer questions with the model in this folder.")
-    add = parser.add_argument
-    add("questions", nargs="+")
-    add("--threshold", type=float, default=0.9, help="probability of tokens that a pass writes")
-    add("--temperature", type=float, default=0.0, help="0 = the likeliest token")
-    add("--max_length", type=int, help="tokens of prompt and answer (default: as in training)")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("questions", nargs="+")
+    parser.add_argument("--threshold", type=float, default=0.9,
+                        help="probability of tokens that are written several in a pass")
     args = parser.parse_args()
-    if not args.temperature >= 0:       # NaN, too
-        parser.error("--temperature must be 0 or more")
-    model, tokenizer, form = load(Path(__file__).resolve().parent, args.device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer, form = load(Path(__file__).resolve().parent, device)
     try:
         for question in args.questions:
-            answer = generate(model, prompt(tokenizer, form, question), form, args.threshold,
-                              args.temperature, args.max_length, args.seed)
+            answer = generate(model, prompt(tokenizer, form, question), form, args.threshold)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())
     except ValueError as error:
         parser.error(str(error))

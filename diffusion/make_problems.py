@@ -24,23 +24,16 @@ from core.cli import require
 
 def build_parser():
     p = cli.Parser("Plans for the problems of GSM8K.")
-    add = p.add_argument
-    add("command", choices=("plans", "lines"), help="plans: GSM8K -> HDP JSON with plans by rule "
-        "or a teacher's; lines: GSM8K -> a text with a line for each problem, for create_data.py")
-    add("--input", required=True, help="GSM8K JSONL, dataset folder, hub name")
-    add("--split", default="train", help="split of a dataset folder, hub name")
-    add("--output", required=True, help="file to write")
-    add("--teacher", help="plans: chat JSONL that create_data.py made of `lines`")
+    p.add_argument("command", choices=("plans", "lines"), help="plans: GSM8K -> HDP JSON with plans"
+                   " by rule or a teacher's; lines: a line for each problem, for create_data.py")
+    p.flag("--input", None, "GSM8K JSONL, dataset folder, hub name: its train split", required=True)
+    p.flag("--output", None, "file to write", required=True)
+    p.flag("--teacher", None, "plans: chat JSONL that create_data.py made of `lines`")
     return p
 
 
-def check_flags(args, world_size):
-    """Raise UserError for a flag that would do nothing."""
-    require(args.command == "plans" or not args.teacher, "--teacher belongs to plans")
-
-
 # parsed before anything else is imported: --help and a mistake in a flag answer at once
-ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -54,20 +47,17 @@ from diffusion.problems import CALCULATOR, END, read_problems
 VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
 # calculator mark, words after its result
 STEP = re.compile(r"<<([^<>=]*)=[^<>]*>>\s*\$?[\d,.]*%?([^.;,!?<\n]*)")
-NUMBERS = set("one two three four five six seven eight nine ten eleven twelve twenty thirty forty "
-              "fifty hundred thousand half twice double triple".split())
 WORDS = 10          # of a goal
 
 
 def rule_plan(solution):
-    """GSM8K's worked answer with calculator marks -> a plan in words, without numbers."""
+    """GSM8K's worked answer with calculator marks -> a plan in words, without figures."""
     sentences = []
     for expression, rest in STEP.findall(solution):
         sign = expression.lstrip("-")
         verb = next((verb for operator, verb in VERBS if operator in sign), "Work on")
-        words = [word for word in re.sub(r"[^A-Za-z' -]", " ", rest).split()
-                 if word.strip("'-") and word.lower().strip("'-") not in NUMBERS]
-        sentences.append(f"{verb} to find {' '.join(words[:WORDS]) or 'the next amount'}.")
+        words = re.sub(r"[^A-Za-z' -]", " ", rest).split()[:WORDS]
+        sentences.append(f"{verb} to find {' '.join(words) or 'the next amount'}.")
     return " ".join(dict.fromkeys(sentences)) or "Work out the answer from the given amounts."
 
 
@@ -80,17 +70,18 @@ def teacher_line(problem):
 def read_teacher(path, problems):
     """Plans of these problems from the chat JSONL that create_data.py made. UserError."""
     plans, text = {}, json_files.read_text(path, "--teacher ").removesuffix("\n")
+    asked = dict(enumerate(map(teacher_line, problems)))
     for number, line in enumerate(text.split("\n"), 1):
-        where = f"--teacher {path} line {number}"
         try:
             record = json_files.loads(line)
             question, plan = (message["content"] for message in record["messages"])
             index = record.get("line", record["id"])
-            known = 0 <= index < len(problems) and question == teacher_line(problems[index])
+            if question != asked.get(index):
+                raise ValueError("was not made from the lines of these problems")
             plans[index] = " ".join(plan.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{where}: is not a record of create_data.py ({error})")
-        require(known, f"{where}: was not made from the lines of these problems")
+            raise UserError(f"--teacher {path} line {number}: is not a record of create_data.py "
+                            f"({error})")
     without = [p.name for number, p in enumerate(problems) if number not in plans]
     require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
                          f"plan, the first is {''.join(without[:1])}; see .rejected.jsonl, and ask "
@@ -98,15 +89,14 @@ def read_teacher(path, problems):
     return [plans[number] for number in range(len(problems))]
 
 
-def make_plans(path, split="train", teacher=None):
+def make_plans(path, teacher=None):
     """GSM8K file or hub name -> [dict of the HDP form]. teacher: chat JSONL; None: by rule."""
-    problems, entries = read_problems(path, split, "gsm8k"), []
+    problems, entries = read_problems(path, "train", "gsm8k"), []
     worked = [problem.solution.rpartition("####")[0] for problem in problems]
     plans = read_teacher(teacher, problems) if teacher else map(rule_plan, worked)
     for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans)):
         execution = " ".join(CALCULATOR.sub("", steps).split())
-        require(execution,
-                f"{problem.name}: its answer has no steps before ####; a plan needs some")
+        require(execution, f"{problem.name}: its answer has no steps before ####, and needs some")
         entries.append({"id": f"gsm8k_{number}", "question": problem.question, "plan": plan,
                         "execution": execution, "answer": problem.answer,
                         "plan_source": "teacher" if teacher else "rule"})
@@ -214,17 +204,16 @@ def prepare_demo(folder, system, n):
 
 
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    args = ARGS or cli.parse(build_parser(), None, argv)
     checkpoint.prepare_folder(Path(args.output).resolve().parent, "--output")
     if args.command == "lines":
-        texts = list(map(teacher_line, read_problems(args.input, args.split, "gsm8k")))
-        checkpoint.write_text(args.output, "".join(text + "\n" for text in texts))
-        print(f"{args.output}: {len(texts)} lines for create_data.py")
+        require(not args.teacher, "--teacher belongs to plans")
+        made = [teacher_line(problem) for problem in read_problems(args.input, "train", "gsm8k")]
+        checkpoint.write_text(args.output, "".join(line + "\n" for line in made))
     else:
-        entries = make_plans(args.input, args.split, args.teacher)
-        checkpoint.write_json(args.output, entries)
-        who = "a teacher" if args.teacher else "rule"
-        print(f"{args.output}: {len(entries)} problems with plans by {who}")
+        made = make_plans(args.input, args.teacher)
+        checkpoint.write_json(args.output, made)
+    print(f"{args.output}: {args.command} of {len(made)} problems")
 
 
 if __name__ == "__main__":

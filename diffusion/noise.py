@@ -11,7 +11,6 @@ Each target of a block is masked with probability t in (0, 1] (the loglinear sch
 is 1 / t). SUBS: other tokens have no loss and the mask token no probability. Sources: BD3-LM (arXiv
 2503.09573) and its code (github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
 """
-import hashlib
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +29,6 @@ class Blocks(NamedTuple):
     doc: torch.Tensor           # (B, L) int64   document in the row, -1 on padding
     block: torch.Tensor         # (B, L) int64   block in the document
     target: torch.Tensor        # (B, L) bool    may be masked, and is in the loss
-    region: torch.Tensor        # (B, L) int64   problems.QUESTION, PLAN, EXECUTION or FILL
     noisy: torch.Tensor         # (B, N) int64   places 0..L-1 that get a noisy copy, -1: none
     group: torch.Tensor         # (B, L) int64   number of the (document, block), which share a t
     n_groups: int
@@ -49,11 +47,9 @@ class Inputs(NamedTuple):
     rows: torch.Tensor          # (R,) int64     masked targets, in the flat (B * N) noisy copies
     labels: torch.Tensor        # (R,) int64     their clean tokens
     weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
-    region: torch.Tensor        # (R,) int64     as in Blocks, of each
-    group: torch.Tensor         # (R,) int64
+    group: torch.Tensor         # (R,) int64     as in Blocks, of each
     tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
-    layout: bytes               # equal for batches that need the same attention mask
 
     to = loading.to
 
@@ -133,8 +129,7 @@ def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
     masked[batch.target] = choose_masked(batch, t, draws, t_range)
 
     copied, at = batch.noisy >= 0, batch.noisy.clamp(min=0)
-    clean, region, group = (numbers.gather(1, at)
-                            for numbers in (batch.input_ids, batch.region, batch.group))
+    clean, group = batch.input_ids.gather(1, at), batch.group.gather(1, at)
     hidden = masked.gather(1, at) & copied
     if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
         raise ValueError("a target has no noisy copy or no group")
@@ -142,9 +137,8 @@ def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
     if weighting == "elbo" and low <= 0.5:
         weights = (1 / t)[group[hidden]].float()
     doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
-    block = torch.cat([batch.block.gather(1, at), batch.block], 1).int()
-    layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
-    return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
-                  torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
-                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, region[hidden],
-                  group[hidden], batch.tiles, at.shape[1], layout)
+    block, position = (torch.cat([numbers.gather(1, at), numbers], 1)
+                       for numbers in (batch.block, batch.position))
+    return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1), position,
+                  doc, block.int(), hidden.flatten().nonzero()[:, 0], clean[hidden], weights,
+                  group[hidden], batch.tiles, at.shape[1])

@@ -1,6 +1,6 @@
 """GSM8K, HDP and chat files -> problems; tokenizers with special tokens.
 
-Reads JSONL, JSON, dataset folders (JSONL, parquet, arrow) and hub names. Special tokens follow
+Reads JSONL, JSON, dataset folders (JSONL, JSON, parquet) and hub names. Special tokens follow
 kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and ngocbao220/hdp-diffusion (hdp:
 five tokens in that order), both Apache-2.0.
 """
@@ -23,8 +23,7 @@ NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder
-SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet",
-          "{}/*.arrow")
+SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet")
 # advice that names flags of the chat trainer
 CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
 
@@ -103,7 +102,7 @@ def read_entries(path, split):
         sorted(place.glob(form.format(split))) for form in SPLITS)), None)
     require(files, f"{place}: has none of {', '.join(SPLITS).format(*[split] * len(SPLITS))}")
     for file in files:
-        if file.suffix in (".parquet", ".arrow"):
+        if file.suffix == ".parquet":
             unit, entries = "sample", enumerate(json_files.table_rows(file))
         else:
             unit, read = json_files.read_entries(file)
@@ -165,26 +164,21 @@ class Tokens:
 
 def load_tokenizer(name, system, end_token=""):
     """Tokens of a tokenizer.json, its folder or hub name. end_token: of answers. UserError."""
-    path = Path(name)
-    hint = "give a folder with tokenizer.json, or gpt2 when online"
-    require(path.exists() or HUB_NAME.fullmatch(str(name)),
-            f"--tokenizer {name}: no such file or folder; {hint}")
+    path, hint = Path(name), "give a folder with tokenizer.json, or gpt2 when online"
     try:
         if not path.exists():
+            require(HUB_NAME.fullmatch(str(name)), "no such file or folder")
             from huggingface_hub import hf_hub_download
             path = Path(hf_hub_download(str(name), "tokenizer.json"))
         tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
-    except UserError:
-        raise
     except Exception as error:      # the tokenizers library raises bare Exceptions, the hub a dozen
-        why = str(error).partition("\n")[0]
-        raise UserError(f"--tokenizer {name}: is not a tokenizer ({type(error).__name__}: "
-                        f"{why:.120}); {hint}")
+        raise UserError(f"--tokenizer {name}: cannot be read "
+                        f"({str(error).splitlines()[0]:.150}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",
-            f"--tokenizer {name}: has no token {end_token} to end answers with; give one that it "
-            "has (--end_token '</s>'), or --chat where it has a template")
+            f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token "
+            "'</s>' or another that it has, or --chat where it has a template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -208,12 +202,11 @@ def read_tokenizer(folder):
     """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how
-    # text is split; without these files or a class transformers makes an empty tokenizer, or none
+    # Qwen's and SDAR's older folders: vocabulary and merges alone have neither the added tokens nor
+    # how text is split; without these files or a class transformers makes an empty one, or none
     slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
-    require(all(path.exists() for path in slow)
-            and '"tokenizer_class"' in json_files.read_text(slow[-1]),
-            f"--tokenizer {folder}: has no tokenizer.json")
+    require(all(path.exists() for path in slow) and '"tokenizer_class"' in
+            json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
     return auto_tokenizer(folder).backend_tokenizer
 
 
@@ -230,14 +223,8 @@ def auto_tokenizer(folder):
 
 # ---- Chats: every trained answer is a problem, whose question is all that comes before it in the
 # chat template. A document ends with its answer, since the sampler fills the last block with
-# end tokens, which no later turn may hold. The prompt's ids are proven to begin the whole, so what
-# is trained is what is asked for later. Thinking, where a template knows it, is off.
-
-
-def chat_encoder(folder, turns="all"):
-    """chat.Encoder of a tokenizer folder's chat template. Raises UserError."""
-    from core import chat
-    return chat.Encoder(chat.load_tokenizer(folder, load=auto_tokenizer), turns, thinking=False)
+# end tokens, which no later turn may hold. The prompt's ids are proven to begin the whole, so
+# training and sampling see the same.
 
 
 def read_chats(path, folder, tokens, bad):
@@ -247,7 +234,9 @@ def read_chats(path, folder, tokens, bad):
     answers; UserError otherwise. bad: a list that takes what cannot be used.
     """
     from core import chat
-    encoder, found = chat_encoder(folder, "last"), []
+    # Thinking, where a template knows it, is off
+    encoder = chat.Encoder(chat.load_tokenizer(folder, load=auto_tokenizer), "last", thinking=False)
+    found = []
     for records, wrong in chat.read_chunks(path, 1024):
         bad += [problem(p.name, "invalid", p.what, path) for p in wrong]
         answers = []
@@ -259,7 +248,7 @@ def read_chats(path, folder, tokens, bad):
                         for i in places or [len(record["messages"]) - 1]]
         results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
                                  [record.get("tools") for _, _, record in answers])
-        for (name, i, _), result in zip(answers, results):
+        for (name, i, record), result in zip(answers, results):
             if isinstance(result, ValueError):
                 why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
                 bad.append(problem(name, "invalid", why, path))
@@ -269,29 +258,7 @@ def read_chats(path, folder, tokens, bad):
             last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
             require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
                                  f"token is {end}; give --end_token '{last}'")
-            found.append(Problem(name, "", "", "", ids=ids, given=mask.index(True)))
+            found.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
+                                 given=mask.index(True)))
     require(found or bad, f"{path}: holds no chats")
-    return found
-
-
-def read_chat_prompts(path, folder, tokens):
-    """Problems of a chat file, each without its last answer. Raises UserError."""
-    from core import chat
-    encoder, found, wrong = chat_encoder(folder), [], []
-    for number, line in chat.numbered_lines(path, 1024):
-        try:
-            record = line if isinstance(line, dict) else json_files.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError('is not an object with "messages"')
-            messages, tools, _ = chat.as_question(record)
-            if control := encoder.control.search(str([messages, tools])):
-                raise ValueError(f"contains the control token {control[0]}; remove it")
-            ids = tokens.encode(encoder.render(messages, True, tools))
-            found.append(Problem(f"{path}:{number}", chat.question(messages), "", "", ids=ids,
-                                 given=len(ids)))
-        except ValueError as error:
-            why = CHAT_HINT.sub("", str(error))
-            wrong.append(problem(f"{path}:{number}", "invalid", why, path))
-    settle(wrong)
-    require(found, f"{path}: holds no chats")
     return found

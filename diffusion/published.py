@@ -1,4 +1,4 @@
-"""Weights in and out: what a run starts from (--init_from), and checkpoints as others read them.
+"""Weights in and out: the start of a run (--init_from), and checkpoints as others read them.
 
     python diffusion/published.py --checkpoint out --output_dir exported
     python diffusion/published.py --checkpoint out --output_dir served --format sdar
@@ -8,10 +8,9 @@ transformers, SDAR, a checkpoint or an export of this trainer. Rows of markers t
 are kept, new ones get the mean row and a little noise; so are prompt form, end token, block size.
 
 Out: averaged weights. A DiT is written in the published layout, which transformers before version 5
-loads with trust_remote_code=True; what was converted from a language model as that model's own
-class or, a Qwen3, as SDAR's (github.com/JetAstra/SDAR), with generate.py, which samples it.
+loads with trust_remote_code=True; a converted language model as that model's class or, a Qwen3, as
+SDAR's (github.com/JetAstra/SDAR), with generate.py, which samples it.
 """
-import contextlib
 import dataclasses
 import json
 import os
@@ -40,18 +39,15 @@ def build_parser():
 ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import torch
-from safetensors.torch import load_file
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
-from core.checkpoint import new_folder
 from diffusion import dit
-from diffusion.problems import MARKERS, SDAR_MASK
-from diffusion.problems import auto_tokenizer, load_tokenizer, read_tokenizer
+from diffusion.problems import MARKERS, SDAR_MASK, auto_tokenizer, load_tokenizer, read_tokenizer
 
 # parameters with a row for each token
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
-# files beside tokenizer.json that transformers reads: with them a chat template stays usable
+# files next to tokenizer.json that transformers reads: with them a chat template stays usable
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # where transformers finds their classes
 SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
@@ -61,28 +57,22 @@ SDAR_MASK_ID = 151669       # the first after Qwen3's tokens, by which SGLang kn
 # ---- Checkpoints of this trainer
 
 
-def load_checkpoint(folder, ema=True):
-    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder. UserError.
-
-    ema: the averaged weights. Adapters are merged into their language model, which is read from
-    where it was in training.
+def load_checkpoint(folder):
+    """(network with the averaged weights on the CPU in eval mode, config.json as a dict) of a
+    checkpoint folder. UserError. Adapters are merged into their language model.
     """
-    folder = Path(folder)
+    folder, kind = Path(folder), dit
     try:
         about = json_files.read_object(folder / "config.json")
-        if "hidden_size" in about["model"]:
-            config = dit.Config(**about["model"])
-        else:
-            from diffusion import decoder
-            config = decoder.Config(**about["model"])
-            config.lora = config.lora and config.lora | {"dtype": "float32"}
+        if "hidden_size" not in about["model"]:
+            from diffusion import decoder as kind
+        config = kind.Config(**about["model"])
+        config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    tensor_io.load(dist.World(), folder, "ema" if ema else "model", dit.trained(model))
-    if getattr(config, "lora", None):
-        model = decoder.merge_adapters(model)
-    return model.eval(), about
+    tensor_io.load(dist.World(), folder, "ema", dit.trained(model))
+    return (kind.merge_adapters(model) if config.lora else model).eval(), about
 
 
 def state_of(folder):
@@ -90,23 +80,29 @@ def state_of(folder):
     return json_files.read_object(folder / checkpoint.STATE / "state.json")
 
 
-def find_checkpoint(name, pick, flag="--checkpoint"):
-    """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean. UserError."""
+def find_checkpoint(name, flag="--checkpoint"):
+    """A checkpoint folder; of an OUTPUT_DIR the best whole one, else the newest. UserError."""
     folder = Path(name)
     require(folder.is_dir(), f"{flag} {name}: no such folder")
-    for _, newest in reversed(found := checkpoint.list_checkpoints(folder)):
-        if not (wrong := checkpoint.damage(newest)):
-            best = newest.with_name(f"checkpoint-{state_of(newest).get('best_step')}")
-            good = pick == "best" and best.is_dir() and not checkpoint.damage(best)
-            return best if good else newest
-        print(f"checkpoint {newest} is damaged ({wrong}); trying the one before")
-    require(not found, f"{flag} {name}: every checkpoint in it is damaged")
-    wrong = checkpoint.damage(folder)
-    require(not wrong, f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
-    return folder
+    listed = [path for _, path in checkpoint.list_checkpoints(folder)]
+    for path in listed[::-1] or [folder]:
+        if not (wrong := checkpoint.damage(path)):
+            best = path.with_name(f"checkpoint-{state_of(path).get('best_step')}")
+            return best if listed and best.is_dir() and not checkpoint.damage(best) else path
+        print(f"checkpoint {path} is damaged ({wrong})", flush=True)
+    raise UserError(f"{flag} {name}: is not a checkpoint, and holds no whole one ({wrong})")
 
 
 # ---- In
+
+
+class Origin(NamedTuple):
+    """The weights that --init_from names."""
+    path: Path
+    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model that
+    #                     predicts the next token; "published": a DiT of BD3-LM or MDLM
+    form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, where it says so
+    source: dict        # config.json of the language model that they come from; {}: of none
 
 
 class Start(NamedTuple):
@@ -114,62 +110,52 @@ class Start(NamedTuple):
     tensors: dict       # {our name: CPU tensor}
     identity: str       # hash of the files they come from
     words: str          # of the log
-    source: dict        # config.json of the language model that they come from; {}: of none
 
 
 def find(name):
-    """Folder of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
+    """Origin of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
     require(not Path(name).is_file(),
             f"--init_from {name}: is a file; give a folder with config.json and weights. bd3lms' "
             "push_to_hf.py makes one of a Lightning .ckpt")
-    path = tensor_io.find_folder(name, "--init_from", more=["*.bin"])
+    path = tensor_io.find_folder(str(name), "--init_from")
     if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
-        path = find_checkpoint(path, "best", "--init_from")
+        path = find_checkpoint(path, "--init_from")
     require(not (path / "adapter_config.json").is_file(),
             f"--init_from {path}: is an adapter; merge it into its base with PEFT")
-    return path
+    about = json_files.read_object(path / "config.json")
+    if (path / checkpoint.MANIFEST).exists() and "model" in about:
+        form = about["layout"] | {"vocab_size": about["model"]["vocab_size"]}
+        return Origin(path, "ours", form, about.get("source", {}))
+    if about.get("model_type") in ("bd3lm", "mdlm", None):
+        for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
+            require(about.get(key, right) == right, f"{path}: its config.json has {key} "
+                                                    f"{about.get(key)}, which is not supported")
+        return Origin(path, "published", {}, {})
+    return Origin(path, "causal", about | about.get("block_diffusion", {}), about)
 
 
 def open_start(world, args, layout, tokenizer):
-    """(Layout, folder of --init_from or None, tokenizer); sets args.tokenizer. Collective."""
+    """(Layout, Origin of --init_from or None, tokenizer); sets args.tokenizer. Collective."""
     # one rank downloads for all
-    path = dist.rank0(world, find, args.init_from) if args.init_from else None
-    if path and not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):
-        tokenizer = path
+    origin = dist.rank0(world, find, args.init_from) if args.init_from else None
+    if origin and not args.tokenizer and (origin.kind == "causal"
+                                          or (origin.path / "tokenizer.json").is_file()):
+        tokenizer = origin.path
     if args.chat or args.system == "chat":
         args.tokenizer, layout = str(tokenizer), with_chat(layout, tokenizer)
-    else:
-        layout = with_form(layout, path)
-    size = path and trained_form(path).get("block_size")
+    elif args.system != "hdp":
+        layout = with_form(layout, origin.form)
+    size = origin and origin.form.get("block_size")
     if size and "block_size" not in cli.named(args):
         layout = dataclasses.replace(layout, block_size=size)
         layout.check()
-    return layout, path, tokenizer
+    return layout, origin, tokenizer
 
 
-def config_json(path):
-    return json_files.read_object(path / "config.json")
-
-
-def is_ours(path):
-    """Whether a path of find() is a checkpoint of this trainer, not of train_sft.py."""
-    return (path / checkpoint.MANIFEST).exists() and "model" in config_json(path)
-
-
-def is_causal(path):
-    """Whether a path of find() is a language model that predicts the next token."""
-    return not is_ours(path) and config_json(path).get("model_type") not in ("bd3lm", "mdlm", None)
-
-
-def config_for(path, model_size, tokens, dropout):
-    """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
-    about, ours = config_json(path), is_ours(path)
-    source = about.get("source") if ours else about if is_causal(path) else None
-    if not source:
-        return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
-    from diffusion import decoder
-    size = max(tokens.vocab_size, ours and about["model"]["vocab_size"])
-    return decoder.config_of(path, source, size, tokens.mask, dropout)
+def with_form(layout, form):
+    """A Layout with the prompt form and, if it has none, the end token of an Origin's form."""
+    return dataclasses.replace(layout, prompt=form.get("prompt", ""),
+                               end_token=layout.end_token or form.get("end_token", ""))
 
 
 def with_chat(layout, folder):
@@ -179,27 +165,11 @@ def with_chat(layout, folder):
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": "{question}"}], tokenize=False,
             add_generation_prompt=True, enable_thinking=False)
+        require(prompt.count("{question}") == 1, "it does not write the question once")
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
                         f"({str(error).splitlines()[0]:.120})")
-    require(prompt.count("{question}") == 1,
-            f"--chat: the chat template of {folder} does not write the question once")
-    return dataclasses.replace(layout, prompt=prompt,
-                               end_token=layout.end_token or tokenizer.eos_token)
-
-
-def trained_form(path):
-    """{prompt, end_token, block_size} that a path of find() was trained on, as far as it says."""
-    about = config_json(path)
-    form = about.get("layout") or about.get("block_diffusion") or {}
-    return about | form if is_causal(path) else form
-
-
-def with_form(layout, path):
-    """A Layout with the prompt form and the end token, if it has none, of a path of find()."""
-    form = {} if layout.system == "hdp" else trained_form(path)
-    return dataclasses.replace(layout, prompt=form.get("prompt", ""),
-                               end_token=layout.end_token or form.get("end_token", ""))
+    return with_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 
 def chat_files(folder):
@@ -208,64 +178,67 @@ def chat_files(folder):
             if (Path(folder) / name).is_file()}
 
 
-def read(path, config, tokens, seed=0):
-    """Start of a path of find(). Raises UserError when it does not fit.
+def config_for(origin, model_size, tokens, dropout):
+    """Config of a run's network. model_size: of a DiT. Raises UserError."""
+    if not origin.source:
+        return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
+    from diffusion import decoder
+    size = max(tokens.vocab_size, origin.form.get("vocab_size", 0))
+    return decoder.config_of(origin.path, origin.source, size, tokens.mask, dropout)
+
+
+def read(origin, config, tokens, seed=0):
+    """Start of an Origin. Raises UserError when it does not fit.
 
     config: of config_for. tokens: problems.Tokens. seed: of rows without a source.
     """
-    which, source, own, size = "averaged", {}, {}, None
-    if is_ours(path):
-        model, about = load_checkpoint(path)
-        layout = choices.read_layout(about["layout"])
-        its_tokens = load_tokenizer(path, layout.system, layout.end_token)
-        own, markers, source = its_tokens.plain(), its_tokens.markers, about.get("source", {})
-        tensors = dict(model.named_parameters())
-    elif is_causal(path):
+    path, form = origin.path, origin.form
+    if origin.kind == "ours":
+        tensors = dict(load_checkpoint(path)[0].named_parameters())
+    elif origin.kind == "causal":
         from diffusion import decoder
-        which, source = "causal", config_json(path)
         tensors = decoder.read_folder(path, config)
-        with contextlib.suppress(UserError):        # --tokenizer names another folder
-            own = read_tokenizer(path).get_vocab()
-        rows = len(tensors.get("model.embed_tokens.weight", ()))
-        most = max((own or tokens.plain()).values()) + 1
-        require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens "
-                              f"and {rows} rows")
-        markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
-        form = trained_form(path)
-        size, mask = form.get("block_size"), form.get("mask_token_id")
-        require(mask in (None, tokens.mask),
-                f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has "
-                f"the mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct "
-                "config.json")
-    else:       # of GPT-2's tokens and a mask
+    else:
         tensors = read_official(path, config)
-        mask = len(tensors["embed.weight"]) - 1
-        markers = {"<|mask|>": mask}
-        require(mask == len(tokens.plain()),
-                f"--init_from {path}: has rows of {mask} tokens and a mask, --tokenizer has "
-                f"{len(tokens.plain())} tokens; give the one it was trained with")
-    require(not own or own == tokens.plain(),
-            f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids would mean "
-            "other words; drop --tokenizer")
-    check_size(path, tensors, config)
-    bad = sorted(name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor))
-    require(not bad, f"{path}: {len(bad)} of its tensors hold NaN or infinity, first "
-                     f"{', '.join(bad[:5])}")
+    rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
+    if origin.kind == "published":      # of GPT-2's tokens and a mask
+        own = tokens.plain() | {"<|mask|>": rows - 1}
+    else:
+        own = read_tokenizer(path).get_vocab()
+    most = max(own.values()) + 1
+    require(most <= rows if origin.source else len(own) == most == rows,
+            f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
+    markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
+    mask = form.get("mask_token_id")
+    require(mask in (None, tokens.mask),
+            f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
+            f"mask at {tokens.mask}; correct tokenizer.json ({SDAR_MASK}) or config.json")
+    require(own == tokens.plain(), f"--init_from {path}: its tokenizer is not that of --tokenizer, "
+                                   "so ids would mean other words; drop --tokenizer")
+    with torch.device("meta"):
+        wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
+    wrong = sorted(wanted.keys() ^ tensors.keys())
+    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
+                       f"{', '.join(wrong[:5])} (--model_size)")
+    for name, shape in wanted.items():
+        require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
+                f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
+                f"{tuple(shape)} (--model_size)")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
-    files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
-    words = [f"{which} weights of {path}", size and f"trained in blocks of {size}",
+    words = [f"{origin.kind} weights of {path}",
+             "block_size" in form and f"trained in blocks of {form['block_size']}",
              new and f"new rows for {', '.join(new)}"]
-    words = "; ".join(filter(None, words))
-    return Start(tensors, tensor_io.fingerprint_files(files), words, source)
+    return Start(tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
+                 "; ".join(filter(None, words)))
 
 
-def with_lora(config, path, bf16, name, lora):
+def with_lora(config, origin, bf16, name, lora):
     """A Config whose network has adapters; frozen weights are bfloat16 with bf16. UserError."""
-    require(is_causal(path), "--use_lora needs --init_from of a language model; other weights are "
-                             "trained whole")
+    require(origin.kind == "causal",
+            "--use_lora needs --init_from of a language model; other weights are trained whole")
     from diffusion import decoder
-    lora = lora | {"base": os.path.abspath(path) if Path(name).is_dir() else name,
-                   "identity": tensor_io.fingerprint_files(decoder.model_files(path)),
+    lora = lora | {"base": os.path.abspath(origin.path) if Path(name).is_dir() else name,
+                   "identity": tensor_io.fingerprint_files(decoder.model_files(origin.path)),
                    "dtype": "bfloat16" if bf16 else "float32"}
     return dataclasses.replace(config, lora=lora)
 
@@ -275,7 +248,7 @@ def fill(model, given, seed, resumed):
 
     resumed: a checkpoint follows, which has all that is trained, not the base under adapters.
     """
-    lora, weights = getattr(model.config, "lora", None), dict(model.named_parameters())
+    lora, weights = model.config.lora, dict(model.named_parameters())
     if lora:
         from core import adapters
         from diffusion import decoder
@@ -289,19 +262,6 @@ def fill(model, given, seed, resumed):
         tensor_io.fill(model.mask_row, row)
 
 
-def check_size(path, tensors, config, hint=""):
-    """Raise UserError when weights are not those of a network of this Config, rows aside."""
-    with torch.device("meta"):
-        wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
-    wrong = sorted(wanted.keys() ^ tensors.keys())
-    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
-                       f"{', '.join(wrong[:5])}{hint}")
-    for name, shape in wanted.items():
-        require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
-                f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
-                f"{tuple(shape)}{hint}")
-
-
 def fit_vocabulary(tensors, markers, tokens, size, seed):
     """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: row there}."""
     count, generator = len(tokens.plain()), torch.Generator().manual_seed(seed)
@@ -313,11 +273,11 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
         for name, number in tokens.markers.items():
             if name in markers:
                 fitted[number] = rows[markers[name]]
-            elif rows.ndim == 1:        # a bias is one number a token
-                fitted[number] = own.mean(0)
             else:
-                noise = torch.randn(rows.shape[1:], generator=generator)
-                fitted[number] = own.mean(0) + 0.02 * own.std(0) * noise
+                fitted[number] = own.mean(0)
+                if rows.ndim > 1:       # a bias is one number a token
+                    noise = torch.randn(rows.shape[1:], generator=generator)
+                    fitted[number] = own.mean(0) + 0.02 * own.std(0) * noise
         return fitted
 
     return {name: fit(tensor.detach()) if name in ROWS else tensor.detach()
@@ -348,11 +308,11 @@ def official_state(tensors, heads, t_range):
     """{their name: tensor} of {our name: tensor} of a DiT. t_range: trained on."""
     size = tensors["embed.weight"].shape[1] // heads
     # as they write it, to the last bit
-    frequency = 1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size))
-    state = {f"backbone.{official_name(name)}": tensor for name, tensor in tensors.items()}
-    ends = {f"sampling_eps_{end}": torch.tensor(float(t))
-            for end, t in zip(("min", "max"), t_range)}
-    return state | {"backbone.rotary_emb.inv_freq": frequency} | ends
+    buffers = [1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size)),
+               *(torch.tensor(float(t)) for t in t_range)]
+    names = f"backbone.{BUFFERS[0]}", *BUFFERS[1:]
+    return {f"backbone.{official_name(name)}": tensor
+            for name, tensor in tensors.items()} | dict(zip(names, buffers))
 
 
 def from_official(state, config, path):
@@ -364,29 +324,15 @@ def from_official(state, config, path):
             f"{config.head_size}")
     with torch.device("meta"):
         ours = {official_name(name): name for name, _ in config.network(config).named_parameters()}
-    tensors = {ours.get(name, name): tensor for name, tensor in plain.items()}
-    check_size(path, tensors, config, " (--model_size)")
-    return tensors
+    return {ours.get(name, name): tensor for name, tensor in plain.items()}
 
 
 def read_official(path, config):
     """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
-    about = config_json(path)
-    for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
-        require(about.get(key, right) == right,
-                f"{path}: its config.json has {key} {about.get(key)}, which is not supported")
-    if files := tensor_io.files_of(path, "model"):
-        tensor_io.open_tensors(files)        # names what cannot be read
-        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    else:
-        json_files.open_file(path / "pytorch_model.bin", "--init_from ").close()
-        try:        # runs no code of the file
-            state = torch.load(path / "pytorch_model.bin", weights_only=True, map_location="cpu")
-        except Exception as error:      # whatever a damaged or hostile pickle brings about
-            raise UserError(f"{path}/pytorch_model.bin: holds more than weights, which is not "
-                            f"read, or is damaged ({type(error).__name__}); convert it to "
-                            "model.safetensors")
-    return from_official(state, config, path)
+    files = tensor_io.files_of(path, "model")
+    require(files, f"{path}: has no model.safetensors; convert its weights to that")
+    return from_official({name: part[:] for name, part in tensor_io.open_tensors(files).items()
+                          if part.get_shape()}, config, path)       # sampling_eps_* are 0-d
 
 
 # ---- Out
@@ -418,7 +364,11 @@ def language_config(config, layout, tokens):
 
 
 def sdar_config(about, config, layout):
-    """config.json of an SDAR model. about: of language_config."""
+    """config.json of an SDAR model; UserError unless it is one. about: of language_config."""
+    require(config.source.get("model_type") in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID,
+            f"--format sdar: SDAR is Qwen3 with the mask at {SDAR_MASK_ID}; this model is "
+            f"{config.source.get('model_type')}, its mask has id {config.mask_id}: leave --format "
+            "out, or train from a Qwen3 model with its 151,669 tokens (--init_from), no hdp")
     kinds = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModel": "modeling_sdar.SDARModel",
              "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
     # SDAR's class and SGLang's read the names before transformers 5
@@ -431,42 +381,28 @@ def sdar_config(about, config, layout):
         "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
 
 
-def check_sdar(config):
-    """Raise UserError unless a network of this Config is an SDAR model."""
-    require(getattr(config, "source", {}).get("model_type") in ("qwen3", "sdar"),
-            "--format sdar: SDAR is Qwen3; this model is of another kind: leave --format out, or "
-            "start from a Qwen3 model (--init_from)")
-    require(config.mask_id == SDAR_MASK_ID,
-            f"--format sdar: the mask has id {config.mask_id}, and servers look for {SDAR_MASK_ID}:"
-            " train with Qwen3's own tokenizer (151,669 tokens) and --system gsm8k, or leave "
-            "--format out")
-
-
-def export(folder, ema, output, layout_of="usual"):
+def export(folder, output, layout_of="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
-    model, about = load_checkpoint(folder, ema)
+    model, about = load_checkpoint(folder)
     config, layout = model.config, choices.read_layout(about["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
-    is_language_model = not isinstance(model, dit.DiT)
+    source, is_dit = about.get("source", {}), isinstance(model, dit.DiT)
     # what began as SDAR stays it: its config.json names files that are not here
-    began = about.get("source", {}).get("model_type") == "sdar" and config.mask_id == SDAR_MASK_ID
-    is_sdar = layout_of == "sdar" or began
-    if is_sdar:
-        check_sdar(config)
-    if is_language_model:
+    is_sdar = layout_of == "sdar" or (
+        source.get("model_type") == "sdar" and config.mask_id == SDAR_MASK_ID)
+    require(not (is_sdar and is_dit), "--format sdar: SDAR is Qwen3; this model is a DiT")
+    if is_dit:
+        t_range = state_of(folder).get("t_range", choices.FULL)
+        state = official_state(model.state_dict(), config.heads, t_range)
+        written = official_config(config, layout, t_range)
+    else:
         state, written = dict(model.named_parameters()), language_config(config, layout, tokens)
         if is_sdar:
             state |= {"lm_head.weight": model.lm_head.weight.clone()}
             written = sdar_config(written, config, layout)
-    else:
-        t_range = state_of(folder).get("t_range", choices.FULL)
-        state = official_state(model.state_dict(), config.heads, t_range)
-        written = official_config(config, layout, t_range)
-        if layout.system == "hdp":
-            print("note       an hdp model: its weights fit their code, its texts need "
-                  "sample_bd3lm.py", flush=True)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
-    with new_folder(output, sum(tensor.nbytes for tensor in state.values())) as output:
+    size = sum(tensor.nbytes for tensor in state.values())
+    with checkpoint.new_folder(output, size) as output:
         tensor_io.save(state, output / "model.safetensors")
         tokens.save(output)
         for name, content in chat_files(folder).items():
@@ -477,7 +413,7 @@ def export(folder, ema, output, layout_of="usual"):
                 if path.name == "tokenizer_config.json":
                     text = json.dumps(json.loads(text) | {"mask_token": SDAR_MASK})
                 path.write_text(text, encoding="utf-8")
-        if is_language_model:       # servers stop where answers ended in training
+        if not is_dit:      # servers stop where answers ended in training
             ends = {name: config.source.get(name) for name in ("bos_token_id", "pad_token_id")}
             checkpoint.write_json(output / "generation_config.json",
                                   ends | {"eos_token_id": tokens.end})
@@ -488,10 +424,9 @@ def export(folder, ema, output, layout_of="usual"):
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), None, argv)
-    folder = find_checkpoint(args.checkpoint, args.pick)
-    state = export(folder, args.ema, Path(args.output_dir), args.format)
-    which = "averaged" if args.ema else "last"
-    print(f"{args.output_dir}: {len(state)} tensors, {which} weights of {folder}")
+    folder = find_checkpoint(args.checkpoint)
+    state = export(folder, Path(args.output_dir), args.format)
+    print(f"{args.output_dir}: {len(state)} tensors, averaged weights of {folder}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-mat
 takes the last number in the text and compares values. NFE: network passes a problem needed.
 
 Blocks are unmasked one after the other, given cached keys and values of the clean tokens before
-them; many problems at a time, each with its own context. Those that reach their end token leave the
-batch.
+them; many problems at a time. Those that reach their end token leave the batch.
 """
 import sys
 from pathlib import Path
@@ -24,33 +23,21 @@ from diffusion import choices
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
     choices.answers(p, "first_hitting")
-    flag = p.flag
-    flag("--test_file", None, "problems of the trained form: JSONL, JSON, dataset folder, hub name")
-    flag("--question", None, "questions to answer", nargs="+", metavar="TEXT")
-    flag("--chat", None, 'chats to answer: lines of {"messages": ...}', metavar="FILE")
-    flag("--temperature", 0.0, "0 = the likeliest token, 1 = as the model says")
-    flag("--top_p", 1.0, "nucleus: draw from the likeliest tokens up to this share")
-    flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers", metavar="SHARE")
-    flag("--show", 3, "answers to print")
+    p.flag("--test_file", None, "problems or chats of the form trained on: file, folder, hub name")
+    p.flag("--question", None, "questions to answer", nargs="+", metavar="TEXT")
+    p.flag("--temperature", 0.0, "0 = the likeliest token, 1 = as the model says")
+    p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
-    cli.at_least_one(args, "batch_size")
-    cli.zero_or_more(args, "limit show seed temperature")
+    choices.check_answers(args)
+    cli.zero_or_more(args, "temperature")
     cli.share(args, "min_accuracy")
     require(not args.min_accuracy or args.test_file,
             "--min_accuracy needs --test_file, problems with answers")
-    cli.check_values(args, "top_p threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
-    require(args.top_p == 1 or args.temperature > 0,
-            "--top_p does nothing at --temperature 0; set --temperature 1")
-    require(args.threshold == 0.9 or args.order == "confidence",
-            "--threshold needs --order confidence")
-    require(sum(map(bool, [args.test_file, args.question, args.chat])) == 1,
-            "give one of --test_file, --question and --chat")
-    require(not args.output or not Path(args.output).is_dir(),
-            f"--output {args.output} is a folder; give a file")
+    require(bool(args.test_file) != bool(args.question), "give one of --test_file and --question")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -64,12 +51,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from core import checkpoint, dist, metrics
+from core import checkpoint, dist, fused, metrics
 from core.cli import UserError, printable, problem_text
-from diffusion.blocks import pieces, prompt_ids
+from core.problems import settle
+from diffusion.blocks import pieces, prompt_ids, read_any
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout, read_layout
-from diffusion.problems import Problem, load_tokenizer, read_chat_prompts, read_problems
+from diffusion.problems import Problem, load_tokenizer
 
 # in a text; -$5 is one, the minus of 5-$3 no sign
 NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")
@@ -87,39 +76,29 @@ class Sampling(NamedTuple):
     order: str = "first_hitting"    # a pass fills a random token; "confidence": all sure ones
     threshold: float = 0.9          # confidence: probability a token must have, but the surest
     temperature: float = 1.0        # 0: the likeliest token
-    top_p: float = 1.0              # draw from the fewest likeliest tokens that reach this share
 
 
 def prefill(model, tokens, position, block, known):
     """[(keys, values)] of clean context. tokens, position, block: (B, P) ints; known: bool."""
-    device, config = tokens.device, model.config
-    dtype = model.embed.weight.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    size = len(tokens), config.kv_heads, 0, config.head_size
-    empty = torch.zeros(size, device=device, dtype=dtype)
+    config = model.config
+    empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=tokens.device,
+                        dtype=fused.stream_dtype(model.embed.weight))
     past = [(empty, empty)] * config.layers
     if not tokens.shape[1]:
         return past
     seen = (block[:, :, None] >= block[:, None, :]) & known[:, None, :]
-    seen |= torch.eye(tokens.shape[1], dtype=torch.bool, device=device)
+    seen |= torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
     return model.extend(tokens, position, seen[:, None], past)[1]
 
 
-def pick(logits, how, generator):
+def pick(logits, temperature, generator):
     """Draw one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,))."""
     logits = logits.double()
-    plain = logits.softmax(-1)
-    if how.temperature == 0:
-        ids = logits.argmax(-1)
+    if temperature == 0:
+        ids = logits.argmax(-1, keepdim=True)
     else:
-        probabilities = (logits / how.temperature).softmax(-1)
-        if how.top_p < 1:
-            ordered, index = probabilities.sort(-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= how.top_p] = 0
-            probabilities = torch.zeros_like(probabilities).scatter(-1, index, ordered)
-        ids = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
-    return ids, plain.gather(-1, ids[:, None])[:, 0]
+        ids = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
+    return ids[:, 0], logits.softmax(-1).gather(-1, ids)[:, 0]
 
 
 def unmask(model, hidden, tokens, masked, how, generator):
@@ -128,10 +107,11 @@ def unmask(model, hidden, tokens, masked, how, generator):
         chance = torch.rand(tokens.shape, generator=generator, device=tokens.device)
         chance.masked_fill_(~masked, -1)
         chosen = masked & (chance == chance.amax(1, keepdim=True))
-        tokens[chosen] = pick(model.logits(hidden[chosen]), how, generator)[0]
+        tokens[chosen] = pick(model.logits(hidden[chosen]), how.temperature, generator)[0]
     else:
         proposed, sure = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
-        proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how, generator)
+        proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how.temperature,
+                                              generator)
         rank = sure.argsort(1, descending=True).argsort(1)
         chosen = masked & ((rank < 1) | (sure >= how.threshold))
         tokens[chosen] = proposed[chosen]
@@ -154,97 +134,86 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
     model's device.
     """
     contexts, pinned = zip(*states)
-    device, config = model.embed.weight.device, model.config
-    number, width = len(contexts), max((c.shape[1] for c in contexts), default=0)
-    padded = np.zeros((4, number, width), np.int64)         # ids, position, block, known
-    for row, context in enumerate(contexts):
-        padded[:3, row, :context.shape[1]], padded[3, row, :context.shape[1]] = context, 1
-    tokens, position, block, known = torch.from_numpy(padded).to(device)
-    known = known.bool()
+    device, mask = model.embed.weight.device, model.config.mask_id
+    tokens, position, block, known = pad_sequence(
+        [torch.from_numpy(np.vstack([c, np.ones_like(c[:1])])).T for c in contexts],
+        batch_first=True).to(device).unbind(-1)
     starts = torch.tensor([first for _, first in pinned], device=device)
-    active = [i for i in range(number) if rooms[i] > 0]
-    written, forwards, ended = [[] for _ in contexts], [0] * number, [False] * number
-    past = prefill(model, tokens, position, block, known)
-    known, past = keep(active, known, past)
+    active = [i for i, blocks in enumerate(rooms) if blocks > 0]
+    written, forwards, ended = [[] for _ in contexts], [0] * len(contexts), [False] * len(contexts)
+    known, past = keep(active, known > 0, prefill(model, tokens, position, block, known > 0))
     done = 0
     while active:
-        rows = torch.tensor(active, device=device)
-        new = torch.full((len(active), block_size), config.mask_id, device=device)
+        new = torch.full((len(active), block_size), mask, device=device)
         for row, i in enumerate(active if done == 0 else ()):
             given = pinned[i][0]
             new[row, :len(given)] = torch.tensor(given, dtype=torch.int64, device=device)
-        masked = new == config.mask_id
+        masked = new == mask
         given = ~masked
-        at = starts[rows, None] + done * block_size + torch.arange(block_size, device=device)
+        at = starts[active, None] + done * block_size + torch.arange(block_size, device=device)
         seen = torch.cat([known, torch.ones_like(masked)], 1)
         seen = seen[:, None, None].expand(-1, -1, block_size, -1)
         while masked.any():
             for row, waits in enumerate(masked.any(1).tolist()):
                 forwards[active[row]] += waits
-            hidden, _ = model.extend(new, at, seen, past)
-            unmask(model, hidden, new, masked, how, generator)
+            unmask(model, model.extend(new, at, seen, past)[0], new, masked, how, generator)
         done += 1
         stop = ((new == end) & ~given).any(1).tolist()
-        left = []
         for row, i in enumerate(active):
             written[i] += new[row].tolist()
             ended[i] = stop[row]
-            if not stop[row] and done < rooms[i]:
-                left.append(row)
+        left = [row for row, i in enumerate(active) if not stop[row] and done < rooms[i]]
         # the finished block once more, now clean, for its keys and values
         if left:
-            own = model.extend(new, at, seen, past)[1]
+            new_past = model.extend(new, at, seen, past)[1]
             past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
-                    for (k, v), (new_k, new_v) in zip(past, own)]
+                    for (k, v), (new_k, new_v) in zip(past, new_past)]
         known, past = keep(left, torch.cat([known, torch.ones_like(given)], 1), past)
         active = [active[row] for row in left]
     return [Generated(*parts) for parts in zip(written, forwards, ended)]
 
 
-# ---- Questions in
+# ---- Questions in: a state is (context, (pinned ids, position of the first generated block)),
+# given before a generated region. context: (3, n) int64 ids, position, block of clean tokens
 
 
 def question_state(problem, tokens, layout):
-    """What is given before the first generated region: (context, (pinned ids, first's position)).
-
-    context: (3, n) int64 ids, position, block of clean tokens. UserError for a question too long.
-    """
+    """State before the first generated region of a problem. UserError for a question too long."""
     if problem.ids:
         return ids_state(problem.name, problem.ids[:problem.given], layout)
-    if token := tokens.find_control_token(problem.question):
-        raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
+    token = tokens.find_control_token(problem.question)
+    require(not token, f"{problem.name}: its text holds the special token {token}; remove it")
     ids = tokens.encode(pieces(problem, layout)[0])
     if layout.system != "hdp":
         return ids_state(problem.name, prompt_ids(ids, tokens, layout), layout)
-    if len(ids) > layout.question_budget:
-        raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than "
-                        f"--question_budget {layout.question_budget}")
+    require(len(ids) <= layout.question_budget,
+            f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
+            f"{layout.question_budget}")
     at = np.arange(len(ids))
-    return np.stack([ids, at, np.zeros_like(at)]), ([tokens.plan], layout.start(PLAN))
+    return np.stack([ids, at, 0 * at]), ([tokens.plan], layout.start(PLAN))
 
 
 def ids_state(name, ids, layout):
-    """question_state of all the ids that come before an answer. UserError without room."""
-    if len(ids) >= layout.max_length:
-        raise UserError(f"{name}: its question has {len(ids)} tokens, no room in --max_length "
-                        f"{layout.max_length}")
+    """State after all the ids that come before an answer. UserError without room."""
+    require(len(ids) < layout.max_length, f"{name}: its question has {len(ids)} tokens, no room in "
+                                          f"--max_length {layout.max_length}")
     whole = len(ids) - len(ids) % layout.block_size
     at = np.arange(whole)
     return np.stack([np.array(ids)[:whole], at, at // layout.block_size]), (ids[whole:], whole)
+
+
+def execution_state(context, plan, tokens, layout):
+    """State before the second region: a context and then the finished plan's ids."""
+    at = np.arange(len(plan))
+    block = context[2].max(initial=-1) + 1 + at // layout.regions[PLAN][2]
+    return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
+            ([tokens.execution], layout.start(EXECUTION)))
 
 
 def room(first_position, region, layout):
     """Blocks that may be generated in a region whose first block starts at first_position."""
     _, most, size = layout.regions[region]
     return (layout.start(region) + most - first_position) // size
-
-
-def execution_state(context, plan, tokens, layout):
-    """question_state of the second region: the context and then the finished plan's ids."""
-    at = np.arange(len(plan))
-    block = context[2].max(initial=-1) + 1 + at // layout.regions[PLAN][2]
-    return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
-            ([tokens.execution], layout.start(EXECUTION)))
 
 
 # ---- Answers out
@@ -280,21 +249,31 @@ class Solver(NamedTuple):
 def load_solver(args, how):
     """(checkpoint folder, Solver that samples like `how`) of a script's flags. Raises UserError."""
     from diffusion import published
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here")
-    folder = published.find_checkpoint(args.checkpoint, args.pick)
+    folder = published.find_checkpoint(args.checkpoint)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, about = published.load_checkpoint(folder, args.ema)
+    model, about = published.load_checkpoint(folder)
     layout = read_layout(about["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
     return folder, Solver(model.to(device), tokens, layout, how, args.bf16)
 
 
-def answer_batch(solver, states, seed):
-    """A Solver's answers to problems with these question_state states -> list of dicts: text, hdp's
-    also plan; forwards, the network passes; tokens, generated ones up to and with the end token;
-    ended, whether it came in every region.
+def answer(solver, states, batch_size, seed=0):
+    """A Solver's answers to problems with these states -> list of dicts: text, hdp's also plan;
+    forwards, the network passes; tokens, generated ones up to and with the end token; ended,
+    whether it came in every region.
     """
+    # of like length in a batch: less padding
+    order, answers = sorted(range(len(states)), key=lambda i: states[i][0].shape[1]), {}
+    for first in range(0, len(order), batch_size):
+        batch = order[first:first + batch_size]
+        number = first // batch_size + 1
+        made = answer_batch(solver, [states[i] for i in batch], seed + 1_000_003 * number)
+        answers |= zip(batch, made)
+    return [answers[i] for i in range(len(states))]
+
+
+def answer_batch(solver, states, seed):
+    """The answers to one batch."""
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
@@ -305,13 +284,13 @@ def answer_batch(solver, states, seed):
             written = generate(solver.model, states, rooms, layout.regions[region][2],
                                tokens.end, solver.how, generator)
         following = []
-        for answer, made, (context, (given, _)) in zip(answers, written, states):
+        for found, made, (context, (given, _)) in zip(answers, written, states):
             ids = finish_region(made.ids, len(given), tokens.end)
             body = ids[len(given):]
-            answer[name] = region_text(ids, len(given), tokens)
-            answer["forwards"] += made.forwards
-            answer["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
-            answer["ended"] &= made.ended
+            found[name] = region_text(ids, len(given), tokens)
+            found["forwards"] += made.forwards
+            found["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
+            found["ended"] &= made.ended
             if name == "plan":
                 following.append(execution_state(context, ids, tokens, layout))
         states = following
@@ -344,95 +323,63 @@ def answer_all(solver, problems, args):
             "\n  fix: shorten them, or --drop_too_long counts them as wrong")
     answers = [{"name": p.name, "question": p.question, "answer": p.answer, "text": "",
                 "forwards": 0, "tokens": 0, "ended": False} for p in problems]
-    # of like length side by side: less padding
-    todo, done, seconds = sorted(states, key=lambda i: states[i][0].shape[1]), [], 0.0
-    for first in range(0, len(todo), args.batch_size):
-        batch, began = todo[first:first + args.batch_size], time.monotonic()
-        seed = args.seed + 1_000_003 * (first // args.batch_size + 1)
-        written = answer_batch(solver, [states[i] for i in batch], seed)
-        seconds += time.monotonic() - began     # ids are on the host by now, so the device is done
-        for i, answer in zip(batch, written):
-            answers[i] |= answer
-            done.append(answers[i])
-        print(f"problems {len(done):>5}/{len(todo)} | "
-              f"{sum(a['tokens'] for a in done) / seconds:>8,.1f} tok/s | "
-              f"NFE {np.mean([a['forwards'] for a in done]):6.1f}")
-    for problem, answer in zip(problems, answers):
+    began = time.monotonic()
+    for i, made in zip(states, answer(solver, list(states.values()), args.batch_size, args.seed)):
+        answers[i] |= made
+    seconds = time.monotonic() - began      # ids are on the host by now, so the device is done
+    for problem, found in zip(problems, answers):
         if problem.answer:
-            answer["strict"], answer["flexible"] = score(answer["text"], problem.answer)
+            found["strict"], found["flexible"] = score(found["text"], problem.answer)
     return answers, seconds
 
 
 def summarise(answers, seconds):
     """{name: number} over all answers; shares from 0 to 1."""
-    n, written, passes = len(answers), *(sum(a[k] for a in answers) for k in ("tokens", "forwards"))
-    total = {"problems": n, "too_long": sum(a["forwards"] == 0 for a in answers)}
-    for rule in ("strict", "flexible", "ended"):
-        if rule in answers[0]:
-            total[rule] = share = sum(a[rule] for a in answers) / n
-            total[f"{rule}_stderr"] = math.sqrt(share * (1 - share) / n)
-    return total | {"nfe": passes / n, "tokens": written, "seconds": seconds, "tokens_per_forward":
-                    written / max(1, passes), "tokens_per_second": written / max(seconds, 1e-9)}
-
-
-def print_summary(total, output, least):
-    """The last lines. total: of summarise; output: file of the answers; least: share of right."""
-    if total["too_long"]:
-        print(f"too long   {total['too_long']} questions do not fit and count as wrong")
-    found, percent = [], metrics.percent
-    if "strict" in total:       # the problems came with answers
-        rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}"
-                 for rule in ("strict", "flexible")]
-        print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
-              f"{total['ended']:.1%} ended by themselves")
-        if total["strict"] < least:
-            found.append(f"FAILED: not {percent(least)} of the answers are right")
-        found.append(f"{percent(total['strict'])} of {total['problems']} problems were answered "
-                     "right")
-    print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
-          f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
-    print(metrics.verdict_line(
-        [*found, f"{percent(total['ended'])} of the answers ended by themselves"]))
+    n, tokens = len(answers), sum(a["tokens"] for a in answers)
+    total = {name: sum(a[name] for a in answers) / n
+             for name in ("strict", "flexible", "ended") if name in answers[0]}
+    return total | {"problems": n, "too_long": sum(a["forwards"] == 0 for a in answers),
+                    "nfe": sum(a["forwards"] for a in answers) / n, "tokens": tokens,
+                    "seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    folder, solver = load_solver(
-        args, Sampling(args.order, args.threshold, args.temperature, args.top_p))
-    layout, source = solver.layout, args.test_file or args.chat
-    print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on "
-          f"{solver.model.embed.weight.device}\nsampling   {solver.how}")
-    if args.question:
-        problems = [Problem(f"question {n}", text, "", "")
-                    for n, text in enumerate(args.question, 1)]
-    elif args.test_file:
-        problems = read_problems(source, args.split, layout.system, layout.strip_calculator)
-    else:
-        require(layout.prompt,
-                f"--chat: {folder} was trained without a chat template (--system chat)")
-        problems = read_chat_prompts(source, folder, solver.tokens)
-    problems, output = problems[:args.limit or len(problems)], args.output
-    if source and not output:
-        ending = "" if args.test_file else f"-{Path(source).stem}"
-        output = folder.parent / f"answers-{folder.name}{ending}.json"
+    folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
+    layout, output = solver.layout, args.output
+    print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}\n"
+          f"sampling   {solver.how}")
+    problems = [Problem(f"question {n}", text, "", "")
+                for n, text in enumerate(args.question or (), 1)]
+    if args.test_file:
+        problems, bad = read_any(args.test_file, "test", layout, folder, solver.tokens)
+        settle(bad)
+        output = output or folder.parent / f"answers-{folder.name}.json"
+    problems = problems[:args.limit or len(problems)]
     if output:
         checkpoint.prepare_folder(Path(output).parent, "--output")
-    print(f"problems   {len(problems)} from {source or 'the command line'}")
     answers, seconds = answer_all(solver, problems, args)
     total = summarise(answers, seconds)
     if output:
         checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
                                        "summary": total, "answers": answers})
-    for answer in answers[:args.show] if source else answers:
-        scored = ""
-        if "strict" in answer:
-            word = "right by the last number" if answer["flexible"] else "wrong"
-            scored = f": {'right' if answer['strict'] else word}, the answer is {answer['answer']}"
-        print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], 2000)}")
-        for part in [part for part in ("plan", "text") if part in answer]:
-            print(f"   {part:<9} {answer[part]!r}")
-    print_summary(total, output or "above", args.min_accuracy)
-    if args.min_accuracy and total["strict"] < args.min_accuracy:
+    for found in answers[:3] if args.test_file else answers:
+        print(f"-- {found['name']}\n   question  {printable(found['question'], 2000)}")
+        print("".join(f"   {part:<9} {found[part]!r}\n" for part in ("plan", "text", "answer")
+                      if found.get(part)), end="")
+    clauses, percent, n = [], metrics.percent, total["problems"]
+    if "strict" in total:       # the problems came with answers
+        error = math.sqrt(total["strict"] * (1 - total["strict"]) / n)
+        print(f"accuracy   strict {total['strict']:.2%} +- {error:.2%}, flexible "
+              f"{total['flexible']:.2%} of {n} problems, {total['too_long']} of them too long")
+        if total["strict"] < args.min_accuracy:
+            clauses.append(f"FAILED: not {percent(args.min_accuracy)} of the answers are right")
+        clauses.append(f"{percent(total['strict'])} of {n} problems were answered right")
+    print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_second']:,.1f} tok/s, "
+          f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
+    clauses.append(f"{percent(total['ended'])} of the answers ended by themselves")
+    print(metrics.verdict_line(clauses))
+    if clauses[0].startswith("FAILED"):
         sys.exit(1)
 
 

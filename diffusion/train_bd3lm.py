@@ -134,7 +134,7 @@ from diffusion import blocks, dit, elbo, noise, problems
 world, watch, work_dir = run.start(args)
 if dry:
     from core import memory
-    memory.check_writable(args.output_dir, "--output_dir")
+    memory.check_disk(args.output_dir, 0, "--output_dir")
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
@@ -148,7 +148,7 @@ require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex 
 
 # ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never
 # have to ask each other which rows a step has, or how many targets.
-layout, folder, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
+layout, origin, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
     args.train_data_file, args.eval_data_file, made = dist.rank0(
@@ -157,29 +157,28 @@ if args.demo is not None:
 templated = args.chat or args.system == "chat"
 if args.init_from or templated:
     from diffusion import published
-    layout, folder, tokenizer = published.open_start(world, args, layout, tokenizer)
+    layout, origin, tokenizer = published.open_start(world, args, layout, tokenizer)
 t_range = args.t_range = tuple(args.t_range or choices.bound_range(layout))
 choices.check_range(t_range, layout)
 tokens = dist.rank0(world, problems.load_tokenizer, tokenizer, args.system, layout.end_token)
 config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
-if folder:
-    config = published.config_for(folder, args.model_size, tokens, args.dropout)
+if origin:
+    config = published.config_for(origin, args.model_size, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
-start = published.read(folder, config, tokens, args.seed) if folder else None
+start = published.read(origin, config, tokens, args.seed) if origin else None
 lora = args.use_lora and {
     "rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
     "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
 if lora:
-    config = published.with_lora(config, folder, args.bf16, args.init_from, lora)
-table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
+    config = published.with_lora(config, origin, args.bf16, args.init_from, lora)
 chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
     eval_rows and args.eval_accuracy) else []       # problems that a validation answers
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
-per_row = table["samples"].mean()
+table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
-planned = args, world, ranks, config, rows, eval_rows, table
+planned = args, world, ranks, config, rows, eval_rows
 if args.auto:
     elbo.plan_memory(*planned)
 
@@ -221,10 +220,10 @@ peak_lr = args.learning_rate * math.sqrt(
     step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
-kind = folder.name if folder and published.is_causal(folder) else args.model_size
+kind = origin.path.name if origin and origin.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows, table),
+print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows),
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
@@ -273,7 +272,7 @@ def validate():
         return None
     values, t_range = found
     stale = 0 if elbo.improved(bests, values) else stale + 1
-    print0(elbo.eval_line(step, values, regions))
+    print0(elbo.eval_line(step, values))
     if main_rank:
         log.write(step, values)
     # of equally many right answers, none at first, the better bound decides
@@ -296,10 +295,10 @@ def save():
 
     def save_config(path):
         about = {"model": dataclasses.asdict(config), "step": step,
-                 "layout": dataclasses.asdict(layout), "source": start.source if start else {}}
+                 "layout": dataclasses.asdict(layout), "source": origin.source if origin else {}}
         (path / "config.json").write_text(json.dumps(about, indent=1))
         tokens.save(path)
-        if folder or templated:     # with these files a chat template stays usable
+        if origin or templated:     # with these files a chat template stays usable
             for file, content in published.chat_files(tokenizer).items():
                 (path / file).write_bytes(content)
 
@@ -313,14 +312,14 @@ def save():
 
 
 # ---- Loop
-sums = torch.zeros(10, dtype=torch.float64, device=device)      # as elbo.loss_report reads them
+sums = torch.zeros(4, dtype=torch.float64, device=device)       # as elbo.loss_report reads them
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
                             state.get("skipped", 0), before_error=checkpoints.wait)
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
-batches = loading.iterate(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length,
-                                             num_workers=args.num_workers, prefetch_factor=4))
+batches = loading.iterate(blocks.make_loader(rows, packs, batch_rows, num_workers=args.num_workers,
+                                             prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
@@ -365,12 +364,11 @@ while step < total_steps and not stopping and stale < patience:
             # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
             (loss * world.size).backward()
         monitor.watch(loss, [document for row in mine for document in rows.members[row]])
-        step_sums[:4].index_add_(0, inputs.region, weighted.detach().double())
-        step_sums[8].add_(losses.detach().double().sum())
-        step_sums[9].add_(len(inputs.rows))
+        step_sums[0] += weighted.detach().double().sum()
+        step_sums[2] += losses.detach().double().sum()
+        step_sums[3] += len(inputs.rows)
     if main_rank:               # the plan knows those of all ranks
-        for i in range(4):      # one by one: a tensor made of them would wait for the GPU
-            step_sums[4 + i] += work[f"targets_{i}"]
+        step_sums[1] += work["targets"]
 
     # clip
     norm = optim.clip_gradients(parameters, args.max_grad_norm)
@@ -390,7 +388,7 @@ while step < total_steps and not stopping and stale < patience:
         work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
         step_rows * rows.length)
     if last or step % args.logging_steps == 0:
-        values = elbo.loss_report(dist.all_reduce(world, sums).cpu(), regions)
+        values = elbo.loss_report(dist.all_reduce(world, sums).cpu())
         sums.zero_()
         values |= {"train/t_low": t_range[0], "train/t_high": t_range[1],
                    "train/learning_rate": lr, "train/grad_norm": norm.item(),

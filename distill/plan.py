@@ -93,9 +93,6 @@ def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
     lengths, targets = table.lengths[split[0]], table.targets[split[0]]
     found, tokens = memory(model, setup, lengths, targets, order,
                            range(min(20, args.num_train_epochs)), kept)
-    average = (f"{len(lengths) / order.packs_per_epoch:.1f} samples and "
-               f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens")
     plans.print_plan(args, setup, found, f"{tokens:,} tokens", model.native, [
-        plans.head_text(args, setup, model.native), samples_line(table, *split),
-        plans.packs_text(setup, order, lengths, average), *lines],
-        left, len(split[1]) > 0)
+        *plans.data_lines(args, setup, model.native, order, lengths), samples_line(table, *split),
+        *lines], left, len(split[1]) > 0)

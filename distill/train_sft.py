@@ -45,7 +45,7 @@ switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; sl
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 flag("--train_data_file", None, 'JSONL, a line {"messages": [{"role": ..., "content": ...}, ...]}, '
-     "or ShareGPT, TRL, alpaca; .parquet; or a folder or a pattern of such files", required=True)
+     "ShareGPT, prompt and completion; .parquet; folder or pattern of such files", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by seeded shuffle")
 flag("--group_size", 1, 'neighbours by "id" or line that are held out together')
@@ -143,7 +143,6 @@ def check_flags(args, world_size):
     cli.check_trainer(args, world_size, p)
     args.gradient_accumulation_steps = accumulation     # 0 is derived below
     cli.check_precision(args)
-    cli.check_plan(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
@@ -198,7 +197,7 @@ ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 if dry:
     from core import memory
-    memory.check_writable(args.output_dir, "--output_dir")
+    memory.check_disk(args.output_dir, 0, "--output_dir")
 dist.check_device(device, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")

@@ -123,7 +123,7 @@ def diffuse(tokens, is_target, level, uniform):
 def attention_mask(tokens):
     """(n, L) clean tokens -> (n, 1, 2L, 2L) bool: who (rows) sees whom (columns).
 
-    A noisy token sees its noisy block and the clean blocks before it; a clean token its own
+    A noisy token sees its noisy block and the clean blocks before it; a clean token its
     clean block and those before it. Nobody sees padding, which sees itself.
     """
     block = torch.arange(L, device=tokens.device).repeat(2) // args.block_size

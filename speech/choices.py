@@ -36,8 +36,7 @@ COLUMNS = {     # what a column means, by its name in lower case; the first that
     "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 REFERENCES = ("given", "same_speaker", "none")      # which clip comes before a text
 LONGEST_CLIP_S = 600    # of one clip: the codec sees it whole, and positions are 25 a second
-# files whose prompts name their voice themselves; .lst: Seed-TTS-eval
-CHATML = (".json", ".jsonl", ".lst")
+CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
 # ---- The trainer
@@ -46,20 +45,13 @@ DEFAULT_SYSTEM = "Generate audio following instruction."
 def check_trainer(args, world_size):
     """The trainer's own flags; fills in what derives. Raises UserError."""
     check_data(args)
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in CHECKS, f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
-    names = list(CHECKS) if args.drop_bad == [] else names + ["too_long"] * args.drop_too_long
-    args.drop_bad = tuple(name for name in CHECKS if name in names)
+    cli.check_drop_bad(args, CHECKS)
     for path, _ in sources(args)[0] if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
                 f"--code_cache: {path} has its codes already; drop the flag")
     cli.zero_or_more(args, "text_loss_weight")
-    cli.above_zero(args, "sample_seconds gpu_memory host_memory keep_weight")
+    cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
-    dry = args.dry_run is not None
-    require(dry or args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
-    require(dry or not args.host_memory, "--host_memory needs --dry_run")
     require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
             "--disable_eval and validation data exclude each other")
     require(args.sample_prompts or args.sample_seconds == 10,
@@ -95,10 +87,10 @@ def check_folders(args):
     """UserError for a folder that a run could not write, found by its dry run."""
     if args.dry_run is None:
         return
-    from core.memory import check_writable
+    from core.memory import check_disk
     for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
         if getattr(args, flag):
-            check_writable(getattr(args, flag), f"--{flag}")
+            check_disk(getattr(args, flag), 0, f"--{flag}")
 
 
 def trained_weights(args):
@@ -141,7 +133,7 @@ def recognisers(group):
     add = group.add_argument
     add("--asr_model", help="recogniser that gives word errors: folder or hub name of a "
         "transformers model, or pocketsphinx")
-    add("--asr_command", help="the same by a command that gets paths of wav files after its own "
+    add("--asr_command", help="the same by a command that gets paths of wav files after its "
         "words and prints a line of text for each")
     add("--asr_time_limit", type=float, default=3600.0,
         help="seconds that one start of --asr_command may take; then the run ends")
@@ -150,9 +142,8 @@ def recognisers(group):
 
 
 def speakers(group):
-    group.add_argument("--speaker_model", help="encoder that gives speaker similarity: "
-                       "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or "
-                       "folder or hub name of a transformers x-vector model, such as WavLM's")
+    group.add_argument("--speaker_model", help="encoder that gives speaker similarity: folder or "
+                       "hub name of a transformers x-vector model, such as WavLM's")
 
 
 def check_recognisers(args):

@@ -243,7 +243,7 @@ def codec_frames(samples, config):
 
 
 def header_frames(clip, config, num_codebooks):
-    """Codec frames of a Clip from its file's header alone; damage behind that is found later."""
+    """Codec frames of a Clip from its file's header alone; damage after it is found later."""
     if holds_codes(clip.path):
         found = read_codes(clip.path)[1]
         check_codes(found, clip.offset, num_codebooks, config.codebook_size)
@@ -635,8 +635,8 @@ def ensure_codes(world, clips, how, bad=None):
         try:
             cleanup.enter_context(lock_cache(folder, 0.9 * how.wait_limit_s))
         except OSError as error:
-            raise UserError(f"--code_cache {how.cache_dir}: lacks {len(unknown)} of {len(clips)} "
-                            f"clips and cannot be written ({error.strerror})")
+            raise UserError(f"--code_cache {how.cache_dir}: {len(unknown)} of {len(clips)} "
+                            f"clips are missing, and it cannot be written ({error.strerror})")
         except watchdog.Stopped:
             return folder, None
         # another run was filling it meanwhile
@@ -724,7 +724,7 @@ def encode_share(world, work, folder, how):
             encode_files(world, work[world.rank], folder, how, progress, bad)
         progress.wait_for_all(how.wait_limit_s)
     finally:
-        progress.bar.close()        # an error's line begins behind the bar
+        progress.bar.close()        # an error's line begins after the bar
     return bad
 
 

@@ -291,7 +291,7 @@ def normalise_requests(turns):
 
 
 def canonical_turns(entry, paths):
-    """(canonical turns, whether a user's reference audio got its own turns, Sample.recognised)."""
+    """(canonical turns, whether a user's reference audio got turns, Sample.recognised)."""
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
@@ -341,7 +341,7 @@ def reference_turns(parts, index, answer, ref_transcript, recognised):
 
     answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip
     is its transcript; with one clip and two texts the first is the transcript wherever the clip
-    stands, as community trainers read it.
+    is, as community trainers read it.
     """
     def is_target(words):
         return text_normalization.target_text(words, answer)[1] is not None
@@ -391,7 +391,7 @@ def recognise(asked, answer, recognised):
 
 def without_repeated_text(parts, before, recognised):
     """Parts of an assistant message without text that only repeats the request of the user's turn
-    `before`, which then loses what stood before that text.
+    `before`, which then loses the words before that text.
     """
     answer = "".join(part for part in parts if isinstance(part, str)).strip()
     clips = [part for part in parts if isinstance(part, Clip)]

@@ -2,12 +2,12 @@
 
     python speech/convert.py my_corpus --output train.jsonl
     python speech/convert.py clips.csv --columns audio=clip,text=caption --output train.jsonl
-    python speech/convert.py 'shards/*.parquet' --output train.jsonl   # audio is unpacked beside it
+    python speech/convert.py 'shards/*.parquet' --output train.jsonl   # audio is unpacked, too
 
 Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one
 (audio|text, LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs,
-ms-swift, VibeVoice, audio with texts or subtitles beside it, parquet and arrow files, WebDataset
-tars, and the corpora of CORPORA. What a column means is never guessed against what is in it: where
+ms-swift, VibeVoice, audio with texts or subtitles next to it, parquet and arrow files, WebDataset
+tars, and the corpora of CORPORA. A column's meaning is never guessed against its values: where
 that is undecided, name it with --columns. Rows that cannot be used are counted and listed with the
 reason; look at the first sample that is printed, and into the file.
 """
@@ -30,7 +30,7 @@ from collections import Counter
 from difflib import SequenceMatcher
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli, json_files
 from core.cli import UserError, counted, error_text, printable, require
@@ -41,7 +41,7 @@ from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading,
 
 # what libsndfile does not read is found as well, and refused when it is decoded
 SOUNDS = AUDIO_FILES + (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")
-TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
+TEXTS = (".txt", ".normalized.txt", ".lab")                         # next to an audio file
 CUES = (".srt", ".vtt")                                             # of recordings: with times
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
 SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
@@ -53,7 +53,7 @@ IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
 NOTHING = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for no text
 NOISES = ("laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|"
           "pause|silence|noise|clears")
-ODD = {         # of texts that are used all the same: {what is said of them: pattern}
+ODD = {         # of texts that are used all the same: {clause about them: pattern}
     "hold marks of sounds or sound tags, which may be read aloud": re.compile(
         rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{NOISES})[a-z ]*\)", re.I),
     "begin with a name and a colon, which is read aloud": re.compile(
@@ -111,7 +111,7 @@ def open_json(path, given):
     if isinstance(first, dict) and "samples" in first:
         return "metadata.json", read_metadata(path, first["samples"])
     require(not (isinstance(first, dict) and "segments" in first),
-            f"{path}: is of a recogniser; give the folder in which it stands beside its recording")
+            f"{path}: is of a recogniser; give the folder of it and its recording")
     unit, read = json_files.read_entries(path)
     entries = [entry for _, entry in itertools.islice(read(lambda number: True),
                                                       None if given else LOOK)]
@@ -312,7 +312,7 @@ def meanings_of(path, rows):
 
 
 def is_prose(values):
-    """Whether texts may be what is spoken: not numbers, codes, names, nor one of a few words."""
+    """True if texts may be spoken: not numbers, codes, names, nor one of a few words."""
     numbers = sum(bool(re.fullmatch(r"[\d.,:+-]*", value)) for value in values)
     if not values or numbers > len(values) / 2:
         return False
@@ -356,7 +356,7 @@ def read_kaldi(folder):
         yield f"utterance {key}", row
 
 
-# ---- Audio with texts beside it
+# ---- Audio with texts next to it
 
 
 def walk(folder):
@@ -399,8 +399,8 @@ def read_sidecar(folder):
                 grid = next((there[f"{base}{end}"] for end in (".textgrid", ".eaf")
                              if f"{base}{end}" in there), None)
                 more = f"; {grid} is not read: save it as .srt or labels" if grid else ""
-                beside = ", ".join(stem + end for end in TEXTS)
-                yield at, BadSample(f"has no text beside it ({beside}){more}", "empty_text")
+                names = ", ".join(stem + end for end in TEXTS)
+                yield at, BadSample(f"has no text next to it ({names}){more}", "empty_text")
             else:
                 if text.name.endswith(".normalized.txt"):       # LibriTTS: speaker_chapter_...
                     row["speaker"] = stem.split("_")[0]
@@ -630,7 +630,7 @@ def read_tar(path, given, unpacked):
                     row = BadSample(str(error))
                 yield f"{path.name} {part[0][0]}", row
         tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(512) != bytes(512):     # tarfile takes what is cut off for the end
+        if tar.fileobj.read(512) != bytes(512):     # tarfile takes a cut for the end
             raise EOFError("its end is not there")
 
 
@@ -671,7 +671,7 @@ def gigaspeech(folder):
 
 CORPORA = {     # {name: (patterns of names that its folder holds, rows of the folder)}
     "VCTK": (("txt", "wav48.*"), vctk), "GigaSpeech": (("GigaSpeech.json",), gigaspeech),
-    "AISHELL-3": (("content.txt", "wav"), lambda folder: (      # behind each word is its pinyin
+    "AISHELL-3": (("content.txt", "wav"), lambda folder: (      # after each word is its pinyin
         {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7],
          "language": "zh", "text": "".join(text.split()[::2])}
         for name, text in tab_lines(folder / "content.txt"))),
@@ -689,7 +689,7 @@ CORPORA = {     # {name: (patterns of names that its folder holds, rows of the f
 
 
 def audio_paths(folder):
-    """Paths of a folder of speech, where names may lack their ending and the usual subfolder."""
+    """Paths of a folder of speech, where names may omit their ending and the usual subfolder."""
     return Paths(Path(folder).resolve(), inside=INSIDE, endings=SOUNDS)
 
 
@@ -707,7 +707,7 @@ def open_source(name, given, unpacked):
 
 
 def kind_of(path):
-    """By its first bytes: columns, tar, or "" for text. UserError for what is not read."""
+    """By its first bytes: columns, tar, or "" for text. UserError for other kinds."""
     with json_files.open_file(path) as file:
         head = file.read(512)
     require(head[:2] != b"\x1f\x8b", f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
@@ -747,7 +747,7 @@ def open_files(paths, given, unpacked):
 
 
 def open_folder(folder, given, unpacked):
-    """open_source of a folder: the one list in it, or nearest below it; else texts beside audio."""
+    """open_source of a folder: the one list in it, or nearest below it; else audio with texts."""
     refused, level = [], [folder]
     for depth in range(DEPTH):
         found = {}
@@ -761,7 +761,7 @@ def open_folder(folder, given, unpacked):
                  if path.is_dir() and not path.name.startswith(".")][:200]
     first = next(read_sidecar(folder), None)
     if any(not isinstance(row, BadSample) for _, row in read_sidecar(folder)):
-        return folder, "audio files with their texts beside them", read_sidecar(folder)
+        return folder, "audio files with their texts next to them", read_sidecar(folder)
     require(first, str(refused[0]) if refused else
             f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
     why = f"; of the files there: {refused[0]}" if refused else ""
@@ -873,7 +873,7 @@ def row_entry(row, reading, pool, paths):
 
 
 def read_text(path, name=""):
-    """Text of a file of its own. name: of what names it, for the BadSample."""
+    """Text of a file. name: the key that names it, for the BadSample."""
     try:
         return json_files.read_text(Path(path), name and f"{name} ").strip()
     except UserError as error:
@@ -949,7 +949,7 @@ def chosen_references(row, task, reading, pool, paths, notes):
         for one in speakers if isinstance(speakers, list) else []:
             if not (isinstance(one, dict)
                     and one.get("ref_audio_file") and one.get("ref_transcript")):
-                raise BadSample("a ref_speakers entry lacks 'ref_audio_file' or 'ref_transcript'")
+                raise BadSample("a ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
             tag = str(one.get("speaker_tag") or f"SPEAKER{len(found)}").strip("[]")
             audio = audio_item({"audio": one["ref_audio_file"]})
             found.append((f"[{tag}] ", one["ref_transcript"], audio))
@@ -967,8 +967,8 @@ def chosen_references(row, task, reading, pool, paths, notes):
     if not audio and not row.get("voice_prompts"):
         return []
     if audio and not text:
-        beside = Path(paths.find(audio)).with_suffix(".txt")
-        text = read_text(beside) if beside.is_file() else ""
+        path = Path(paths.find(audio)).with_suffix(".txt")
+        text = read_text(path) if path.is_file() else ""
     if audio and (text or reading.lone_reference):
         return [("", text or "", audio_item({"audio": audio}))]
     notes.append(("no_reference_text", f"what its reference {audio!r} says is not known"))
@@ -1006,7 +1006,7 @@ def another_clip(row, pool, seed):
 
 
 def made_of(source, how):
-    """What decides what is unpacked from a source: its files, their sizes and dates; [] if none."""
+    """Key by which a source is unpacked again: its files, their sizes and dates; [] if none."""
     path = Path(source)
     files = sorted(path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(source))))
     stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files
@@ -1049,7 +1049,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
         odd.setdefault(what, [0, example])[0] += 1
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
-        # all rows first: what is in them decides whether they are what they seem
+        # all rows first: their values decide whether the columns are what they seem
         for place, row in rows:
             name = f"{at} {place}"
             if isinstance(row, dict):
@@ -1077,7 +1077,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
         unpacked.close()
         for text, most in texts.most_common(1):
             require(number < 8 or most <= number / 2, f"{source}: {most} of {number} texts are "
-                    f"equal, {text[:60]!r}: hardly what is spoken; name the column: --columns "
+                    f"equal, {text[:60]!r}: hardly the spoken words; name the column: --columns "
                     "text=NAME")
             require(not phonemes(list(itertools.islice(texts, 1000))),
                     f"{source}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")

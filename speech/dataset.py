@@ -67,7 +67,7 @@ def file_of(sources, i):
 
 
 def facts_of(sample):
-    """FACTS of a Sample, by what is spoken in its last clip."""
+    """FACTS of a Sample, by the words of its last clip."""
     spoken = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
     spoken = " ".join(spoken.split()).casefold()
     return (short_hash(sample.speaker, spoken), sum(map(str.isalnum, spoken)),
@@ -186,7 +186,7 @@ class TableBuilder:
         return self.used[i]
 
     def name(self, i):
-        """Where sample i stands in the user's files."""
+        """Place of sample i in the user's files."""
         return self.names[i].tobytes().decode()
 
     def used_clips(self):
@@ -287,7 +287,7 @@ class Table:
         return file_of(self.sources, i)
 
     def name(self, i):
-        """Where sample i stands in the user's files."""
+        """Place of sample i in the user's files."""
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
 
 

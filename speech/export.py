@@ -191,7 +191,7 @@ def original_config(native, tokenizer, dtype):
 
 
 def save_original_config(native, tokenizer, folder, config):
-    """The files of a 2025 checkpoint beside its weights; config: config.json of the source.
+    """The files of a 2025 checkpoint except its weights; config: config.json of the source.
 
     boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that
     newer ones write.

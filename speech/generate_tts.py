@@ -34,8 +34,8 @@ flag("--dtype", "auto", "of the base's weights; adapters stay float32; auto: bfl
 choices.base_dtype(p, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
 # what to say
 flag("--text", None, "one or more texts", nargs="+")
-flag("--prompts", None, "file: one text a line, or with the voice to take in it ChatML "
-     ".json/.jsonl or a list of Seed-TTS-eval, .lst")
+flag("--prompts", None, "file: one text a line, or ChatML (.json, .jsonl), which may hold "
+     "the voice to take")
 flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
 flag("--scene", None, "scene description for texts and lines, e.g. 'Audio is recorded from a quiet "
@@ -87,7 +87,7 @@ def check_flags(args, world_size):
         require(not (chatml and getattr(args, name)),
                 f"--{name} is for texts and lines; a ChatML prompt says so itself")
     require(args.reference_audio or not args.reference_text,
-            "--reference_text says what is said in --reference_audio")
+            "--reference_text is the transcript of --reference_audio")
     cli.zero_or_more(args, "temperature top_k ras_window ras_repeats seed split_text")
     cli.check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
     cli.check_values(args, "top_p", lambda top_p: 0 < top_p <= 1, "be more than 0 and at most 1")

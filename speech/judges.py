@@ -5,7 +5,7 @@
     voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
 
 Waves are (n,) float32 mono in -1..1. No model named here is a requirement of training; each is
-imported, or said to be missing, where it is used.
+imported, or reported missing, where it is used.
 """
 import contextlib
 import functools
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from core import lifetime
 from core.cli import UserError, require_package
@@ -28,22 +27,10 @@ RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
 # written without spaces: errors are counted by character
 LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")
-UNUSED = "loss_calculator.projection.weight"        # of the checkpoint's training
-# WavLM's names in fairseq -> in transformers
-NAMES = (("^mask_emb", "masked_spec_embed"), (r"(conv_layers\.\d)\.0", r"\1.conv"),
-         ("weight_v", "weight.original1"), (r"(conv_layers\.\d)\.2\.1", r"\1.layer_norm"),
-         ("^layer_norm", "feature_projection.layer_norm"),
-         ("post_extract_proj", "feature_projection.projection"), ("weight_g", "weight.original0"),
-         (r"pos_conv\.0(\.weight)", r"pos_conv.0.parametrizations\1"),
-         (r"pos_conv\.0", "pos_conv_embed.conv"), ("self_attn_layer_norm", "layer_norm"),
-         ("self_attn", "attention"), ("grep_a", "gru_rel_pos_const"),
-         ("grep_linear", "gru_rel_pos_linear"),
-         (r"relative_attention_bias\.weight", "rel_attn_embed.weight"),
-         ("fc1", "feed_forward.intermediate_dense"), ("fc2", "feed_forward.output_dense"))
 
 
 def read_audio(path, offset=None, seconds=None, rate=24000):
-    """(n,) float32 mono: the file, or of it so many seconds from offset on (None: all).
+    """(n,) float32 mono: the file, or `seconds` of it from offset on (None: all).
 
     Raises UserError naming the file.
     """
@@ -77,7 +64,7 @@ def resample(wave, rate, wanted):
 def normaliser(language):
     """text -> text as it is compared, by whisper's own rules (Radford et al. 2022, appendix C).
 
-    All lose case, punctuation and what is in brackets. "en": numbers become digits, contractions
+    All lose case, punctuation and words in brackets. "en": numbers become digits, contractions
     are written out, "uh" and "um" go; whisper's list of British spellings is not applied.
     LETTERS_APART: every character is a word. None: of another, or an unknown, language.
     """
@@ -201,7 +188,7 @@ def load_model(flag, path, class_name=None, unused=()):
     try:
         import transformers
         transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()      # missing weights are told below
+        transformers.logging.set_verbosity_error()      # missing weights are reported below
         if recogniser:      # it says itself how it writes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -282,7 +269,7 @@ def load_x_vectors(path):
 def voice(wave, rate, embed):
     """embed's vector, or None for a wave shorter than SHORTEST_VOICE_S.
 
-    embed: of load_x_vectors or load_unispeech.
+    embed: of load_x_vectors.
     """
     if len(wave) < SHORTEST_VOICE_S * rate:
         return None
@@ -308,115 +295,6 @@ def dnsmos(waves, rate):
             for wave in waves]
 
 
-# ---- Likeness as papers give it, "SIM": WavLM and a head of ECAPA-TDNN, of UniSpeech's
-# wavlm_large_finetune.pth (Chen et al., "WavLM", 2022, V.C; Desplanques et al., 2020)
-
-
-class Head:
-    """ECAPA-TDNN by its weights, {name: tensor}. used: names of those that were asked for."""
-
-    def __init__(self, weights):
-        self.weights, self.used = weights, set()
-
-    def __getitem__(self, name):
-        self.used.add(name)
-        return self.weights[name]
-
-    def linear(self, name, x):
-        return F.linear(x, self[f"{name}.weight"], self[f"{name}.bias"])
-
-    def conv(self, name, x, dilation=1):
-        weight = self[f"{name}.weight"]
-        return F.conv1d(x, weight, self[f"{name}.bias"], dilation=dilation,
-                        padding=dilation * (weight.shape[2] // 2))
-
-    def norm(self, name, x):
-        return F.batch_norm(x, *(self[f"{name}.{of}"]
-                                 for of in ("running_mean", "running_var", "weight", "bias")))
-
-    def layer(self, name, x):
-        return self.norm(f"{name}.bn", self.conv(f"{name}.conv", x).relu())
-
-    def block(self, name, x, dilation):
-        """(1, C, T) -> the same: convolutions of parts, each after the one before; squeeze and
-        excitation.
-        """
-        *parts, rest = self.layer(f"{name}.Conv1dReluBn1", x).chunk(8, dim=1)
-        found, of = [], f"{name}.Res2Conv1dReluBn"
-        for i, part in enumerate(parts):
-            out = self.conv(f"{of}.convs.{i}", part + found[-1] if i else part, dilation)
-            found.append(self.norm(f"{of}.bns.{i}", out.relu()))
-        out = self.layer(f"{name}.Conv1dReluBn2", torch.cat([*found, rest], dim=1))
-        gate = self.linear(f"{name}.SE_Connect.linear2",
-                           self.linear(f"{name}.SE_Connect.linear1", out.mean(2)).relu())
-        return x + out * gate.sigmoid()[:, :, None]
-
-    def embedding(self, states):
-        """(S, T, C) hidden states, the first before any layer -> (D,)."""
-        x = torch.einsum("s,stc->ct", self["feature_weight"].softmax(0), states)[None]
-        found = [self.layer("layer1", F.instance_norm(x))]
-        for number in (2, 3, 4):
-            found.append(self.block(f"layer{number}", found[-1], number))
-        x = self.conv("conv", torch.cat(found[1:], dim=1)).relu()
-        weights = self.conv("pooling.linear2", self.conv("pooling.linear1", x).tanh()).softmax(2)
-        mean = (weights * x).sum(2)
-        spread = ((weights * x ** 2).sum(2) - mean ** 2).clamp(min=1e-9).sqrt()
-        return self.linear("linear", self.norm("bn", torch.cat([mean, spread], dim=1)))[0]
-
-
-def read_wavlm(weights):
-    """WavLMModel in eval mode of fairseq's weights by name; the sizes are theirs."""
-    from transformers import WavLMConfig, WavLMModel
-    for old, new in NAMES:
-        weights = {re.sub(old, new, name): value for name, value in weights.items()}
-    position = weights["encoder.pos_conv_embed.conv.parametrizations.weight.original1"]
-    hidden, width, kernel = position.shape
-    model = WavLMModel(WavLMConfig(
-        hidden_size=hidden,
-        num_hidden_layers=sum(name.endswith("gru_rel_pos_const") for name in weights),
-        num_attention_heads=weights["encoder.layers.0.attention.gru_rel_pos_const"].shape[1],
-        intermediate_size=len(weights["encoder.layers.0.feed_forward.intermediate_dense.weight"]),
-        num_buckets=len(weights["encoder.layers.0.attention.rel_attn_embed.weight"]),
-        feat_extract_norm="layer",
-        conv_dim=[len(weights[f"feature_extractor.conv_layers.{i}.conv.weight"]) for i in range(7)],
-        num_conv_pos_embeddings=kernel, num_conv_pos_embedding_groups=hidden // width,
-        do_stable_layer_norm=True))
-    model.load_state_dict(weights)
-    return model.eval()
-
-
-def load_unispeech(path):
-    """(embed(wave at 16 kHz) -> unit (D,) float64, its WavLM) of a checkpoint file. Raises
-    UserError.
-    """
-    states = []     # what each layer gets, then what leaves the last norm
-
-    @torch.inference_mode()
-    def embed(wave):
-        states.clear()
-        wave = torch.from_numpy(wave).to(wavlm.device)
-        states.append(wavlm(F.layer_norm(wave, wave.shape)[None]).last_hidden_state)
-        found = head.embedding(torch.cat(states).float().cpu()).double()
-        return (found / found.norm()).numpy()
-    try:
-        state, inside = torch.load(path, weights_only=True,
-                                   map_location="cpu")["model"], "feature_extract.model."
-        wavlm = read_wavlm({name[len(inside):]: state[name] for name in state
-                            if name.startswith(inside)})
-        for layer in wavlm.encoder.layers:
-            layer.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-        head = Head({name: state[name] for name in state if not name.startswith(inside)})
-        embed(np.ones(16000, np.float32))       # asks for every weight
-        if unknown := [name for name in head.weights.keys() - head.used - {UNUSED}
-                       if not name.endswith("num_batches_tracked")]:
-            raise ValueError(f"unknown weight {min(unknown)}")
-    except Exception as error:
-        raise UserError(f"--speaker_model {path}: is not a checkpoint of UniSpeech's speaker "
-                        "verification with WavLM "
-                        f"({type(error).__name__}: {' '.join(str(error).split())[:300]})")
-    return embed, wavlm
-
-
 # ---- All of them
 
 
@@ -424,7 +302,7 @@ def load_unispeech(path):
 class Judges:
     """What judges speech; None, or False, where nothing does."""
     hear: Callable | None       # hear(waves, rate, names, notes) -> [text]
-    embed: Callable | None      # of load_x_vectors or load_unispeech
+    embed: Callable | None      # of load_x_vectors
     mos: bool                   # DNSMOS
     language: str | None        # of normaliser
     models: list                # of transformers, on the host until they are needed
@@ -463,8 +341,7 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
             return recognise_transformers(waves, rate, recogniser, language, batch_size, names,
                                           notes)
     if speaker_model:
-        load = load_unispeech if speaker_model.endswith(".pth") else load_x_vectors
-        embed, model = load(speaker_model)
+        embed, model = load_x_vectors(speaker_model)
         models.append(model)
     if mos:
         dnsmos([], RATE)        # is it there?

@@ -178,7 +178,7 @@ def audio_targets(sample):
 @dataclass
 class PackedBatch:
     """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64
-    unless said.
+    unless noted.
 
     The model keeps hidden states in modality order (text rows first, then audio rows), so that each
     FFN works on one contiguous slice; attention permutes to sequence order and back.

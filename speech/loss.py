@@ -1,6 +1,4 @@
-"""What Higgs-Audio V2 and Higgs TTS 3 have in common: forward, loss, its sums, and what is
-logged.
-"""
+"""Common to Higgs-Audio V2 and Higgs TTS 3: forward, loss, its sums, and logged values."""
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -130,7 +128,7 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
 
     A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is
-    trained, 2N for its own gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of
+    trained, 2N for its gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of
     n (n + 1) / 2 attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
     backward. Recomputation and adapters are not counted.
     """

@@ -66,7 +66,7 @@ VOCAB_SIZE = 600
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
 CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
 
-# The first 17 stand in the order of ids 128000 to 128016 of the released tokenizer.
+# The first 17 are in the order of ids 128000 to 128016 of the released tokenizer.
 SPECIAL_TOKENS = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
     "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>",

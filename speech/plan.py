@@ -129,12 +129,10 @@ def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoc
     flops = work["flops"] * left / steps_per_epoch / ranks / SHARE[args.use_lora or args.freeze_llm]
     steps, intervals, start = lines
     plans.print_plan(args, setup, found, f"{tokens:,} tokens", model.base_model, [
-        plans.head_text(args, setup, model.base_model),
+        *plans.data_lines(args, setup, model.base_model, order, lengths),
         samples_line(table, data.train, data.held_out),
         f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "
         f"({new_frames / FRAME_RATE / 3600:.2f} h)",
-        plans.packs_text(setup, order, lengths,
-                         f"{len(lengths) / order.packs_per_epoch:.1f} samples"),
         f"{steps}warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run", intervals,
         f"batch      {len(lengths) / epoch_steps:,.1f} samples a step, about "
         f"{lengths.sum() / epoch_steps:,.0f} tokens, "

@@ -158,7 +158,7 @@ def find_problems(builder, sources, where, measures, least, most):
         if train[i] and int(place[i]) in validated:
             add("in_validation", "its audio is in the validation data as well")
         if i in own:
-            add("own_reference", "its reference is its own clip")
+            add("own_reference", "its reference is the clip itself")
         for check, seen, value, what in (
                 ("duplicate_audio", by_audio, int(place[i]), "has the same audio as"),
                 ("duplicate_text", by_text, int(facts["said"][i]), "has speaker and text of")):

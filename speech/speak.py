@@ -34,9 +34,8 @@ from speech import versions, weights    # weights explains a torchaudio that bre
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
                           filled, holds_codes, open_sound, read_codes, readable)
 from speech.dataset import TableBuilder
-from speech.conversations import (DEFAULT_SYSTEM, SCENE, BadSample, Clip, Paths, Sample, Turn,
-                                  canonical_turns, mark_trained, normalise_requests, system_parts,
-                                  trimmed)
+from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
+                                  mark_trained, normalise_requests, system_parts, trimmed)
 from speech.labels import TokenIds
 from speech.rows import read_samples
 from speech.text_normalization import heard
@@ -69,15 +68,13 @@ class Prompt:
 
 
 def read_prompts(path, normalize):
-    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of
-    Seed-TTS-eval (.lst), else one text a line.
+    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), else one
+    text a line.
 
     normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every
     prompt that cannot be used.
     """
     path, problems = Path(path), []
-    if path.suffix.lower() == ".lst":
-        return list_prompts(path, normalize)
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
     samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
@@ -145,52 +142,20 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
         reference += [{"role": "assistant",
                        "content": {"type": "audio", "audio_url": reference_audio}}]
 
-    def messages(text):
+    paths, samples, problems = Paths(Path.cwd()), [], []
+    for name, text in named_texts:
         prompt, heard_in = system, scene
         if not system:
             prompt, heard_in = system_parts(text, scene, references=bool(reference))
         content = prompt + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-        return [{"role": "system", "content": content}, *reference,
-                {"role": "user", "content": text}]
-
-    return prompts_of(named_texts, messages, Path.cwd(), normalize)
-
-
-def prompts_of(named, messages, base, normalize):
-    """Samples of [(name, line)]. messages(line): ChatML's, may raise BadSample. base: folder of the
-    audio files. Raises UserError with all that cannot be used.
-    """
-    paths, samples, problems = Paths(base), [], []
-    for name, line in named:
+        messages = [{"role": "system", "content": content}, *reference,
+                    {"role": "user", "content": text}]
         try:
-            entry = {"messages": messages(line)}
-            samples.append(canonical_prompt(name, entry, paths, normalize))
+            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
     if problems:
         raise UserError(problem_text(problems))
-    return samples
-
-
-def list_prompts(path, normalize):
-    """Samples of Seed-TTS-eval's meta.lst: `name|text of the voice|voice.wav|text[|truth.wav]` a
-    line, paths relative to the list. Raises UserError.
-    """
-    def messages(line):
-        _, *fields = line.split("|")
-        if len(fields) not in (3, 4):
-            raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's "
-                            "meta.lst")
-        words, voice, text, *truth = fields
-        clip = {"type": "audio", "audio_url": voice}
-        answers = [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
-        return [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": words},
-                {"role": "assistant", "content": clip}, {"role": "user", "content": text}, *answers]
-
-    lines = read_lines(path)
-    samples = prompts_of(lines, messages, path.parent, normalize)
-    for sample, (_, line) in zip(samples, lines):
-        sample.name = line.partition("|")[0]
     return samples
 
 
@@ -326,9 +291,9 @@ def sampling(config, max_seconds, **given):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling.
 
     max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of
-    repetition-aware sampling. ras_window, ras_repeats: a code that is there so often among so many
-    before it is drawn again from the untempered distribution (0 = off). Raises UserError. Never
-    without an end-of-stream id: generation would not stop.
+    repetition-aware sampling. ras_window, ras_repeats: a code that is ras_repeats times among the
+    ras_window codes before it is drawn again from the untempered distribution (0 = off). Raises
+    UserError. Never without an end-of-stream id: generation would not stop.
     """
     how, frames = draws(config, given), max(1, round(max_seconds * FRAME_RATE))
     if versions.is_third(config.model_type):
@@ -461,7 +426,7 @@ def listen(prompts, waves, listeners, device):
 
 def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with at most max_cer character errors: what a
-    Sample of read_prompts asks for, said by the very codes of its take.
+    Sample of read_prompts asks for, spoken by the codes of its take.
 
     records: what the JSON file of each says. min_frames: of what can be trained.
     """

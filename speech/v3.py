@@ -46,10 +46,10 @@ MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter 
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 MODEL_TYPE = "higgs_multimodal_qwen3"
-LICENCE = ("Higgs TTS 3 weights and what is fine-tuned from them: research and non-commercial use "
+LICENCE = ("Higgs TTS 3 weights and models fine-tuned from them: research and non-commercial use "
            "(see their LICENSE)")
 TERMS = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3
-Research and Non-Commercial License, which goes with what is made of it. No voice may be cloned
+Research and Non-Commercial License, which goes with derived models. No voice may be cloned
 without its owner's consent."""       # of a model card
 LORA_TARGETS = "all-linear"     # all seven of a layer, where --lora_target_modules says nothing
 # of sglang-omni's speech endpoint
@@ -72,11 +72,11 @@ RELEASED_CODEC = {
     "semantic_model_config": {"model_type": "hubert", "mask_time_prob": 0.0}}    # 5.17 has 0.05
 # weight norm as older torch names it
 NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weight.original1"}
-# files beside the weights
+# files next to the weights
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
              "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")
 
-# ---- What speech/versions.py's module() promises, beside what is imported above and follows below
+# ---- What speech/versions.py's module() promises, besides the imports above and follows below
 
 
 def text_setting(wanted):
@@ -108,7 +108,7 @@ def weight_names(native):
 
 
 def save_config(native, tokenizer, folder, source, codec=None):
-    """The files of a checkpoint beside its weights, copied from the base's folder `source`."""
+    """The files of a checkpoint except its weights, copied from the base's folder `source`."""
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
@@ -459,13 +459,13 @@ def published(named):
 def whole_files(tensors, folder, codec=None):
     """{name in the files: (Slices, dtype, fold)} of a folder for servers, from that of our names.
 
-    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one
+    Both heads next to their tables, and the codec: that of `codec`, a native folder, or the one
     inside `folder`. Raises UserError without any: no server loads such a folder.
     """
     tensors = published(tensors)
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
-        tensors[head] = (parts, dtype, fold or torch.clone)     # its own memory: both are written
+        tensors[head] = (parts, dtype, fold or torch.clone)     # a copy: both are written
     if codec:
         files = tensor_io.files_of(weights.find_codec(codec)[0], "model")
         inside = tensor_io.open_tensors(files)

@@ -37,7 +37,7 @@ NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_to
          ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
          ("norm.", "model.norm."),
          ("audio_decoder_proj.", ""))       # last: every native name begins with ""
-EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # config.json lacks them
+EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # not in config.json
 DROPPED = ("audio_codebook_weights", "inv_freq")
 SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
          for order, part in enumerate(("frozen", "trainable"))}     # to be joined in this order
@@ -109,7 +109,7 @@ def native_settings(config):
                 "skip_audio_tower": [True]}
     wrong = [key for key, values in released.items() if config.get(key) not in values]
     if wrong:
-        raise UserError("this 2025-format model has parts the native class lacks: "
+        raise UserError("this 2025-format model has parts unknown to the native class: "
                         + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
     return {**{key: text[key] for key in TEXT_KEYS if key in text},
             "num_codebooks": config.get("audio_num_codebooks", 8),

@@ -174,6 +174,7 @@ def test_readme_has_the_three_lines():
                                                       ["diffusion", "core"], ["distill", "core"]]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):
     """All weights of a base of 2025. It has no processor files: the copy's own chat template is saved."""
     subprocess.run([quick_python, mine / "higgs" / "lora.py", "export", "--model_path", tiny.model, "--output_dir",
@@ -183,12 +184,14 @@ def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):
         "--code_cache", tiny.codes])
 
 
+@pytest.mark.slow
 def test_a_copy_of_block_diffusion(quick_python, mine):
     assert_trains(quick_python, mine, "diffusion/train_bd3lm.py", [
         "--demo", "100", "--model_size", "nano", "--eval_repeats", "1", "--per_device_train_batch_size", "4",
         "--warmup_steps", "1"])
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_chat_trainer(quick_python, mine, tmp_path):
     student = chats.student(tmp_path / "student")
     data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))

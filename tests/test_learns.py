@@ -42,6 +42,7 @@ def run(words, *script):
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py"])
 def test_compiled_adapters_train(trainer, tiny, student, tmp_path):
     """As eager ones do: the same gradient norms. Red with torch 2.11 where an output is changed in place."""

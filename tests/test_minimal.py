@@ -94,6 +94,7 @@ def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, tiny, speech, tmp_p
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [[], ["--use_lora"]], ids=["full", "lora"])
 def test_higgs_sharded_on_two_ranks(run_minimal, tiny, speech, tmp_path, kind):
     """FSDP2 equals DDP; a sharded run resumes what DDP saved. 7 samples are held out, an odd number."""

@@ -7,7 +7,6 @@ The reference knows nothing of prefixes: it searches the rendered text for answe
 tokenizer's own offsets.
 """
 import importlib.util
-import json
 import os
 import re
 from pathlib import Path
@@ -165,11 +164,6 @@ def test_tools_and_calls_go_to_the_template(made, tmp_path):
                                                                                [record["tools"], None])
         assert made.decode([i for i, trained in zip(ids, mask) if trained]) == wanted
         assert '"word": {"type": "string"}' in made.decode(ids) and "lookup" not in made.decode(plain)
-    turns = [("human", SINGLE[0]["content"]), ("function_call", json.dumps(CALL["function"])),
-             ("observation", "German"), ("gpt", SINGLE[1]["content"])]
-    share = chat.as_messages({"tools": json.dumps([TOOL]), "conversations": [
-        {"from": name, "value": text} for name, text in turns]})
-    assert encoder(made, chats.QWEN_TOOLS, "last").encode([share["messages"]], [share["tools"]]) == [(ids, mask)]
     refused, = encoder(made, QWEN).encode([record["messages"][-2:]], [record["tools"]])
     assert "leaves out the tool lookup" in str(refused)
     without = chats.QWEN_TOOLS.replace("m.tool_calls else", "none else")

@@ -93,7 +93,7 @@ def test_damaged_checkpoints_are_passed_over_but_not_one_that_was_named(tmp_path
     assert f"checkpoint {bad} is damaged (unreadable manifest.json)" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"--resume {bad}: unreadable manifest"):
         manager.latest(str(bad))
-    with pytest.raises(UserError, match="later checkpoints stand in --output_dir .step 6"):
+    with pytest.raises(UserError, match="later checkpoints are in --output_dir .step 6"):
         manager.latest(str(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / "manifest.json").unlink()
     with pytest.raises(UserError, match="every checkpoint is damaged"):

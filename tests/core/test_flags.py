@@ -25,9 +25,7 @@ DEFAULTS = {
     "validation_split": None, "task_type": "single_speaker_smart_voice", "ref_audio_in_system_message": False,
     "train_data_dir": None, "eval_data_dir": None, "eval_data_file": None, "num_train_epochs": 3,
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5,
-    "logging_steps": 10, "bf16": False, "disable_eval": False,
-    "output_dir": "./output",
-    "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "seed": 42,
+    "logging_steps": 10, "bf16": False, "disable_eval": False, "output_dir": "./output", "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "seed": 42,
     "report_to": ["tensorboard"], "freeze_llm": False,
 }
 
@@ -75,12 +73,10 @@ def test_refused_flags_in_one_line(words, said, capsys):
     ("--dataloader_num_workers 3", {"num_workers": 3}),
     ("--optim adamw_torch_fused", {"optim": "adamw_torch_fused"}),
     ("--deepspeed default-zero3", {"parallel": "fsdp"}),
-    ("--lora_target_modules ALL", {"lora_target_modules":
-                                                                                        "all-linear"}),
+    ("--lora_target_modules ALL", {"lora_target_modules": "all-linear"}),
     ("--bf16 false --tf32 True", {"bf16": False, "tf32": True}), ("--seed 1", {"compile": "auto"}),
     ("--resume_from_checkpoint true", {"resume": "auto"}),
-    ("--resume_from_checkpoint out/checkpoint-5",
-                                                            {"resume": "out/checkpoint-5"}),
+    ("--resume_from_checkpoint out/checkpoint-5", {"resume": "out/checkpoint-5"}),
 ])
 def test_names_that_hugging_face_users_know(theirs, ours):
     args = parse(*theirs.split())

@@ -126,10 +126,8 @@ def test_a_folder_in_place_of_the_log_stops_nothing(tmp_path):
     assert steps(tmp_path) == [1] and len(list(tmp_path.glob("*.damaged-*"))) == 1
 
 
-@pytest.mark.parametrize("seconds, text", [(0, "0:00:00"), (59.9, "0:00:59"), (3599, "0:59:59"), (3723, "1:02:03"),
-                                           (90_061, "25:01:01"), (360_000, "100:00:00")])
-def test_duration(seconds, text):
-    assert duration(seconds) == text
+def test_duration():
+    assert [duration(seconds) for seconds in (59.9, 3723, 360_000)] == ["0:00:59", "1:02:03", "100:00:00"]
 
 
 def test_the_first_step_of_a_run_does_not_count_for_its_speed(monkeypatch):

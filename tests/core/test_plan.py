@@ -37,9 +37,9 @@ def test_packs():
     order, lengths = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1), np.arange(1, 8)
     sums = [sum(order.epoch(0).pack(p) + 1) for p in range(3)]
     assert memory.pack_sums(order, [0, 0], lengths).tolist() == [*sums, *sums]
-    text = memory.packs_text(Setup(2, budget=32), order, lengths, "3 samples")
-    assert f"on average 3 samples; {28 / (4 * 32) * 100:.1f}% of slots" in text
-    assert "28 tokens an epoch; per sample min 1, median 4, max 7" in text
+    *_, text = memory.data_lines(flags(2), Setup(2, budget=32), torch.nn.Linear(2, 2), order, lengths)
+    assert f"of 2.3 samples; longest sample 7 tokens; {28 / (4 * 32) * 100:.1f}% of slots" in text
+    assert "3 of 28 tokens an epoch" in text
 
 
 def test_host_memory(tmp_path, monkeypatch):
@@ -95,12 +95,9 @@ def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words,
     chat_plan.choose(args, ALONE, gpus, students["--use_lora" in words], LENGTHS, LENGTHS // 2)
     assert (args.parallel, args.max_tokens_per_batch, args.gradient_checkpointing, args.gradient_accumulation_steps,
             args.cpu_offload) == wanted
-    text = capsys.readouterr().out.splitlines()
-    assert text[0] == f"auto       the first that fits {gib}.00 GiB, from the fastest on:"
-    tried = [re.search(r"^ {11}(?:ddp|fsdp) .* ([\d.]+) GiB  (taken|too much)$", line) for line in text]
-    found = [match.groups() for match in tried if match]
-    fits = [float(peak) <= 0.95 * gib for peak, _ in found]
-    assert not any(fits[:-1]) and [how == "taken" for _, how in found] == fits
+    line = f"auto       {wanted[0]}, {wanted[1]:,} tokens, recompute {wanted[2]}(, offloaded)?: ([\\d.]+) GiB, "
+    found = re.match(line, capsys.readouterr().out)
+    assert bool(found[1]) == wanted[4] and float(found[2]) <= 0.95 * gib
 
 
 def test_what_does_not_fit_is_refused():
@@ -129,7 +126,8 @@ def test_auto_tries_nothing_that_is_refused(words, installed, open_to, monkeypat
         assert any(way.fsdp for way in tried) == ("fsdp" in open_to)
         assert not any(way.fsdp and way.base_dtype for way in tried)
     wide = "fp16" if "--fp16" in words else "bf16"
-    assert f", {wide}\n" in memory.head_text(args, memory.setup_of(args, 2), torch.nn.Linear(2, 2))
+    order = PackOrder(LENGTHS, samples_per_pack=4)
+    assert memory.data_lines(args, memory.setup_of(args, 2), torch.nn.Linear(2, 2), order, LENGTHS)[0].endswith(f", {wide}")
 
 
 def test_a_run_that_fits_nowhere_is_refused_before_it_starts(tmp_path, monkeypatch):
@@ -176,7 +174,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
                 raise
         return capfd.readouterr().out
     text = run("--max_steps", 1, "--gpu_memory", 80)
-    assert re.search(r"ddp +2,048 tokens .*taken", text) and "1 rank x 2 micro-steps" in text
+    assert "auto       ddp, 2,048 tokens, " in text and "1 rank x 2 micro-steps" in text
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state" / "state.json").read_text())
     found = {name: state["args"][name] for name in (*memory.FLAGS, "packs_per_step")}
     assert found == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,

@@ -68,8 +68,7 @@ def run(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("report") / "voice & <run>")
     (folder / "judged").mkdir()
     (folder / "judged" / "evaluation.json").write_text(json.dumps(
-        {"name": "<i>step 40<i>", "metrics": {"wer": 0.125, "f0_correlation": None},
-         "samples": [{"name": TEXTS[0], "wer": 0.25}]}))
+        {"name": "<i>step 40<i>", "metrics": {"wer": 0.125, "f0_correlation": None}}))
     (folder / "the_base").mkdir()
     (folder / "the_base" / "evaluation.json").write_text(json.dumps({"name": "base", "verdict": FAIR, "metrics": {"wer": 0.5, "similarity": 0.75}}))
     for name in ("after", "before"):

@@ -12,7 +12,6 @@ from tests.helpers.trainer import ROOT
     ([2.0, 1.5, 1.0], "while the training loss fell: overfitting, take the base model"),
     ([2.0, 2.5, 3.0], "the run diverged, take the base model and a lower rate")])
 def test_a_base_that_stays_the_best_has_no_checkpoint(tmp_path, training, said):
-    """Validated before the first step. By report.py, as a user runs it."""
     found = [{"step": 0, "eval/loss": 2.0}]
     for step, loss in enumerate(training, 1):
         found += [{"step": step, "train/loss": loss}, {"step": step, "eval/loss": 2.0 + step / 10}]

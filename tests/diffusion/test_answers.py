@@ -60,13 +60,3 @@ def test_a_question_that_is_too_long_is_refused(demo):
 ])
 def test_scores(text, gold, strict, flexible):
     assert sample_bd3lm.score(text, gold) == (strict, flexible)
-
-
-def test_text_ends_at_the_first_end_token(demo):
-    tokens = load_tokenizer(demo, "hdp")
-    ids = [tokens.execution, *tokens.encode(" 3+4 = 7 <|answer|> 7<|pad|> 9<|pad|>")]
-    finished = sample_bd3lm.finish_region(ids, 1, tokens.end)
-    stop = ids.index(tokens.pad)
-    assert finished == ids[:stop] + [tokens.pad] * (len(ids) - stop)
-    assert sample_bd3lm.region_text(finished, 1, tokens) == sample_bd3lm.region_text(ids, 1, tokens) == "3+4 = 7\n#### 7"
-    assert sample_bd3lm.finish_region([tokens.end, 5, 6], 1, tokens.end) == [tokens.end, 5, 6]

@@ -10,7 +10,7 @@ from core.cli import UserError
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks
 from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION
-from tests.helpers.block_problems import LAYOUTS, load
+from tests.helpers.block_problems import LAYOUTS, documents_of, load
 from tests.helpers.block_rows import noised, seen_by
 
 # -- Documents ---------------------------------------------------------------------------------------------------------
@@ -71,21 +71,21 @@ def test_documents_equal_a_construction_rule_by_rule(demo, name):
         trained = sorted({row[2] for row in theirs if row[3]})
         groups = [trained.index(row[2]) if row[2] in trained and row[5] else -1 for row in theirs]
         assert documents.group[part].tolist() == groups
-        assert documents.n_groups[d] == len(trained) and documents.lengths[d] == len(theirs)
-        assert documents.n_targets[d] == sum(row[3] for row in theirs)
-        assert documents.noisy_lengths[d] == sum(g >= 0 for g in groups)
-        assert documents.tokens[d] == sum(row[5] and row[4] != FILL for row in theirs)
+        assert documents.counts["groups"][d] == len(trained) and documents.counts["clean"][d] == len(theirs)
+        assert documents.counts["targets"][d] == sum(row[3] for row in theirs)
+        assert documents.counts["noisy"][d] == sum(g >= 0 for g in groups)
+        assert documents.counts["tokens"][d] == sum(row[5] and row[4] != FILL for row in theirs)
 
 
 def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
     found, tokens, documents = load(demo, LAYOUTS["gsm8k"])
-    limit = int(np.median(documents.tokens))
+    limit = int(np.median(documents.counts["tokens"]))
     layout = replace(LAYOUTS["gsm8k"], max_length=limit, block_size=1)
-    long = [i for i in range(60) if documents.tokens[i] > limit]
+    long = [i for i in range(60) if documents.counts["tokens"][i] > limit]
     with pytest.raises(UserError) as caught:
-        blocks.make_documents(found, tokens, layout)
+        documents_of(found, tokens, layout)
     text = str(caught.value)
-    assert f"{found[long[0]].name}: it has {documents.tokens[long[0]]} tokens" in text
+    assert f"{found[long[0]].name}: it has {documents.counts['tokens'][long[0]]} tokens" in text
     assert f"more than --max_length {limit}" in text and "pass --drop_too_long" in text
     assert text.count("line ") == min(20, len(long))
     kept = blocks.make_documents(found, tokens, layout, bad := [])
@@ -97,18 +97,7 @@ def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
     for flag, what in [("question_budget", "question"), ("plan_budget", "plan"), ("execution_budget", "execution")]:
         found, tokens, _ = load(demo, LAYOUTS["hdp"])
         with pytest.raises(UserError, match=rf"sample 0 \(demo_0\): its {what} has \d+ tokens.* more than --{flag} 8"):
-            blocks.make_documents(found, tokens, replace(LAYOUTS["hdp"], **{flag: 8}))
-
-
-def test_a_region_may_fill_its_budget_exactly(demo):
-    found, tokens, documents = load(demo, LAYOUTS["hdp"])
-    text = f"<|execution|> {found[0].solution} <|answer|> {found[0].answer}<|pad|>"
-    exact = len(tokens.encode(text))
-    layout = replace(LAYOUTS["hdp"], execution_budget=exact, execution_block_size=exact)
-    assert len(blocks.make_documents(found[:1], tokens, layout)) == 1
-    with pytest.raises(UserError, match=f"execution has {exact} tokens"):
-        blocks.make_documents(found[:1], tokens, replace(layout, execution_budget=exact - 1,
-                                                        execution_block_size=exact - 1))
+            documents_of(found, tokens, replace(LAYOUTS["hdp"], **{flag: 8}))
 
 
 @pytest.mark.parametrize("token", ["<|mask|>", "<|endoftext|>", "<|plan|>"])
@@ -116,7 +105,7 @@ def test_special_tokens_in_a_text_are_refused(demo, token):
     found, tokens, _ = load(demo, LAYOUTS["hdp"])
     found[5] = replace(found[5], solution=f"then {token} follows")
     with pytest.raises(UserError, match=re.escape(f"{found[5].name}: its text holds the special token {token};")):
-        blocks.make_documents(found, tokens, LAYOUTS["hdp"])
+        documents_of(found, tokens, LAYOUTS["hdp"])
 
 
 # -- Rows and batches --------------------------------------------------------------------------------------------------
@@ -132,10 +121,10 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
     rows = blocks.make_rows(documents, train, length, pack, seed=5)
     assert sorted(d for row in rows.members for d in row) == train.tolist()
     assert all(len(m) == 1 for m in rows.members) or pack
-    order = PackOrder(rows.per_row(documents.tokens), samples_per_pack=4, seed=5)
+    order = PackOrder(rows.table["tokens"], samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
-    loader = blocks.make_loader(rows, packs, 4, rows.noisy_length, num_workers=0, prefetch_factor=None)
-    fields = ("ids", "position", "block", "target", "region")
+    loader = blocks.make_loader(rows, packs, 4, num_workers=0, prefetch_factor=None)
+    fields = ("ids", "position", "block", "target")
     seen, counted = [], 0
     for batch, numbers in zip(loader, packs, strict=True):
         assert batch.input_ids.shape == (4, length) and batch.noisy.shape == (4, rows.noisy_length)
@@ -158,14 +147,14 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
             assert (group[doc < 0] == -1).all() and not batch.target[r][doc < 0].any()
             assert (batch.input_ids[r][doc < 0] == tokens.pad).all()
         assert sorted(groups) == list(range(batch.n_groups))
-        assert batch.n_targets == batch.target.sum() == rows.per_row(documents.n_targets)[numbers].sum()
+        assert batch.n_targets == batch.target.sum() == rows.table["targets"][numbers].sum()
         counted += batch.n_targets
     wanted = []
     for d in train:
         part = slice(*documents.offsets[d:d + 2])
         wanted.append(tuple(tuple(getattr(documents, f)[part].tolist()) for f in fields))
     assert sorted(seen) == sorted(wanted)
-    assert counted == documents.n_targets[train].sum()
+    assert counted == documents.counts["targets"][train].sum()
 
 
 @pytest.mark.parametrize("name", ["gsm8k-question", "hdp-sizes"])
@@ -175,7 +164,7 @@ def test_counted_pairs_are_those_that_the_mask_allows(demo, name):
     batch = blocks.collate([rows[r] for r in range(len(rows))], len(rows), 256, rows.noisy_length, 0)
     inputs = noised(batch)
     full = seen_by(inputs.doc, inputs.block, inputs.n_noisy)
-    assert blocks.row_table(rows)["pairs"].sum() == full[inputs.doc >= 0].sum()
+    assert rows.table["pairs"].sum() == full[inputs.doc >= 0].sum()
 
 
 def test_packing_fills_rows_and_depends_on_the_seed_alone(demo):
@@ -185,6 +174,6 @@ def test_packing_fills_rows_and_depends_on_the_seed_alone(demo):
     assert rows[0].members == rows[1].members != rows[2].members
     assert len(rows[0]) < 60 / 5
     assert rows[0].noisy_length % 128 == 0 and rows[0].noisy_length < 512
-    assert rows[0].per_row(documents.noisy_lengths).max() <= rows[0].noisy_length
-    assert rows[0].per_row(documents.lengths).max() <= 512
-    assert blocks.make_rows(documents, every, 128, False).noisy_length == 16 * -(-documents.noisy_lengths.max() // 16)
+    assert rows[0].table["noisy"].max() <= rows[0].noisy_length
+    assert rows[0].table["clean"].max() <= 512
+    assert blocks.make_rows(documents, every, 128, False).noisy_length == 16 * -(-documents.counts["noisy"].max() // 16)

@@ -10,6 +10,7 @@ from core.cli import UserError
 from core.dist import World
 from diffusion import blocks, choices, dit, elbo, problems, published, sample_bd3lm
 from diffusion.problems import load_tokenizer
+from tests.helpers.block_problems import documents_of
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.chats import ask, write
 
@@ -38,7 +39,7 @@ def test_a_chat_of_one_turn_has_the_losses_of_the_problem(folder, demo, tmp_path
         layout, tokens = parts(folder, system)
         made = problems.read_chats(data, folder, tokens, []) if system == "chat" else problems.read_problems(
             path, "train", system)[:12]
-        rows = blocks.make_rows(blocks.make_documents(made, tokens, layout), np.arange(12), 128, False)
+        rows = blocks.make_rows(documents_of(made, tokens, layout), np.arange(12), 128, False)
         torch.manual_seed(0)
         model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
         model.head.weight.normal_(0, 0.3)
@@ -56,7 +57,7 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
     found = problems.read_chats(data, folder, tokens, bad)
     assert [p.name for p in found] == [f"{data}:1"] * 2
     said = PreTrainedTokenizerFast.from_pretrained(folder)
-    documents = blocks.make_documents(found, tokens, layout)
+    documents = documents_of(found, tokens, layout)
     for problem, until, (first, last) in zip(found, (3, 7), zip(documents.offsets, documents.offsets[1:])):
         messages = [{k: m[k] for k in ("role", "content")} for m in TALK[:until]]
         text = said.apply_chat_template(messages, tokenize=False)
@@ -83,13 +84,13 @@ def test_train_and_answer(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "36 to train, 12 to validate" in said and "done       step 2" in said, said
     common = ["--checkpoint", str(out), "--device", "cpu", "--order", "confidence"]
-    sample_bd3lm.main([*common, "--chat", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
+    sample_bd3lm.main([*common, "--test_file", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
-    assert [a["question"] for a in answers] == [f"And {i} more?" for i in range(3)]
-    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n'
-                                        '{"messages": [{"role": "user", "content": "And <|im_end|>?"}]}\n')
+    assert [a["question"] for a in answers] == ["What is 0?", "And 0 more?", "What is 1?"]
+    bad = {"messages": [{"role": "user", "content": "And <|im_end|>?"}, {"role": "assistant", "content": "1"}]}
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n' + json.dumps(bad))
     with pytest.raises(UserError) as caught:
-        sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
+        sample_bd3lm.main([*common, "--test_file", str(tmp_path / "bad.jsonl")])
     said = str(caught.value)
-    assert ":1: message 1 has no text" in said and ":3: contains the control token <|im_end|>; remove it" in said
+    assert ":1: " in said and "contains the control token <|im_end|>" in said
     assert ':2: has no list "messages"' in said

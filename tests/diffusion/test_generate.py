@@ -25,8 +25,8 @@ sys.path.insert(0, sys.argv[1])
 import generate
 model, tokenizer, form = generate.load(sys.argv[1])
 asked = json.loads(sys.argv[2])
-print(json.dumps([generate.generate(model, generate.prompt(tokenizer, form, question), form, threshold, temperature, seed=7)
-                  for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0)) for question in asked]))
+print(json.dumps([generate.generate(model, generate.prompt(tokenizer, form, question), form, threshold)
+                  for threshold in (0.9, 0.02) for question in asked]))
 model, tokenizer, form = generate.load(sys.argv[3])
 print(json.dumps(generate.generate(model, generate.prompt(tokenizer, form, asked[1]), form)))
 assert not any(name.partition(".")[0] in ("diffusion", "common", "core") for name in sys.modules)
@@ -58,34 +58,34 @@ def python(*words):
     return done.stdout
 
 
-def our_answers(run, asked, threshold, temperature, seed):
+def our_answers(run, asked, threshold):
     """Ids up to the end token that sample_bd3lm.py's functions write, one question at a time."""
-    args = types.SimpleNamespace(checkpoint=run, pick="newest", ema=True, device="cpu", bf16=False)
-    _, solver = load_solver(args, sample_bd3lm.Sampling("confidence", threshold=threshold, temperature=temperature))
+    args = types.SimpleNamespace(checkpoint=run, device="cpu", bf16=False)
+    _, solver = load_solver(args, sample_bd3lm.Sampling("confidence", threshold, 0.0))
     tokens, layout, found = solver.tokens, solver.layout, []
     for question in asked:
         state = question_state(Problem("", question, "", ""), tokens, layout)
         pinned, first = state[1]
         made, = sample_bd3lm.generate(solver.model, [state], [room(first, 1, layout)], layout.block_size, tokens.end,
-                                 solver.how, torch.Generator().manual_seed(seed))
+                                      solver.how)
         ids = made.ids[len(pinned):]
         found.append(ids[:ids.index(tokens.end)] if tokens.end in ids else ids)
     return found
 
 
 @pytest.mark.slow
-def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
+def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeypatch):
     """Also where config.json is SDAR's."""
     run, folder = exported
     sdar = shutil.copytree(folder, tmp_path / "sdar")
-    model, about = published.load_checkpoint(published.find_checkpoint(run, "newest"))
+    model, about = published.load_checkpoint(published.find_checkpoint(run))
     config = json.loads((folder / "config.json").read_text())
+    monkeypatch.setattr(published, "SDAR_MASK_ID", model.config.mask_id)
     (sdar / "config.json").write_text(json.dumps(published.sdar_config(
         config, model.config, Layout(**about["layout"]))))
     theirs, of_sdar = map(json.loads, python("-c", THEIRS, folder, json.dumps(ASK), sdar).splitlines())
-    ours = [ids for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0))
-            for ids in our_answers(run, ASK, threshold, temperature, 7)]
-    assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 8
+    ours = [ids for threshold in (0.9, 0.02) for ids in our_answers(run, ASK, threshold)]
+    assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 5
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert python(folder / "generate.py", ASK[0], ASK[0], "--device", "cpu") == (
+    assert python(folder / "generate.py", ASK[0], ASK[0]) == (
         f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2)

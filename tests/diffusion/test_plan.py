@@ -19,8 +19,7 @@ def inputs_of(rows, masked):
     doc = torch.zeros(rows, NOISY + LENGTH, dtype=torch.int32)
     at = torch.arange(masked)
     return noise.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=at,
-                        labels=at % 290, weights=torch.ones(masked), region=at, group=at, tiles=None,
-                        n_noisy=NOISY, layout=b"one")
+                        labels=at % 290, weights=torch.ones(masked), group=at, tiles=None, n_noisy=NOISY)
 
 
 @pytest.mark.slow

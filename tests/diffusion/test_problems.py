@@ -23,9 +23,9 @@ def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("/no/such/folder", r"--tokenizer /no/such/folder: no such file or folder; give a folder with tokenizer.json"),
-    ("{tmp}/bad.json", r"bad.json: is not a tokenizer \(.+\); give"),
-    ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|> to end answers with; give one"),
+    ("/no/such/folder", r"--tokenizer /no/such/folder: cannot be read \(no such file or folder\); give a folder"),
+    ("{tmp}/bad.json", r"bad.json: cannot be read \(.+\); give"),
+    ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|> to end answers with; give --end_token"),
 ])
 def test_unknown_tokenizers_are_one_clear_line(tmp_path, demo, name, message):
     (tmp_path / "bad.json").write_text("{}")

@@ -25,15 +25,14 @@ def made():
     (b"{", "is not JSON (Expecting property name"),
     (b"[]", "is a JSON list, and one object a line"), (b"\xff{}", "is not UTF-8"),
     (b'{"messages": []}', 'has no list "messages"'),
-    (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),
+    (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', 'its "conversations" are no list of'),
+    (b'{"instruction": "question", "output": "answer"}', 'has no list "messages", so it is not a chat; give {"messages"'),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
     (b'{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has no role out of system"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
-    (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-     "message 1 has name, which no chat template is sure to write; remove it"),
+    (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}]}', "message 1 has name, which no chat template is"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "a"}]}',
-     "has content of the type image_url; only text is trained"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
     (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),
@@ -143,10 +142,10 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     def parts(text):
         return [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]
     others = [{"prompt": "question 0", "completion": "answer 0"}, {"prompt": talks[1][:1], "completion": talks[1][1:]},
-              {"system": "Be brief.", "instruction": "question 2", "input": "", "output": "answer 2"},
+              {"system": "Be brief.", "conversations": share[2]["conversations"]},
               {"messages": [message | {"content": parts(message["content"])} for message in talks[3]]},
               {"messages": [*talks[4], {"role": "user", "content": "and then?"}]},
-              {"instruction": "question 5", "output": "answer 5"}, {"messages": talks[6]}]
+              {"prompt": "question 5", "response": "answer 5"}, {"messages": talks[6]}]
     (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     for name in ("plain.jsonl", "share.jsonl", "rows.parquet", "others.jsonl"):
         write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(made), 256))

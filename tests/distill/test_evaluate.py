@@ -186,7 +186,7 @@ def test_agreement_and_accuracy_are_two_numbers(whole):
     assert measured["base + prompt: tokens in"] > measured["student: tokens in"] + 20
     assert measured["base + prompt: kl"] == 0 < measured["student: kl"]
     assert re.search(r"\n {9,}base  +base \+ prompt  +student\n", printed) and "\naccuracy" in printed
-    assert report.read_evaluation(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
+    assert report.read_evaluations(out)[0]["metrics"]["student: accuracy"] is not None
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """Layouts of all kinds, and the demo's problems in them, for the tests of block diffusion."""
+from core.problems import settle
 from diffusion import blocks
 from diffusion.choices import Layout
 from diffusion.problems import load_tokenizer, read_problems
@@ -19,4 +20,11 @@ def load(demo, layout):
     file = demo / ("train.jsonl" if layout.system == "gsm8k" else "train_hdp.json")
     found = read_problems(file, "train", layout.system, layout.strip_calculator)
     tokens = load_tokenizer(demo, layout.system)
-    return found, tokens, blocks.make_documents(found, tokens, layout)
+    return found, tokens, documents_of(found, tokens, layout)
+
+
+def documents_of(found, tokens, layout):
+    """Documents of problems; UserError with all that cannot be used."""
+    documents = blocks.make_documents(found, tokens, layout, bad := [])
+    settle(bad, hint=blocks.length_hint(bad))
+    return documents

@@ -43,8 +43,7 @@ def make_blocks(rows, length, width, everything=False):
     at = noisy.clamp(min=0)
     tiles = dit.tile_states(torch.cat([doc.gather(1, at).masked_fill(noisy < 0, -1), doc], 1).numpy(),
                             torch.cat([block.gather(1, at), block], 1).numpy(), width)
-    return noise.Blocks(ids, position, doc, block, target, target.long(), noisy, group, groups, int(target.sum()),
-                        tiles)
+    return noise.Blocks(ids, position, doc, block, target, noisy, group, groups, int(target.sum()), tiles)
 
 
 def noised(batch, seed=0, **options):

@@ -389,7 +389,7 @@ def test_original_config_gives_the_released_native_config():
 def test_unsupported_original_variant_is_named(key, value):
     with pytest.raises(UserError) as error:
         weights.native_config({**published_config(), key: value})
-    assert str(error.value).endswith(f"the native class lacks: {key}={value!r}")
+    assert str(error.value).endswith(f"unknown to the native class: {key}={value!r}")
 
 
 UP, NORM, ODD = "model.layers.1.audio_mlp.up_proj.weight", "model.norm.weight", "model.layers.0.audio_attn.q_proj.weight"

@@ -9,10 +9,8 @@ import soundfile
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from core.cli import UserError
 from speech import speak, text_normalization
 from speech.codes import decode_audio, load_codec
-from speech.conversations import Clip
 from speech.dataset import Table
 from speech.labels import delay_rows, token_ids
 from tests.helpers import spoken as speech
@@ -255,23 +253,6 @@ def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path):
         heard = (tmp_path / "loud" / "samples" / "step-2" / name).read_bytes()
         assert heard == (tmp_path / "said" / name).read_bytes(), name
         assert heard != (tmp_path / "loud" / "samples" / "step-3" / name).read_bytes()
-
-
-def test_a_list_of_seed_tts_eval_is_read(tmp_path):
-    """Name, text and clip of the voice, text to be spoken, and maybe its true recording; relative to the list."""
-    for name in ("voice.wav", "truth.wav"):
-        soundfile.write(tmp_path / name, np.zeros(24000), 24000)
-    path = tmp_path / "meta.lst"
-    path.write_text("a-1|What it says.|voice.wav|Speak this.\nb|Hm.|voice.wav|And this.|truth.wav\n")
-    one, two = speak.read_prompts(path, False)
-    assert [s.name for s in (one, two)] == ["a-1", "b"]
-    assert [speak.spoken_text(s) for s in (one, two)] == ["Speak this.", "And this."]
-    clips = [[part.path for turn in s.turns for part in turn.parts if isinstance(part, Clip)] for s in (one, two)]
-    assert clips == [[str(tmp_path / "voice.wav"), ""], [str(tmp_path / "voice.wav"), str(tmp_path / "truth.wav")]]
-    path.write_text("a|b|voice.wav\nc|d|gone.wav|text\n")
-    with pytest.raises(UserError) as told:
-        speak.read_prompts(path, False)
-    assert "2 problems" in str(told.value) and "line 1: 3 fields" in str(told.value) and "gone.wav" in str(told.value)
 
 
 @pytest.fixture

@@ -168,8 +168,8 @@ def test_saved_adapter_loads_in_plain_peft(tiny, data, saved):
 
 @pytest.mark.parametrize("content, said", [
     (b'{"peft_type": "LO', "not valid JSON"),
-    (b'{"peft_type": "LOHA", "r": 4}', "is a 'LOHA' adapter"),
-    (b'{"peft_type": "LORA", "lora_alpha": 8}', "has no r and no target_modules"),
+    (b'{"peft_type": "LOHA", "r": 4}', "peft_type 'LOHA'; it needs 'LORA'"),
+    (b'{"peft_type": "LORA", "lora_alpha": 8}', "it needs 'LORA', r, lora_alpha and target_modules"),
     (b'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["nowhere"]}', "nowhere")])
 def test_bad_adapter_config_is_one_clear_line(tiny, tmp_path, content, said):
     (tmp_path / "adapter_config.json").write_bytes(content)

@@ -133,7 +133,7 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
     lengths = np.load(next((tmp_path / "out").glob("table-*")) / "lengths.npy")
     train_ids, _ = split_validation(24, 0.1, 42)
     assert number(r"samples +(\d+)", said) == len(train_ids) == 22
-    assert number(r"([\d,]+) tokens an epoch", said) == lengths[train_ids].sum()
+    assert number(r"packs .* of ([\d,]+) tokens an epoch", said) == lengths[train_ids].sum()
     (padding,) = done.metrics("train/padding").values()
     assert number(r"([\d.]+)% of slots", said) == pytest.approx(
         100 * (1 - padding), abs=3)      # the plan leaves out what fills up the last step
