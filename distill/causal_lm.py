@@ -5,12 +5,11 @@ row: no process holds more than it trains, and a model may be larger than a host
 unexpected or misshapen weights stop the run. Of a mixture, files have a matrix for each expert,
 transformers tensors (experts, rows, columns). Quantised and remote-code models are refused.
 """
-import contextlib
 import copy
 from pathlib import Path
 
 import torch
-from torch import nn
+from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers import LogitsProcessor, LogitsProcessorList, logging
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,10 +20,8 @@ from core.dist import World, barrier
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
-# tensor: matrices of an expert
-EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-# buffers that old files hold; now computed
-IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}   # in the files
+IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")   # of old files, now computed
 
 # ---- Folders
 
@@ -93,22 +90,6 @@ def fingerprint_weights(folder):
 # ---- Empty models
 
 
-@contextlib.contextmanager
-def _weights_on_meta():
-    """Parameters made within have no memory; buffers do, since no file holds them."""
-    register = nn.Module.register_parameter
-
-    def register_empty(module, name, parameter):
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-    nn.Module.register_parameter = register_empty
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
-
-
 def empty_model(config, dtype, folder=None, attention=None):
     """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
@@ -116,10 +97,11 @@ def empty_model(config, dtype, folder=None, attention=None):
     leaves the choice to transformers. Raises UserError.
     """
     try:
-        with _weights_on_meta():
+        with init_empty_weights(include_buffers=False):     # no file holds buffers
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), dtype=dtype, attn_implementation=attention,
                 trust_remote_code=False)
+        model.tie_weights()
     except Exception as error:      # an attention of its own, sizes that no model has, ...
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
                         f"says ({repr(error).splitlines()[0]}); it is not supported")
@@ -186,18 +168,15 @@ def weight_parts(folder, model):
     return parts
 
 
-def expert_names(name, shape):
-    """[names of the published matrices] of each expert, for a tensor (experts, rows, columns)."""
+def published(name, tensor, first=0):
+    """{published name: tensor} of a parameter: views of the matrices of each expert, (experts,
+    rows, columns) from expert `first` on, or the tensor.
+    """
     place, _, leaf = name.rpartition(".")
-    matrices, experts = EXPERTS.get(leaf, ()), range(shape[0] if len(shape) == 3 else 0)
-    return [[f"{place}.{i}.{matrix}.weight" for matrix in matrices] for i in experts if matrices]
-
-
-def published(name, tensor):
-    """{published name: tensor} of a parameter: views of each expert's matrices, or the tensor."""
-    experts = expert_names(name, tensor.shape)
-    return {matrix: rows for names, whole in zip(experts, tensor)
-            for matrix, rows in zip(names, whole.chunk(len(names)))} if experts else {name: tensor}
+    if tensor.ndim != 3 or leaf not in EXPERTS:
+        return {name: tensor}
+    return {f"{place}.{i}.{matrix}.weight": rows for i, whole in enumerate(tensor, first)
+            for matrix, rows in zip(EXPERTS[leaf], whole.chunk(len(EXPERTS[leaf])))}
 
 
 def check_weights(model, parts, folder):
@@ -221,10 +200,8 @@ def load_weights(weights, parts, world=None):
         if name in parts:
             tensor_io.read_rows(tensor, parts[name])
             continue
-        local, first = tensor_io.local_rows(tensor)
-        for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
-            for matrix, rows in zip(names, whole.chunk(len(names))):
-                tensor_io.read_rows(rows, parts[matrix])
+        for matrix, rows in published(name, *tensor_io.local_rows(tensor)).items():
+            tensor_io.read_rows(rows, parts[matrix])
     barrier(world or World())       # a slow disk may take long
 
 
