@@ -116,7 +116,7 @@ def check_flags(args, world_size):
         for flag in names if other != engine else ():
             require(flag in ANY_ENGINE or getattr(args, flag) == defaults.get_default(flag),
                     f"--{flag} is for the engine {other}, not {engine}"
-                    + ": there is no vLLM here, which needs another environment" * (
+                    + ": there is no vLLM here, see launch/create_data_h100x8.sh" * (
                         other == "vllm" and not here))
     require(not (engine == "openai" and args.max_model_len),
             "--max_model_len is the server's own matter: set it there")

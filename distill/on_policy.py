@@ -25,7 +25,7 @@ from core.cli import require
 from core.dist import gathered
 from distill.causal_lm import Draw, generate, half_dtype
 from distill.chat_data import collate
-from distill.server import NOT_SET, Server
+from distill.server import MALFORMED, NOT_SET, Server
 
 
 def draw_of(seed, step, number):
@@ -51,11 +51,10 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     prompts = []        # of student and teacher
     for b, r in chosen:
         _, ids, trained, own = rows[b][r]
-        prompts.append((ids[:own][:last_answer(trained[:own])],
-                        ids[own:][:last_answer(trained[own:])]))
-    nets = [net for net in (model, *model.frozen.values()) if hasattr(net, "native")]
+        prompts.append([side[:last_answer(mask)] for side, mask in (
+            (ids[:own], trained[:own]), (ids[own:], trained[own:]))])
     limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30
-                for net in nets)
+                for net in (model, *model.frozen.values()) if hasattr(net, "native"))
     room = [min(args.max_new_tokens, limit - max(map(len, pair))) for pair in prompts]
     seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
     if sampler:
@@ -117,25 +116,24 @@ class Sampler:
         dist.reshard(model)
         weights = adapters.adapter_weights(model.net)
         files = tensor_io.stage(self.world, "adapter_model", weights, spread=False)
-        before, name = self.name, f"student-{self.run}-{step}"
-        hint = ("; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank "
-                "of at least --lora_rank, and to read --output_dir")
+        before, self.name = self.name, f"student-{self.run}-{step}"
 
         def load():
-            folder = self.folder / name
+            folder = self.folder / self.name
             folder.mkdir()
             adapters.save_config(model.net, folder)
             for file, write in files.items():
                 write(folder / file)
             end = time.monotonic() + 2 * self.server.timeout        # of both: other ranks wait
-            self.server.wait(self.server.insist("/load_lora_adapter", {
-                "lora_name": name, "lora_path": str(folder)}, bytes, hint, end))
-            if before:
+            for call, body in (("load", {"lora_name": self.name, "lora_path": str(folder)}),
+                               ("unload", {"lora_name": before}))[:2 if before else 1]:
                 self.server.wait(self.server.insist(
-                    "/unload_lora_adapter", {"lora_name": before}, bytes, hint, end))
+                    f"/{call}_lora_adapter", body, bytes, "; it needs --enable-lora, "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at least "
+                    "--lora_rank, and to read --output_dir", end))
+            if before:
                 shutil.rmtree(self.folder / before, ignore_errors=True)
         dist.rank0(self.world, load)
-        self.name = name
 
     def draw(self, prompts, seeds, limits, ends):
         """[ids] of an answer to each prompt (ids), its end included, of at most limits[i]."""
@@ -144,7 +142,6 @@ class Sampler:
         drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
                    "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                    "ignore_eos": True, "skip_special_tokens": False}
-
         end = time.monotonic() + 2 * self.server.timeout        # of them all
 
         async def ask(i):
@@ -152,11 +149,10 @@ class Sampler:
                 **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
                 "seed": seeds[i]}, end=end)
             ids = ()
-            with contextlib.suppress(KeyError, TypeError, IndexError):
+            with contextlib.suppress(*MALFORMED):
                 ids = found["choices"][0]["token_ids"]
-            good = isinstance(ids, list) and all(type(token) is int for token in ids)
-            require(good and 0 < len(ids) <= limits[i],
-                    f"--base_url {self.server.url}/completions: "
+            require(isinstance(ids, list) and all(type(token) is int for token in ids)
+                    and 0 < len(ids) <= limits[i], f"--base_url {self.server.url}/completions: "
                     f"gave no token_ids of 1 to {limits[i]} tokens; vLLM's server does")
             return ids
         found = dict(self.server.each(ask, range(len(prompts))))

@@ -9,10 +9,11 @@ from pathlib import Path
 from core import cli
 from core.cli import UserError, require
 
-OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy",
-              "max_new_tokens", "base_url")
+# {flag: those of which it needs one}
 NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",
-          "keep_every": "keep"}
+          "keep_every": "keep", "request_timeout": "base_url teacher_url", **dict.fromkeys((
+              "divergence", "js_beta", "distill_topk", "distill_weight", "on_policy",
+              "max_new_tokens", "base_url"), "prompt_file teacher_path")}
 
 
 def check_flags(args, parser):
@@ -20,10 +21,9 @@ def check_flags(args, parser):
     def given(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
-    for flag, other in NEEDED.items():
-        require(getattr(args, other) or not given(flag), f"--{flag} needs --{other}")
-    require(args.base_url or args.teacher_url or not given("request_timeout"),
-            "--request_timeout needs --base_url or --teacher_url")
+    for flag, others in NEEDED.items():
+        require(not given(flag) or any(getattr(args, other) for other in others.split()),
+                f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
         require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name loads weights
                 "--teacher_url needs --teacher_path, a folder with the server's config.json and "
@@ -31,32 +31,27 @@ def check_flags(args, parser):
         require(args.distill_topk, "--teacher_url needs --distill_topk, as servers give no others")
         require(args.divergence != "reverse", "--divergence reverse needs the teacher's smallest "
                 "probabilities, which a server rounds: take forward or js, or --teacher_path alone")
-    if args.teacher_url or args.base_url:
-        from distill.server import address
-        address(args.teacher_url or "", "--teacher_url")
-        address(args.base_url or "", "--base_url")
-        require(0 < 2 * args.request_timeout < args.collective_timeout, f"--request_timeout: twice "
-                f"{args.request_timeout:g} s must end before --collective_timeout "
-                f"({args.collective_timeout} s)")
+    for flag in ("teacher_url", "base_url"):
+        if getattr(args, flag):
+            from distill.server import address
+            address(getattr(args, flag), f"--{flag}")
+            require(0 < 2 * args.request_timeout < args.collective_timeout, "--request_timeout: "
+                    f"twice {args.request_timeout:g} s must end before --collective_timeout "
+                    f"({args.collective_timeout} s)")
     if args.keep:
         cli.at_least_one(args, "keep_every")
         cli.above_zero(args, "keep_weight")
-        require(args.compile is not True, "--compile and --keep exclude each other: shapes change")
+    require(args.compile is not True or not (args.keep or args.teacher_path),
+            "--compile and a teacher exclude each other, as --keep does: shapes change")
     if not args.teacher_path:
-        for flag in OF_TEACHER:
-            require(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
         return
     args.distill_weight = 1.0 if args.distill_weight is None else args.distill_weight
     cli.above_zero(args, "distill_weight js_beta")
     cli.share(args, "distill_weight on_policy")
     cli.at_least_one(args, "max_new_tokens")
     cli.below_one(args, "js_beta")
-    if args.base_url:
-        require(args.on_policy, "--base_url needs --on_policy")
-        require(args.use_lora, "--base_url needs --use_lora: the server is given adapters")
-        require(not args.use_dora, "--base_url: vLLM loads no DoRA adapters; drop --use_dora")
-    require(args.compile is not True,
-            "--compile and a teacher exclude each other: the shapes change with every step")
+    require(not args.base_url or args.on_policy and args.use_lora and not args.use_dora,
+            "--base_url needs --on_policy and --use_lora, without --use_dora: vLLM loads adapters")
     require(not args.on_policy or args.distill_weight == 1,
             "--on_policy needs --distill_weight 1: the student's own answers are no targets")
     if args.prompt_file and args.prompt_role == "user":
