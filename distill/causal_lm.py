@@ -228,10 +228,8 @@ def stop_at(model, ends):
 
 
 class Draw(LogitsProcessor):
-    """Leaves the one token of each row that is drawn from its softmax, by a generator of the row.
-
-    A row takes one number a token, on the CPU, whatever other rows and the device are. The token is
-    where the running sum of the probabilities passes that number.
+    """Leaves the one token of each row that is drawn from its softmax: where the running sum of the
+    probabilities passes a number of the row's generator, one a token, on the CPU.
     """
 
     def __init__(self, seeds):
@@ -250,11 +248,8 @@ class Draw(LogitsProcessor):
 
 @torch.no_grad()
 def generate(model, prompts, tokens, ends, processors=()):
-    """[ids] of an answer to each prompt, the token that ends it included; greedy unless processors
-    draw. Of a model's generation_config nothing is used: its sampling settings and penalties are
-    for chatting.
-
-    prompts: ids, a sequence of ints each. tokens: an answer may have. ends: ids that end one.
+    """[ids] of an answer to each prompt (ids), the one of `ends` that ends it included; at most
+    `tokens`, greedy unless processors draw. A model's generation_config is for chatting: unused.
     """
     device = model.get_input_embeddings().weight.device
     width = max(map(len, prompts))
@@ -264,7 +259,7 @@ def generate(model, prompts, tokens, ends, processors=()):
         ids[row, width - len(prompt):] = torch.as_tensor(prompt)
         mask[row, width - len(prompt):] = 1
     own = model.generation_config
-    # in the model, not beside it: what an argument leaves open is taken from the model's
+    # in the model: what an argument leaves open is taken from there
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
     try:
         # not synced: under FSDP2 transformers would wait for other ranks, which may draw fewer
@@ -277,5 +272,5 @@ def generate(model, prompts, tokens, ends, processors=()):
     answers = []
     for new in found[:, width:].tolist():
         stop = next((i for i, token in enumerate(new) if token in ends), len(new))
-        answers.append(new[:stop + 1])          # behind its end there is padding
+        answers.append(new[:stop + 1])          # after its end there is padding
     return answers

@@ -40,9 +40,9 @@ class Reading(NamedTuple):
     """How files become a table."""
     encoder: object             # chat.Encoder
     limit: int                  # tokens that a sample may have
-    prompt: tuple = None        # teachers.Prompt: the same behind it follows each sample
+    prompt: tuple = None        # teachers.Prompt: after it each sample follows once more
     drop: tuple = ()            # checks (of train_sft.py) whose samples are dropped
-    processes: int = 0          # that tokenise large files beside this one
+    processes: int = 0          # others that tokenise large files
     behind: object = None       # chat.Encoder of the teacher; None: the student's
 
 
@@ -104,10 +104,8 @@ def question_hash(messages):
 
 def write_table(folder, paths, reading, output_dir=None):
     """Tokenise files into a table in `folder` -> {"samples": [of each file], "split": chats that
-    are several samples, "bad": text of how many samples each check of reading.drop dropped}.
-
-    With a prompt a sample's tokens are those of both. Raises UserError with every sample that
-    cannot be used and that is not dropped. output_dir: where all of them are listed.
+    are several samples, "bad": text of how many each check of reading.drop dropped}. UserError with
+    every other sample that cannot be used; output_dir: where all of them are listed.
     """
     encoder, samples, split = reading.encoder, [], 0
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
@@ -189,9 +187,8 @@ class ChatTable(Dataset):
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
     """write_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, samples
-    of the first file, sorted ids that trained turns end with). A summary is printed.
-
-    Deletes the table of an earlier run there. list_in: output_dir of write_table.
+    of the first file, sorted ids that trained turns end with). Deletes the table of an earlier run
+    there. list_in: output_dir of write_table.
     """
     def build():
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps what it has mapped
@@ -218,9 +215,7 @@ def samples_line(table, train_ids, eval_ids):
 
 
 def group_numbers(keys, lines, group_size):
-    """(n,) group of each sample: group_size neighbours, such as translations of one sentence, by
-    id where all have one, else by line.
-    """
+    """(n,) group of each sample: group_size neighbours by id, or by line where not all have one."""
     if (keys >= 0).all():       # neighbours of the same input file: see LINES
         return keys // LINES * LINES + keys % LINES // group_size
     return (lines - 1) // group_size
@@ -240,8 +235,8 @@ def check_duplicates(path, lines, keys):
 
 
 def split_groups(groups, share, seed):
-    """(train, held out) sample numbers, whole groups each: a seeded shuffle of the groups, at least
-    one group each. share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
+    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one group each.
+    share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
     """
     names = np.unique(groups)
     require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
@@ -318,10 +313,8 @@ def kept(samples):
 
 
 def collate(samples, pad_to=0, pad_id=0, prompted=False):
-    """List of samples -> PackedChats. pad_to: fill the flat axis to this many tokens by documents
-    of padding. prompted: of a table with a prompt.
-
-    An empty list gives one token of padding that has no targets and weighs nothing.
+    """List of samples -> PackedChats; of none, one token of padding that has no targets. pad_to:
+    fill the flat axis to this many tokens by documents of padding. prompted: of such a table.
     """
     if prompted:
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])

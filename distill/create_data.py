@@ -46,25 +46,22 @@ def build_parser():
     p.flag("--input_file", "../tinker-cookbook/example-data/multilingual.txt",
            "UTF-8 text, one line a sample; or .jsonl of conversations")
     p.flag("--output_file", "./data/prompt_distillation_lang.jsonl",
-           "chat JSONL to write; .rejected.jsonl, .stats.json beside it")
-    p.flag("--prompt_file", str(PROMPT),
-           f"UTF-8 text; for the role user with {teachers.PLACE} once, best at its end")
-    p.flag("--prompt_role", "user", "where the prompt goes: around the last user message, or in a "
-           "separate system message", choices=("user", "system"))
+           "chat JSONL to write, next to .rejected.jsonl and .stats.json")
+    p.flag("--prompt_file", str(PROMPT), f"text; for the role user with {teachers.PLACE} once")
+    p.flag("--prompt_role", "user", "where it goes: around the last user message, or in a system "
+           "message", choices=("user", "system"))
     p.flag("--parser", "language", "what a label is: the language line, --pattern, or the whole "
            "answer, for free-form answers", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, the label in its group")
-    p.flag("--labels", None, "allowed labels, comma between them (default: any, or the 13 language "
-           "codes)")
+    p.flag("--labels", None, "allowed labels, comma between them (default: any, or 13 languages)")
     p.flag("--shard", "0/1", "I/N: only lines whose 0-based number leaves remainder I by N")
     p.switch("--dry_run", "check flags and files, say what there is to do, end")
     # teacher
-    p.flag("--model_name", None, "folder or hub name; with --base_url the server's name for it "
-           f"(default: {TEACHER})")
-    p.flag("--engine", "auto", "auto: openai with --base_url, else vllm where it is installed, "
-           "else transformers", choices=("auto", "vllm", "openai", "transformers"))
-    p.flag("--max_model_len", 0, f"tokens of prompt and answer; 0: {teachers.LONGEST:,}, or fewer "
-           "where the model has fewer positions")
+    p.flag("--model_name", None, f"folder, hub name or a server's name (default: {TEACHER})")
+    p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "
+           "transformers", choices=("auto", "vllm", "openai", "transformers"))
+    p.flag("--max_model_len", 0, f"tokens of prompt and answer; 0: {teachers.LONGEST:,}, or the "
+           "model's positions if they are fewer")
     p.flag("--thinking", "default", "enable_thinking of the chat template; on: answers without a "
            "closed thought do not count", choices=("default", "on", "off"))
     # answers
@@ -74,19 +71,17 @@ def build_parser():
     p.flag("--top_k", 0, "draw from this number of likeliest tokens; 0: all")
     p.flag("--max_retries", 3, "further attempts for a line, each with another seed")
     p.flag("--seed", 0, "of the draws")
-    p.flag("--chunk_size", 1024, "lines given to vllm or transformers together; a server gets the "
-           "next line as soon as one is answered")
     # engines
+    p.flag("--chunk_size", 1024, "vllm, transformers: lines given to it together")
+    p.flag("--batch_size", 16, "transformers: lines generated together")
     p.flag("--tensor_parallel_size", 1, "vllm: GPUs that share each layer")
     p.flag("--pipeline_parallel_size", 1, "vllm: groups of GPUs that share out the layers")
     p.flag("--gpu_memory_utilization", 0.9, "vllm: share of each GPU's memory, 0 to 1")
     p.switch("--enforce_eager", "vllm: no compilation, no CUDA graphs: starts sooner")
-    p.flag("--base_url", None, "openai: of the server, e.g. http://localhost:8000/v1; key in "
-           "OPENAI_API_KEY")
+    p.flag("--base_url", None, "openai: http://localhost:8000/v1; the key is in OPENAI_API_KEY")
     p.flag("--concurrency", 64, "openai: requests under way at once")
-    p.flag("--request_timeout", 600.0, "openai: seconds that a request may take; for twice as long "
-           "failed ones are repeated, then a line is rejected, or the run ends: the server is gone")
-    p.flag("--batch_size", 16, "transformers: lines generated together")
+    p.flag("--request_timeout", 600.0, "openai: seconds that a request may take; failed ones are "
+           "repeated for twice as long, then the line is rejected")
     return p
 
 
@@ -146,15 +141,9 @@ from distill.chat_data import LINES
 
 
 class Line(NamedTuple):
-    """What one line asks."""
-    messages: list          # the last one is the question
+    """What one line asks: messages, of which the last is the question; tools or None."""
+    messages: list
     tools: list = None
-
-    def text(self):
-        """Equal only for equal lines: for digests."""
-        if [message["role"] for message in self.messages] == ["user"] and not self.tools:
-            return self.messages[0]["content"]
-        return json.dumps([self.messages, self.tools] if self.tools else self.messages)
 
 
 def read_input(path):
@@ -182,9 +171,9 @@ def read_input(path):
     return found
 
 
-def digest(*parts):
-    """Short SHA-256 of texts."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def digest(value):
+    """Short SHA-256 of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 # ---- Journals of finished lines: {"header": ...}, then a record a line, of each shard
@@ -251,7 +240,7 @@ def write_results(output, lines, records):
     """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file."""
     chats, rejected = [], []
     # of line 0: a digest of the input x LINES, so that input files have different ids
-    first = int(digest(*(line.text() for line in lines))[:6], 16) * LINES
+    first = int(digest(lines)[:6], 16) * LINES
     for number, line in enumerate(lines):
         record, tools = records[number], {"tools": line.tools} if line.tools else {}
         row = {"id": first + number, "line": number, "messages": line.messages, **tools}
@@ -269,21 +258,18 @@ def write_results(output, lines, records):
 
 def report(output_file, rows):
     """Print the figures of all records of the file -> the same, JSON-able."""
-    answers = sum(len(row["answers"]) for row in rows)
+    retries = sum(len(row["answers"]) for row in rows) - len(rows)
     labels = Counter(row["label"] for row in rows if row["label"] is not None)
     reasons = Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None)
-    words = ", ".join(f"{printable(label, 40)} {n:,}" for label, n in labels.most_common(20))
-    print(f"labels     {labels.total():,} of {len(rows):,} lines, {len(labels):,} different: "
-          f"{words}\nanswers    {100 * labels.total() / answers:.1f}% of them had a label; "
-          f"{answers - len(rows):,} retries, {reasons.total():,} lines rejected")
+    words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
+                  for found in (labels, reasons))
+    print(f"labels     {labels.total():,} of {len(rows):,} lines: {words}\n"
+          f"answers    {retries:,} retries, {reasons.total():,} lines rejected")
     if reasons:
-        why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in reasons.most_common(3))
-        print(f"notice     lines without a label ({why}): "
-              f"{output_file.with_suffix('.rejected.jsonl')}")
+        print(f"notice     {output_file.with_suffix('.rejected.jsonl')} has them: {why}")
     return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
             "labels": dict(labels.most_common()), "reasons": dict(reasons.most_common()),
-            "parse_rate": labels.total() / answers, "retries": answers - len(rows),
-            "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
+            "retries": retries, "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
             "completion_tokens": sum(row["completion_tokens"] for row in rows)}
 
 
@@ -292,24 +278,24 @@ def report(output_file, rows):
 
 def draw_seed(seed, number, attempt):
     """Seed of one attempt for one line, the same in every process and after every restart."""
-    return int(digest(f"{seed}/{number}/{attempt}")[:8], 16) >> 1
+    return int(digest([seed, number, attempt])[:8], 16) >> 1
 
 
 def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
     """Ask until every line of `todo` has a label or no attempts left; note each in the journal.
     UserError when the teacher answers none of many lines one after the other.
 
-    answers: of open_teacher, with the Sampling `draw`. asked(number): (messages, tools) for the
-    teacher. answered: whether it has answered any line before.
+    answers: of open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the teacher.
+    answered: whether it has answered any line before.
     """
     tries = {number: [] for number in todo}         # line: [(Answer, label or None, why)]
     waiting, held = list(todo), []
-    random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may stand together
+    random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may be neighbours
     count, start = Counter(), time.monotonic()
     logged = start
 
     def request(number):
-        messages, tools = asked(number)
+        messages, tools = asked[number]
         seed = draw_seed(args.seed, number, len(tries[number]))
         return teachers.Request(number, messages, seed, tools)
 
@@ -370,18 +356,18 @@ def finished(number, tries):
 
 
 def log_line(count, total, seconds):
-    done, speed = count["lines"], count["lines"] / seconds
-    parsed = 100 * count["labelled"] / count["answers"]
-    return (f"lines {done:>7,}/{total:,} | parsed {parsed:5.1f}% of {count['answers']:,} answers | "
-            f"rejected {done - count['labelled']:,} | {60 * speed:,.0f} lines/min | "
-            f"in {count['in'] / seconds:,.0f} tok/s | out {count['out'] / seconds:,.0f} tok/s | "
-            f"eta {(total - done) / max(speed, 1e-9):,.0f} s")
+    done = count["lines"]
+    return (f"lines {done:>7,}/{total:,} | rejected {done - count['labelled']:,} | "
+            f"{count['answers']:,} answers | in {count['in'] / seconds:,.0f} tok/s | "
+            f"out {count['out'] / seconds:,.0f} tok/s | "
+            f"eta {(total - done) * seconds / max(done, 1):,.0f} s")
 
 
 def leave_on_signals():
     """A signal ends this process as an exception would, so the engine ends its children."""
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    signals = [signal.SIGINT, signal.SIGTERM, *([] if nohup else [signal.SIGHUP])]
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # of nohup
+        signals.append(signal.SIGHUP)
 
     def leave(number, frame):
         for other in signals:       # the first one counts
@@ -408,8 +394,8 @@ def main(argv=None):
     if args.engine != "openai" and Path(args.model_name).is_dir():
         from distill.causal_lm import fingerprint_weights
         weights = fingerprint_weights(args.model_name)
-    header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
-              "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
+    header = {"input_file": f"{len(lines)} lines {digest(lines)}",
+              "prompt_file": digest(prompt), "model_name": args.model_name,
               "model": weights, "engine": args.engine,
               **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
@@ -435,7 +421,7 @@ def main(argv=None):
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(row["answers"][-1]["finish_reason"] not in UNANSWERED
                        for row in records.values())
-        label_lines(args, answers, draw, parser, asked.__getitem__, todo, journal, answered)
+        label_lines(args, answers, draw, parser, asked, todo, journal, answered)
     records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
@@ -444,9 +430,8 @@ def main(argv=None):
     stats = report(output, list(records.values()))
     checkpoint.write_json(output.with_suffix(".stats.json"), {"made_with": header, **stats})
     print(f"done       {output}")
-    require(stats["labelled"], f"no line has a label "
-            f"({printable(next(iter(stats['reasons']), ''), 60)}); see the raw answers in "
-            f"{output.with_suffix('.rejected.jsonl')}")
+    require(stats["labelled"], f"no line has a label; see the raw answers in "
+                               f"{output.with_suffix('.rejected.jsonl')}")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,6 @@ class Column:
         self.packed = packed_lm.PackedLM(model).eval()
         self.native = self.packed.native
         self.usual = self.native.config._attn_implementation
-        self.device = model.get_input_embeddings().weight.device
 
     def switched(self, attention):
         """Within this context the model is this column's; it attends by the function named."""
@@ -211,16 +210,16 @@ def read_rows(args, run):
                 "--eval_data_file with lines it has not seen")
         text, count = json_files.read_text(path), about["trained"]
         require(hashlib.sha256(text.encode()).hexdigest() == about["hash"],
-                f"{path}: is not what the run of {run.folder} held out: it has changed since; put "
-                "back the file of then, or start the training command again, which writes it")
+                f"{path}: is not what the run of {run.folder} held out: it has changed since; "
+                "start the training command again, which writes it")
         rows = [json_files.loads(line) for line in text.removesuffix("\n").split("\n")]
     leaked = [number for number, row in enumerate(rows, 1) if "trained_as" in row]
     require(not leaked or args.drop_leaked and len(leaked) < len(rows), leaked and (
         f"{path}:{leaked[0]}: its text was trained, as {rows[leaked[0] - 1]['trained_as']} "
         f"({len(leaked)} such lines of {len(rows)}); --drop_leaked leaves them out"))
-    about = {"training_lines": count, "held_out_lines": len(rows),
+    about = {"training_lines": count, "held_out_lines": len(rows), "split": split,
              "leaked_lines_left_out": len(leaked), "files": [str(path)],
-             "enable_thinking": run.flags.enable_thinking, "split": split}
+             "enable_thinking": run.flags.enable_thinking}
     return [row for row in rows if "trained_as" not in row], about
 
 
@@ -258,7 +257,7 @@ def likelihoods(column, samples, batch_size, teacher=None, behind=False):
     for start in range(0, len(samples), batch_size):
         part = samples[start:start + batch_size]
         batch = collate(part, prompted=True) if len(part[0]) > 3 else kept(part)
-        batch = batch.to(column.device)
+        batch = batch.to(column.native.get_input_embeddings().weight.device)
         with column.switched(ATTENTION):
             (rows,), head = column.packed.rows(batch.teacher if behind else batch)
         taught = (), None
@@ -340,14 +339,11 @@ def measure_forgotten(args, run, columns, found):
 
 def table_lines(found):
     """The measures as text, a line each, a column for each model."""
-    def cell(measure, value):
-        if value is None:
-            return "-"
-        return f"{100 * value:.1f}%" if measure in SHARES else f"{value:.4g}"
-    measures = dict.fromkeys(measure for row in found.values() for measure in row)
     rows = [["", *found]]
-    rows += [[measure, *(cell(measure, row.get(measure)) for row in found.values())]
-             for measure in measures]
+    for measure in dict.fromkeys(measure for row in found.values() for measure in row):
+        form = "{:.1%}" if measure in SHARES else "{:.4g}"
+        rows.append([measure, *("-" if row.get(measure) is None else form.format(row[measure])
+                                for row in found.values())])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [first.ljust(widths[0]) + "".join(
         f"  {text:>{width}}" for text, width in zip(more, widths[1:])) for first, *more in rows]
@@ -373,13 +369,14 @@ def verdict_clauses(args, found, closed, n):
 
 def check_learned(args, found, closed, goal):
     """UserError unless the student went --min_closed of the way, and the control did not."""
-    for measure in ("kl", "follows") if args.follows else ("kl",):
+    for measure, part in closed[STUDENT].items():
         theirs, before = found[goal][measure], found[BASE][measure]
-        part, what = closed[STUDENT][measure], f"{args.checkpoint}: {WAYS[measure]}"
-        require(part is not None and (theirs or measure == "kl"), f"{what}: there is no gap to "
-                f"close: {theirs:.3g} of the teacher, {before:.3g} of the base")
-        require(part >= args.min_closed, f"{what}: {part:.3f} of the gap is closed, less than "
-                                         f"--min_closed {args.min_closed}")
+        require(part is not None and (theirs or measure == "kl"), f"{args.checkpoint}: "
+                f"{WAYS[measure]}: there is no gap to close: {theirs:.3g} of the teacher, "
+                f"{before:.3g} of the base")
+    for measure, part in closed[STUDENT].items():
+        require(part >= args.min_closed, f"{args.checkpoint}: {WAYS[measure]}: {part:.3f} of the "
+                                         f"gap is closed, less than --min_closed {args.min_closed}")
     if args.control:
         least = min(closed[CONTROL][measure] or 0 for measure in WAYS)
         require(least < args.min_closed, f"--control {args.control}: closed {least:.3f} of "
@@ -476,9 +473,9 @@ def main(argv=None):
                for i, (row, question, label) in enumerate(zip(rows, questions, given))]
     report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.stored(args),
               "data": about, "verdict": "; ".join(clauses), "samples": samples}
-    for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
-                       ("evaluation.txt", "\n".join(shown))):
-        checkpoint.write_text(Path(args.output_dir) / name, text + "\n")
+    checkpoint.write_text(Path(args.output_dir) / "evaluation.json",
+                          json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    checkpoint.write_text(Path(args.output_dir) / "evaluation.txt", "\n".join(shown) + "\n")
     print(*shown, f"done       {args.output_dir}/evaluation.json, evaluation.txt", sep="\n")
     if args.min_closed:
         check_learned(args, found, closed, goal)

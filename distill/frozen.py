@@ -29,9 +29,8 @@ ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 
 
 class Frozen(nn.Module):
-    """forward(batch of the teacher's side): PackedLM.rows. packed, parts: of packed_lm.build_empty.
-
-    Without dropout: eval mode is never left.
+    """forward(batch of the teacher's side): PackedLM.rows, without dropout: always in eval mode.
+    packed, parts: of packed_lm.build_empty.
     """
     lora = False        # for packed_lm.load
 
@@ -168,10 +167,9 @@ class Scorer:
 
 
 class Keeper:
-    """Every --keep_every steps all ranks take packs of --keep besides, as many as a step has, and
-    the loss is that step's plus --keep_weight x KL(base, student), averaged over the tokens of
-    those answers. Their order is a function of seed and step, so it is the same on any number of
-    ranks and after a stop. The base reads what the student reads.
+    """Every --keep_every steps all ranks take packs of --keep besides, the number that a step has,
+    and the loss is that step's plus --keep_weight x KL(base, student), averaged over the tokens of
+    those answers. Their order is a function of seed and step. The base reads what the student does.
     """
 
     def __init__(self, args, world, table, model):

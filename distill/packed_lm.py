@@ -1,10 +1,9 @@
 """transformers' causal language models on packed batches: attention inside each document, loss
 without logits.
 
-The model's own forward runs, on one flat axis of all conversations and with another attention
+transformers' forward runs, on one flat axis of all conversations and with another attention
 function; check_model refuses what cannot be packed so. The head reads the rows that predict a
-trained token, in pieces, so the logits of a batch never exist whole; inside the wrapped forward,
-where FSDP2 has gathered its weight once.
+trained token, in pieces, inside the wrapped forward, where FSDP2 has gathered its weight once.
 """
 import math
 from typing import NamedTuple
@@ -23,8 +22,7 @@ LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
 KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
-# Settings that change logits or attention in a way that the packed forward would miss, and the
-# value that does nothing.
+# settings that the packed forward would miss, and the value that does nothing
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
            "logits_scaling": 1, "lm_head_multiplier": 1, "attention_dropout": 0,
            "attn_pdrop": 0, "attention_chunk_size": None,
@@ -77,11 +75,10 @@ class Sums(NamedTuple):
 class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, so that any split of a batch adds up.
 
-    net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: a mode
-    of core/recomputation.py, or None. prompted: (share in the loss, kind, beta, k) of
+    net: a causal LM with attention=ATTENTION, or the PeftModel around it. recompute: a mode of
+    core/recomputation.py, or None. prompted: (share in the loss, kind, beta, k) of
     losses.divergence where a teacher scores the answers: frozen["teacher"], or this model without
-    its adapters. frozen: {name: frozen.Frozen or Scorer}, no part of this module; "base": for
-    batches that are `kept`.
+    its adapters. frozen: {name: frozen.Frozen or Scorer}; "base": for batches that are `kept`.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
@@ -185,17 +182,11 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def loss_report(sums, prefix):
-    """Sums of python numbers, over all ranks -> {metric name: float}.
-
-    nan when every step was skipped: no loss to claim.
-    """
-    def mean(total, count):
-        return total / count if count else math.nan
-    found = {"loss": mean(sums.loss, sums.targets), "accuracy": mean(sums.right, sums.targets)}
-    if sums.ce is not None:
-        found |= {"ce_loss": mean(sums.ce, sums.targets),
-                  "kl_loss": mean(sums.divergence, sums.targets)}
-    return {f"{prefix}/{name}": value for name, value in found.items()}
+    """Sums over all ranks -> {metric name: float}, nan where every step was skipped."""
+    names = {"loss": sums.loss, "accuracy": sums.right, "ce_loss": sums.ce,
+             "kl_loss": sums.divergence}
+    return {f"{prefix}/{name}": total / sums.targets if sums.targets else math.nan
+            for name, total in names.items() if total is not None}
 
 
 def train_line(step, total_steps, values):
@@ -211,8 +202,8 @@ def train_line(step, total_steps, values):
 
 def eval_line(step, values):
     """One aligned line of a validation."""
-    line = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
-    return line.format(step, **values)
+    return "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
+        step, **values)
 
 
 def decays(name, parameter):

@@ -16,8 +16,7 @@ from core.cli import UserError, printable, require, require_package
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
 NOTICE_S = 10           # seconds between notices of calls that failed
-# what a server would otherwise take from the model's generation_config, and the value that changes
-# nothing; and the seed
+# what a server would else take from generation_config, at the value that changes nothing; the seed
 NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}
 # what a failed call, or an answer of another form, raises
@@ -98,9 +97,10 @@ class Server:
         except TimeoutError:
             raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
         except self.failures as error:
-            raise ConnectionError(root_cause(error))
+            raise ConnectionError(str(error) or type(error).__name__)
         if not response.is_success:
-            raise Refused(response.status_code, error_message(found, response.reason_phrase))
+            words = found[:2000].decode("utf-8", "replace").split() or [response.reason_phrase]
+            raise Refused(response.status_code, printable(" ".join(words), 500))
         return bytes(found)
 
     async def call(self, path, body=None, read=json_files.loads, end=math.inf):
@@ -140,26 +140,6 @@ def address(base_url, flag):
             f"{flag}: holds a name and password (@), ?... or #..., which no call would carry; give "
             "the key in OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
     return base_url.rstrip("/")
-
-
-def error_message(body, reason):
-    """What a server says about an error, one line: of the body's bytes, or the status's words."""
-    try:
-        found = json_files.loads(body[:2**16].decode("utf-8", "replace"))
-        found = found.get("error", found)
-        reason = found.get("message", found) if isinstance(found, dict) else found
-    except (ValueError, AttributeError):
-        pass
-    return printable(" ".join(str(reason).split()), 200)
-
-
-def root_cause(error):
-    """The system's words for a failed connection, which clients wrap several times."""
-    words = str(error) or type(error).__name__
-    while error := error.__cause__ or error.__context__:
-        if isinstance(error, OSError) and (error.errno or 0) > 0:     # asyncio has other words
-            words = os.strerror(error.errno)
-    return words
 
 
 def explain(error):

@@ -31,10 +31,10 @@ UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer
 
 
 class Request(NamedTuple):
-    """One question to the teacher."""
-    id: int                     # of the line
-    messages: list              # as OpenAI's API has them, the teacher's prompt among them
-    seed: int = 0               # of the draws
+    """One question to the teacher: the line's number, messages with its prompt, seed, tools."""
+    id: int
+    messages: list
+    seed: int = 0
     tools: list = None
 
 
@@ -115,9 +115,9 @@ def with_prompt(prompt, messages):
 
 
 class Parser(NamedTuple):
-    """What counts as an answer."""
-    line: re.Pattern | None         # form of the label's line, None: the whole answer
-    labels: tuple | None = None     # None allows any
+    """What counts as an answer: form of the label's line (None: all of it), labels (None: any)."""
+    line: re.Pattern | None
+    labels: tuple | None = None
     lower: bool = False
 
 
@@ -189,8 +189,7 @@ def chunks(requests, size, tokenizer, flags, limit):
 
 def longest_of(config):
     """Tokens of prompt and answer that a model is used for: its positions, at most LONGEST."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or LONGEST, LONGEST)
+    return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
@@ -284,12 +283,11 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     server, refused = Server(base_url, request_timeout), set()
     try:
         listed = json_files.loads(server.wait(server.fetch("/models")))["data"]
-        models = [str(model["id"]) for model in listed]
+        models = [model["id"] for model in listed]
+        require(name in models, f"--model_name {name}: the server has {models}")
     except MALFORMED as error:
         raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or correct "
                         "the address (it mostly ends in /v1)")
-    require(name in models,
-            f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
     return lambda requests: server.each(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
 
@@ -301,8 +299,7 @@ async def ask_server(server, name, draw, refused, request):
     refused: fields that the server takes no requests with; grows. "max_tokens": by that name.
     """
     from distill.server import MALFORMED, NOT_SET, TRANSIENT, Refused, explain
-    # what the user has set is never left out
-    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())
+    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())   # what the user sets is sent
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
         body = {"model": name, "messages": list(map(as_sent, request.messages)),
@@ -321,8 +318,8 @@ async def ask_server(server, name, draw, refused, request):
             if limit == "max_tokens" and "max_completion_tokens" in why:
                 named.add("max_tokens")
             if error.code in (400, 422) and named:
-                if new := named - refused - {"max_tokens"}:
-                    print(f"notice     the server takes no {', '.join(sorted(new))}; without a "
+                if not named <= refused:
+                    print(f"notice     the server takes no {', '.join(sorted(named))}; without a "
                           "seed answers cannot be drawn again alike")
                 refused |= named
                 continue
@@ -363,10 +360,9 @@ def read_answer(data):
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a call is what a model ends by itself
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    text = message["content"] or ""
-    if isinstance(text, list):      # parts
-        text = "".join(part.get("text") or "" for part in text)
-    text = json_files.HALF_CHARACTER.sub("\ufffd", text)        # no file can hold halves
-    return Answer(text, reason, usage.get("prompt_tokens") or 0,
-                  usage.get("completion_tokens") or 0,
+    # of a text or its parts; no file can hold half a character
+    text = "".join(part if isinstance(part, str) else part["text"]
+                   for part in message["content"] or "")
+    return Answer(json_files.HALF_CHARACTER.sub("\ufffd", text), reason,
+                  usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0,
                   bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)

@@ -252,31 +252,6 @@ def test_answers_of_a_server_are_the_same(train, made, tmp_path):
             train(2, tmp_path / "refused", *share, "--base_url", server.url)
 
 
-def test_both_calls_of_a_refresh_have_one_time_limit(made, tmp_path):
-    """The first takes longer than one request may: the second gets what is left of twice that."""
-    world, over = dist.World(device=torch.device("cpu")), threading.Event()
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, (4, 4, 0.0, "all-linear", "x"), None)
-    packed_lm.load(model, parts, world)
-    adapters.init_adapters(model.net, 0)
-
-    def answer(path, body):
-        server.calls.append(path)
-        loads = server.calls.count("/v1/load_lora_adapter")
-        if "unload" in path:
-            over.wait(PATIENCE_S)
-        elif loads == 4:
-            time.sleep(2)       # behind the 1.5 seconds before a call is repeated twice
-        return 503 if loads in (2, 3) else 200, "{}"
-    with LoraServer(made / "smollm2") as server:
-        server.answer = answer
-        sampler = on_policy.Sampler(SimpleNamespace(
-            base_url=server.url, output_dir=tmp_path, request_timeout=3.2), world)
-        sampler.refresh(model, 0)
-        with pytest.raises(UserError, match=r"/unload_lora_adapter: no whole answer in ([0-2](\.\d+)?|3|3\.0\d?|3\.1) s"):
-            sampler.refresh(model, 1)
-        over.set()
-
-
 def test_drawn_answers_are_draws(made, tmp_path):
     """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")

@@ -74,7 +74,7 @@ def test_a_key_follows_no_redirection(monkeypatch, status):
     for server in (first, second):
         threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{first.server_port}/v1"
-    with pytest.raises(UserError, match=rf"HTTP {status} redirects to localhost:{second.server_port}, which is not"):
+    with pytest.raises(UserError, match=f"HTTP {status} "):
         teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=url)
     assert seen == [(first.server_port, "Bearer sk-secret")]
     for server in (first, second):
