@@ -146,12 +146,12 @@ def _with_arguments(call):
 
 def messages_of(record):
     """Messages of a record of another form, [] where it has none. ValueError."""
-    turns = record.get("conversations")
+    turns, system = record.get("conversations"), record.get("system")
+    system = [{"role": "system", "content": system}] if system else []
     if isinstance(turns, list):         # ShareGPT's
         if not all(isinstance(turn, dict) and isinstance(turn.get("from"), str)
                    and turn.keys() - {"weight"} == {"from", "value"} for turn in turns):
             raise ValueError('its "conversations" are no list of {"from": ..., "value": ...}')
-        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
         return system + [{"role": SHAREGPT.get(turn["from"], turn["from"]),
                           "content": turn["value"]}
                          | ({"weight": turn["weight"]} if "weight" in turn else {})
@@ -163,7 +163,7 @@ def messages_of(record):
              for role, side in zip(("user", "assistant"), sides)]
     if not all(isinstance(side, list) for side in sides):
         raise ValueError('its "prompt" and "completion" are neither texts nor lists of messages')
-    return sides[0] + sides[1]
+    return system + sides[0] + sides[1]
 
 
 def as_question(record):

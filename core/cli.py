@@ -369,8 +369,7 @@ def sharding(text):
         return "fsdp"
     if not re.fullmatch(r"ddp|fsdp|hsdp(:\d+)?", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp, the nearest "
-            "to zero2 fsdp --no-reshard_after_forward, to none of both ddp")
+            f"{text!r} is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp")
     return text
 
 
@@ -420,12 +419,11 @@ def check_trainer(args, world_size, parser):
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
     check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
-    names = [name for value in args.report_to for name in value.split(",") if name]
-    require("none" not in names or {*names} == {"none"}, "--report_to none goes with no other")
-    args.report_to = [name for name in dict.fromkeys(names) if name != "none"]
+    names = dict.fromkeys(name for value in args.report_to for name in value.split(",") if name)
+    args.report_to = [] if [*names] == ["none"] else [*names]
     for name in args.report_to:
-        require(name in TRACKERS, f"--report_to {name}: unknown tracker; choose from "
-                                  f"{', '.join(TRACKERS)} and none")
+        require(name in TRACKERS, f"--report_to {' '.join(names)}: choose from "
+                f"{', '.join(TRACKERS)}, or none alone")
         require_package(name, f"--report_to {name}")
     check_parallel(args, world_size)
     above_zero(args, "gpu_memory host_memory")
@@ -452,13 +450,11 @@ def check_parallel(args, world_size):
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     selective = getattr(args, "gradient_checkpointing", None) == "selective"
     require(not selective or args.compile is not True,
-            "--gradient_checkpointing selective does not go with --compile: inside a compiled "
-            "layer nothing can be picked out; drop one of the two")
+            "--gradient_checkpointing selective does not go with --compile; drop one of the two")
     if hsdp:
         args.shard_size = args.shard_size or local_ranks(world_size)
-        require(world_size % args.shard_size == 0, "--parallel hsdp: "
-                f"{counted(world_size, 'rank')} cannot be cut into groups of {args.shard_size} "
-                "(--shard_size)")
+        require(world_size % args.shard_size == 0, f"--parallel hsdp: {counted(world_size, 'rank')}"
+                f" cannot be cut into groups of {args.shard_size}")
 
 
 def check_precision(args):

@@ -527,8 +527,8 @@ def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
     saved = saved * (2 if found.parts["average"] else 1) + 8 * sum(p.numel() for p in trained)
-    needed, host = found.host * local + saved * (local / setup.ranks if setup.fsdp else 1), \
-        host_memory(args)
+    needed = found.host * local + saved * (local / setup.ranks if setup.fsdp else 1)
+    host = host_memory(args)
     saves = 1 + sum(max(0, steps) // interval for interval in (
         args.save_steps, args.eval_steps if validates else 0) if interval)
     # the newest, the best and the one being written

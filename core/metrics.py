@@ -240,6 +240,8 @@ def loss_clause(rows):
                 f"{training[0][1]:.4f} -> {training[-1][1]:.4f}" if training
                 else "nothing was logged")
     (_, start), (last, end) = found[0], found[-1]
+    if len(found) == 1:
+        return f"{what} {end:.4f}, validated once, at step {last}"
     best, step = min((value, step) for step, value in found)
     where = f"{what} was best at step {step} ({best:.4f})"
     if step == last:

@@ -1,4 +1,4 @@
-"""GSM8K, chat and HDP problems -> documents of numbered blocks -> rows -> batches.
+"""GSM8K, chat and HDP problems -> documents of numbered blocks -> rows -> batches -> noise.
 
 A document is a problem as tokens, each with the number of its block: the model sees clean blocks
 before the one that it denoises. gsm8k and chat: prompt and answer, cut into blocks of block_size;
@@ -6,9 +6,20 @@ hdp: the question is block 0, plan blocks follow, then execution blocks.
 The end token (`<|endoftext|>`; in hdp `<|pad|>` at the end of plan and execution) is repeated up to
 the block boundary and trained there, since a sampler always fills whole blocks. Nothing else is
 padded: rows of several problems (--pack) give the same loss as rows of one.
+
+A batch (Blocks) becomes the network's Inputs on the CPU, from random numbers that depend on the
+seed and the step alone, so any split of a step over ranks and micro-steps trains the same.
+
+    -log p(x) <= sum over blocks of
+                 E_t E_mask [ 1 / t * sum over masked tokens of -log p(token | noisy block, past) ]
+
+Each target of a block is masked with probability t in (0, 1] (the loglinear schedule, whose weight
+is 1 / t). SUBS: other tokens have no loss and the mask token no probability. Sources: BD3-LM (arXiv
+2503.09573) and its code (github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
 """
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +31,7 @@ from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
 from diffusion import dit
-from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout
-from diffusion.noise import Blocks
+from diffusion.choices import CHECKS, EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced
 from diffusion.problems import read_chats, read_problems
 
 # ---- Problems -> documents of numbered blocks
@@ -80,14 +90,6 @@ def prompt_ids(ids, tokens, layout):
     return list(ids) if layout.prompt else [tokens.bos, *ids]
 
 
-def too_long(regions, layout):
-    """The regions that are longer than their budgets, in words, or ""."""
-    return ", ".join(
-        f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and end "
-        f"token included, more than --{flag} {most}" for region, ids, _ in regions
-        for flag, most, _ in [layout.regions[region]] if len(ids) > most)
-
-
 def make_document(regions, tokens, layout):
     """regions_of -> ((6, n) int64: ids, position, block, target, region, group; its COUNTS)."""
     parts, next_block = [], 0
@@ -132,11 +134,16 @@ def make_documents(problems, tokens, layout, bad, path=""):
     for p, group in zip(problems, texts):
         ids = [next(encoded).ids for _ in group]
         regions = [(PLAN, p.ids, p.given)] if p.ids else regions_of(ids, tokens, layout)
+        # of the regions that are longer than their budgets
+        long = ", ".join(
+            f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and "
+            f"end token included, more than --{flag} {most}" for region, ids, _ in regions
+            for flag, most, _ in [layout.regions[region]] if len(ids) > most)
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
             why = f"its text holds the special token {token}; remove it"
             bad.append(bad_problem(p.name, "control_token", why, path))
-        elif excess := too_long(regions, layout):
-            bad.append(bad_problem(p.name, "too_long", excess, path))
+        elif long:
+            bad.append(bad_problem(p.name, "too_long", long, path))
         else:
             kept.append(p)
             part, count = make_document(regions, tokens, layout)
@@ -148,14 +155,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
     counts = dict(zip(COUNTS, np.array(counts).T))
     offsets = np.concatenate([[0], counts["clean"].cumsum()])
     return Documents(layout, ids, position, block, target > 0, region, group, offsets, counts,
-                     kept, tokens.pad)
-
-
-def split_validation(n, share, seed):
-    """(train, validation) numbers: a seeded shuffle. At least one each when share > 0 and n > 1."""
-    held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
-    order = np.random.default_rng((seed, 2)).permutation(n)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+                     kept, tokens.end)
 
 
 # ---- Documents -> rows -> batches
@@ -177,6 +177,9 @@ class Rows(Dataset):
     def __len__(self):
         return len(self.members)
 
+    def __getitem__(self, r):
+        return self.documents, self.members[r]
+
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
         digest, d = hashlib.sha256(), self.documents
@@ -184,9 +187,6 @@ class Rows(Dataset):
             for array in (d.ids, d.position, d.block, d.target, d.region):
                 digest.update(array[d.offsets[number]:d.offsets[number + 1]].tobytes())
         return digest.hexdigest()[:16]
-
-    def __getitem__(self, r):
-        return self.documents, self.members[r]
 
 
 def make_rows(documents, numbers, row_length, pack, seed=0):
@@ -198,8 +198,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     numbers, lengths, noisy = np.asarray(numbers), *map(documents.counts.get, ("clean", "noisy"))
     longest = numbers[lengths[numbers].argmax()]
     require(lengths[longest] <= row_length,
-            f"--row_length {row_length}: {documents.name(longest)} takes {lengths[longest]} slots; "
-            "raise it to that or more")
+            f"--row_length {row_length}: {documents.name(longest)} takes {lengths[longest]} slots")
     step = 128 if row_length >= 512 else 16
     needed = min(row_length, -(-int(noisy[numbers].max(initial=1)) // step) * step)
     if not pack:
@@ -250,21 +249,37 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     if args.validation_split and not args.eval_data_file:
         names = {}      # answers of one chat have one name, and stay together
         chat = [names.setdefault(problem.name, len(names)) for problem in train.problems]
-        parts = split_validation(len(names), args.validation_split, args.seed)
-        numbers, held_out = (np.flatnonzero(np.isin(chat, part)) for part in parts)
+        share = min(max(1, round(len(names) * args.validation_split)), len(names) - 1)
+        chosen = np.random.default_rng((args.seed, 2)).permutation(len(names))[:share]
+        is_held_out = np.isin(chat, chosen)
+        numbers, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
 
 
-def data_lines(rows, eval_rows):
-    """Two lines about the training data."""
+def data_line(rows, eval_rows):
+    """A line about the training data."""
     table, held_out = rows.table, eval_rows.table["samples"].sum() if eval_rows else 0
-    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate; "
-            f"{table['tokens'].sum() / table['samples'].sum():.0f} tokens each",
-            f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-            f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled, "
-            f"{table['samples'].mean():.2f} problems each")
+    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
+            f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens, "
+            f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled")
+
+
+class Blocks(NamedTuple):
+    """Rows of documents cut into numbered blocks; everything on the CPU."""
+    input_ids: torch.Tensor     # (B, L) int64   clean tokens, anything on padding
+    position: torch.Tensor      # (B, L) int64   rotary position in the document
+    doc: torch.Tensor           # (B, L) int64   document in the row, -1 on padding
+    block: torch.Tensor         # (B, L) int64   block in the document
+    target: torch.Tensor        # (B, L) bool    may be masked, and is in the loss
+    noisy: torch.Tensor         # (B, N) int64   places 0..L-1 that get a noisy copy, -1: none
+    group: torch.Tensor         # (B, L) int64   number of the (document, block), which share a t
+    n_groups: int
+    n_targets: int
+    tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
+
+    __reduce__ = loading.reduce
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
@@ -299,3 +314,111 @@ def make_loader(rows, packs, batch_rows, **options):
     return loading.over_packs(
         rows, packs, lambda some: collate(some, batch_rows, rows.length, rows.noisy_length,
                                           rows.documents.pad), **options)
+
+
+# ---- Noise
+
+NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
+
+
+class Inputs(NamedTuple):
+    """One noised batch: what DiT.forward takes."""
+    tokens: torch.Tensor        # (B, N + L) int64   noisy copies, then clean tokens
+    position: torch.Tensor      # (B, N + L) int64
+    doc: torch.Tensor           # (B, N + L) int32
+    block: torch.Tensor         # (B, N + L) int32
+    rows: torch.Tensor          # (R,) int64     masked targets, in the flat (B * N) noisy copies
+    labels: torch.Tensor        # (R,) int64     their clean tokens
+    weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
+    group: torch.Tensor         # (R,) int64     as in Blocks, of each
+    tiles: torch.Tensor         # as in Blocks
+    n_noisy: int                # N
+
+    to = loading.to
+
+
+class Draws(NamedTuple):
+    """Uniform random numbers for some rows."""
+    levels: np.ndarray      # (G,) stratified over all groups drawn together: becomes t
+    counts: np.ndarray      # (G,) how many tokens of a group are masked, under a clipped range
+    tokens: np.ndarray      # (B, L) which tokens are masked
+
+    def part(self, first_row, rows, first_group, groups):
+        """The numbers of some of the rows and of their groups."""
+        groups = slice(first_group, first_group + groups)
+        return Draws(self.levels[groups], self.counts[groups],
+                     self.tokens[first_row:first_row + rows])
+
+
+def draw(seed, purpose, number, groups, rows, length):
+    """Draws for `rows` rows of `length` tokens with `groups` groups together.
+
+    purpose: a key of NOISE; number: of the step or batch (an int or a tuple of ints). Each of the
+    strata [i / groups, (i + 1) / groups) gives one level, to a random group.
+    """
+    number = number if isinstance(number, tuple) else (number,)
+    rng = np.random.default_rng((seed, NOISE[purpose], *number))
+    levels = (rng.permutation(groups) + rng.random(groups)) / max(1, groups)
+    return Draws(levels, rng.random(groups), rng.random((rows, length)))
+
+
+def truncated_counts(n, rate, t_range, uniform):
+    """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies
+    in t_range, as where a block is drawn again until it does. rate, uniform: (G,) float64.
+
+    Blocks too short to have any share inside, or only 0, get the nearest numbers on both sides, so
+    that every token is masked at times.
+    """
+    n, (low, high) = n.double(), enforced(t_range)
+    ends = torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
+    fewest, most = torch.minimum(*ends), torch.maximum(*ends).clamp(min=1)
+    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)
+    left, rate = (n[:, None] - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
+    log_pmf = torch.lgamma(n[:, None] + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1) \
+        + k * rate.log() + left * (-rate).log1p()
+    inside = (k >= fewest[:, None]) & (k <= most[:, None])
+    cdf = log_pmf.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
+    counts = (cdf <= uniform[:, None] * cdf[:, -1:]).sum(1)
+    return torch.minimum(counts, most)
+
+
+def choose_masked(batch, rate, draws, t_range):
+    """(T,) bool over the targets of Blocks in flat order: which are masked. rate: (G,) float64."""
+    group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
+    if enforced(t_range) == (0.0, 1.0) or not len(group):
+        return uniform <= rate[group]
+    n = torch.bincount(group, minlength=batch.n_groups)
+    counts = truncated_counts(n, rate, t_range, torch.from_numpy(draws.counts))
+    order = uniform.argsort()
+    order = order[group[order].argsort(stable=True)]        # by group, random inside
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order)) - (n.cumsum(0) - n)[group[order]]
+    return rank < counts[group]
+
+
+def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
+    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs.
+
+    t_range: t is uniform in it; a clipped one also clips the masked share of every block.
+    weighting: "elbo" (1 / t; 1 when the range starts above 0.5, as in the official code) or "ce"
+    (1). Raises ValueError when a target has no noisy copy or no group.
+    """
+    low, high = t_range
+    t = low + (high - low) * torch.from_numpy(draws.levels)
+    masked = torch.zeros(batch.target.shape, dtype=torch.bool)
+    masked[batch.target] = choose_masked(batch, t, draws, t_range)
+
+    copied, at = batch.noisy >= 0, batch.noisy.clamp(min=0)
+    clean, group = batch.input_ids.gather(1, at), batch.group.gather(1, at)
+    hidden = masked.gather(1, at) & copied
+    if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
+        raise ValueError("a target has no noisy copy or no group")
+    weights = torch.ones(int(hidden.sum()))
+    if weighting == "elbo" and low <= 0.5:
+        weights = (1 / t)[group[hidden]].float()
+    doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
+    block, position = (torch.cat([numbers.gather(1, at), numbers], 1)
+                       for numbers in (batch.block, batch.position))
+    return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1), position,
+                  doc, block.int(), hidden.flatten().nonzero()[:, 0], clean[hidden], weights,
+                  group[hidden], batch.tiles, at.shape[1])

@@ -170,13 +170,17 @@ def answers(p, order):
     p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
 
 
-def check_answers(args):
+def check_answers(args, world_size):
     """Raise UserError for values of these flags that make no sense, or would do nothing."""
     cli.at_least_one(args, "batch_size")
-    cli.zero_or_more(args, "limit seed")
+    cli.zero_or_more(args, "limit seed num_fewshot temperature")
+    cli.share(args, "min_accuracy")
+    cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
     cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
     require(args.threshold == 0.9 or args.order == "confidence",
             "--threshold needs --order confidence")
+    require(not getattr(args, "min_accuracy", 0) or args.test_file,
+            "--min_accuracy needs --test_file, problems with answers")
 
 
 def layout_of(args):

@@ -1,11 +1,10 @@
 """A language model of transformers as a block-diffusion backbone, under block-causal attention.
 
-Same three-part pass, masks and interface as dit.py; the model's layers run, with another attention
-function. The recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv
-2510.06303) and E2D2: noisy and clean copies under the same positions, all weights trained, and no
-shift: the head, which an autoregressive model reads one place before a token, here reads at the
-masked token itself. The mask's row is new, or the first that no token uses. Under LoRA the base is
-frozen, and the mask's row is a parameter apart that is trained with the adapters.
+Masks and interface are dit.py's; the model's layers run, with another attention function. The
+recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv 2510.06303) and E2D2:
+noisy and clean copies under the same positions, all weights trained, and no shift: the head, which
+an autoregressive model reads one place before a token, here reads at the masked token itself. The
+mask's row is new, or the first that no token uses; under LoRA it is a parameter apart.
 """
 import functools
 import inspect
@@ -25,9 +24,8 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under
 
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
-    """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D), as transformers
-    calls it: (B, S, heads, D), None. block_masks: dit.masks_of; in the last layer, whose clean
-    tokens nobody reads, they get zeros.
+    """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D) -> (B, S, heads, D),
+    None. block_masks: dit.masks_of; in the last layer clean tokens, which nobody reads, get zeros.
     """
     is_last = module.layer_idx == module.config.num_hidden_layers - 1
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
@@ -104,17 +102,6 @@ def read_folder(folder, config):
     return tensors
 
 
-class Past:
-    """Keys and values of clean tokens, as transformers' attention asks for them."""
-
-    def __init__(self, pairs):
-        self.pairs, self.new = pairs, []
-
-    def update(self, keys, values, layer, *_, **__):
-        self.new.append((keys, values))
-        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
-
-
 class Decoder(dit.Network):
     """The whole network, with DiT's interface."""
 
@@ -139,8 +126,8 @@ class Decoder(dit.Network):
     layers = property(lambda self: self.model.layers)
     head = property(lambda self: self.lm_head)
 
-    def run(self, tokens, position, block_masks, past=None):
-        """Hidden states (B, S, H) of tokens at positions (B, S), after the last norm."""
+    def run(self, tokens, position, masks, past=None):
+        """As DiT.run."""
         x = self.embed(tokens)
         if self.mask_row is not None:
             is_mask = (tokens == self.config.mask_id)[..., None]
@@ -152,23 +139,13 @@ class Decoder(dit.Network):
             known = inspect.signature(type(self.layers[0]).forward).parameters
             cache = {"cache" if "cache" in known else "past_key_values": past}
         for layer in self.layers:
-            x = layer(x, position_embeddings=rotary, position_ids=position,
-                      block_masks=block_masks, **cache)
-        return x
-
-    def hidden_states(self, inputs):
-        """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        masks = dit.masks_of(self, inputs)
-        return self.run(inputs.tokens, inputs.position, masks)[:, :inputs.n_noisy]
+            x = layer(x, position_embeddings=rotary, position_ids=position, block_masks=masks,
+                      **cache)
+        return x[:, :masks[-1][0]]
 
     def head_inputs(self, hidden):
         """As DiT.head_inputs."""
         return self.model.norm(hidden)
-
-    def extend(self, tokens, position, mask, past):
-        """As DiT.extend."""
-        past = Past(past)
-        return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
 
 
 Config.network = Decoder
@@ -186,9 +163,7 @@ def drop_output(dropout, module, args, output):
 
 def add_adapters(model, lora):
     """Freeze a Decoder, give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
-
-    lora: of Config: dtype, the name of that of frozen weights, and arguments of adapters.add_lora
-    by name. UserError when no layer is a target.
+    lora: of Config; its dtype is that of frozen weights. UserError when no layer is a target.
     """
     from core import adapters       # here: PEFT takes seconds to import
     how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]

@@ -2,10 +2,9 @@
 
 A row of the batch is [noisy copies (N) | clean tokens (L)]. Every token has a document, a block
 number in it and a position; nothing else decides who sees whom (attends below), so packed rows,
-padded rows, BD3-LM's block-causal layout and a hierarchy of question, plan and execution are one
-model. The backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv
-2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning, so that the
-modulation is a learned constant.
+padded rows, BD3-LM's blocks and the hierarchy of question, plan and execution are one model. The
+backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE,
+GELU MLP, untied zero-initialised head, no time conditioning: the modulation is a learned constant.
 """
 import functools
 import math
@@ -61,10 +60,9 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
 def attends(doc, block, n_noisy):
     """The mask as a function of (row, head, query, key) indices, as FlexAttention takes it.
 
-    doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy
-    copies, the rest is clean. A query sees, in its document, its block in its half and
-    clean tokens of earlier blocks. Padding is seen by nobody but itself, so that no row of the
-    softmax is empty.
+    doc, block: (B, S) ints; doc is -1 on padding. The first n_noisy tokens of a row are noisy
+    copies, the rest is clean. A query sees, in its document, its block in its half and clean tokens
+    of earlier blocks. Padding sees itself alone, so that no row of the softmax is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
@@ -76,7 +74,7 @@ def attends(doc, block, n_noisy):
 
 
 def tile_states(doc, block, n_noisy):
-    """What flex_attention may skip: (B, tiles, tiles) int8 of NOTHING, SOME or ALL for each tile.
+    """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: tiles that flex_attention may skip.
 
     doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block,
     some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process.
@@ -100,39 +98,34 @@ def tile_states(doc, block, n_noisy):
     return torch.from_numpy(states.astype(np.int8))
 
 
-def block_mask(states, rule, queries, keys):
-    """BlockMask of tile_states (B, query tiles, key tiles), equal to create_block_mask(rule)."""
-    blocks = []
-    for state in (SOME, ALL):
-        where = (states[:, None] == state).int()
-        blocks += [where.sum(-1, dtype=torch.int32),
-                   where.argsort(dim=-1, descending=True, stable=True).int()]
-    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule,
-                                    seq_lengths=(queries, keys))
-
-
 def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
 
     With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all
-    queries over all keys; else two (B, 1, queries, keys) bool, the second one of clean queries over
-    clean keys.
+    queries over all keys, equal to those of create_block_mask; else two (B, 1, queries, keys) bool,
+    the second one of clean queries over clean keys.
     """
     (rows, length), device = doc.shape, doc.device
     rule = attends(doc, block, n_noisy)
+
+    def sparse(states, queries):
+        parts = []
+        for state in (SOME, ALL):
+            where = (states[:, None] == state).int()
+            parts += [where.sum(-1, dtype=torch.int32),
+                      where.argsort(dim=-1, descending=True, stable=True).int()]
+        return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=TILE, mask_mod=rule,
+                                        seq_lengths=(queries, length))
     if states is not None:
-        return (block_mask(states[:, :-(-n_noisy // TILE)], rule, n_noisy, length),
-                block_mask(states, rule, length, length))
+        return sparse(states[:, :-(-n_noisy // TILE)], n_noisy), sparse(states, length)
     b = torch.arange(rows, device=device)[:, None, None]
     at = torch.arange(length, device=device)
     noisy, clean = at[:n_noisy, None], at[n_noisy:]
     return rule(b, 0, noisy, at)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
 
 
-@functools.cache        # made when it is needed: the compiler alone takes seconds to import
-def compiled_flex():
-    """FlexAttention as one kernel; uncompiled it would write out all scores."""
-    return torch.compile(flex_attention, dynamic=False)
+# one kernel; uncompiled it would write out all scores. Made late: the compiler loads for seconds
+compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 
 @torch.compiler.disable     # inside a compiled layer torch 2.13's CPU kernel misread its input
@@ -175,23 +168,49 @@ def masks_of(model, inputs):
     return inner, (n_noisy, noisy, None)
 
 
+class Past:
+    """Keys and values of clean tokens, as a layer, or transformers' attention, asks for them.
+
+    pairs: [(keys, values)] of every layer, (B, heads, P, D); new: those of the tokens at hand.
+    """
+
+    def __init__(self, pairs):
+        self.pairs, self.new = pairs, []
+
+    def update(self, keys, values, layer, *_, **__):
+        self.new.append((keys, values))
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
+
+
 # ---- Losses
 
 
 class Network(nn.Module):
-    """Losses of a backbone with a Config, hidden_states(inputs), head_inputs(hidden) and a head."""
+    """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head. forward is called
+    by training; extend and logits by the sampler.
+    """
+
+    def hidden_states(self, inputs):
+        """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs."""
+        return self.run(inputs.tokens, inputs.position, masks_of(self, inputs))
+
+    def extend(self, tokens, position, mask, past):
+        """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
+
+        tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: what each of the
+        block's tokens sees, cached keys first.
+        """
+        past = Past(past)
+        return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
 
     def _logits(self, hidden):
-        """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
-
-        Beyond it: tensor cores want rows whose bytes are a multiple of 16, which those of GPT-2's
-        50,258 tokens are not (docs.nvidia.com/deeplearning/performance).
+        """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary:
+        tensor cores want rows whose bytes are a multiple of 16, unlike GPT-2's 50,258 tokens.
         """
         x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
-        size = len(weight)
+        at = torch.arange(size := len(weight), device=x.device)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
-        hidden_id = torch.arange(size, device=x.device) == self.config.mask_id
-        bias = bias.masked_fill(hidden_id, -torch.inf)
+        bias = bias.masked_fill(at == self.config.mask_id, -torch.inf)
         if fused.wanted(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
@@ -228,7 +247,6 @@ class Network(nn.Module):
 
     def flops(self, tokens, rows, pairs):
         """Model FLOPs of forward and backward, three times the forward, twice where it is frozen.
-
         tokens: noisy and clean ones; rows: masked ones that reach the head; pairs: (query, key)
         pairs that may attend. Padding, recomputation and adapters are not counted.
         """
@@ -243,9 +261,7 @@ class Network(nn.Module):
 
 
 def modulate(norm, x, shift, scale):
-    """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm without bias; shift,
-    scale (H,) float32, the same for all tokens.
-    """
+    """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm; shift, scale (H,)."""
     return fused.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
 
 
@@ -272,9 +288,9 @@ def gated(linear, x, gate):
 class Layer(nn.Module):
     """One transformer layer under adaLN-zero. Every layer starts as the identity."""
 
-    def __init__(self, config):
+    def __init__(self, config, number):
         super().__init__()
-        size = config.hidden_size
+        size, self.number = config.hidden_size, number
         self.heads, self.dropout = config.heads, config.dropout
         self.norm_attention, self.norm_mlp = (nn.LayerNorm(size, bias=False) for _ in range(2))
         self.qkv = nn.Linear(size, 3 * size, bias=False)
@@ -282,32 +298,27 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
         self.modulation = nn.Linear(config.cond_size, 6 * size)
 
-    def forward(self, x, condition, cos, sin, queries, mask, clean_mask=None, past=None):
+    def forward(self, x, condition, cos, sin, queries, mask, clean_mask, past):
         """x (B, S, H) -> the same, or (B, queries, H): what the first tokens see by mask, and the
         others by clean_mask, without which they give keys only.
 
-        condition (cond_size,). past: (keys, values) (B, heads, P, D) of earlier clean tokens, seen
-        where mask (B, 1, S, P + S) says; then this returns (x, (keys, values) of x).
+        condition (cond_size,). past: None, or Past, seen where mask (B, 1, S, P + S) says.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = constants(self.modulation, condition, 6)
         qkv = self.qkv(modulate(self.norm_attention, x, shift1, scale1))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        new = k, v
         if past is not None:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(past, new))
+            k, v = past.update(k, v, self.number)
         out = attend(q, k, v, queries, mask, clean_mask)
         x = x[:, :out.shape[1]]
         x = x + F.dropout(gated(self.out, out.flatten(2), gate1), self.dropout, self.training)
         mlp = F.gelu(self.up(modulate(self.norm_mlp, x, shift2, scale2)), approximate="tanh")
-        x = x + F.dropout(gated(self.down, mlp, gate2), self.dropout, self.training)
-        return x if past is None else (x, new)
+        return x + F.dropout(gated(self.down, mlp, gate2), self.dropout, self.training)
 
 
 class DiT(Network):
-    """The whole network. forward is what training wraps; the sampler calls extend and logits.
-    backend: "flex" (on a CPU forward only) or "sdpa". recompute: of core/recomputation.py, or None.
-    """
+    """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of core/recomputation.py."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
         super().__init__()
@@ -316,7 +327,7 @@ class DiT(Network):
         self.embed = nn.Embedding(config.vocab_size, size)
         self.condition_in = nn.Linear(FREQUENCIES, cond)
         self.condition_out = nn.Linear(cond, cond)
-        self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
+        self.layers = nn.ModuleList([Layer(config, i) for i in range(config.layers)])
         self.norm = nn.LayerNorm(size, bias=False)
         self.modulation = nn.Linear(cond, 2 * size)
         self.head = nn.Linear(size, config.vocab_size)
@@ -327,11 +338,6 @@ class DiT(Network):
         if recompute:
             from core import recomputation
             recomputation.set_mode(self, self.layers, recompute)
-
-    def embedded(self, tokens):
-        """(B, S, H) of tokens (B, S), in the dtype of the layers."""
-        x = self.embed(tokens)
-        return x.to(fused.stream_dtype(x))
 
     def condition(self):
         """(cond_size,): the embedding of noise level 0, whose cosines are 1 and sines 0."""
@@ -348,31 +354,21 @@ class DiT(Network):
         angle = position[..., None, None] * THETA ** (-at / half)
         return angle.cos(), angle.sin()
 
-    def hidden_states(self, inputs):
-        """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        x, constant = self.embedded(inputs.tokens), (self.condition(), *self.rope(inputs.position))
-        inner, last = masks_of(self, inputs)
+    def run(self, tokens, position, masks, past=None):
+        """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
+        of masks_of. past: Past.
+        """
+        x = self.embed(tokens)
+        x = x.to(fused.stream_dtype(x))
+        constant = self.condition(), *self.rope(position)
         for layer in self.layers:
-            given = x, *constant, *(last if layer is self.layers[-1] else inner)
+            given = x, *constant, *masks[layer is self.layers[-1]], past
             x = self.call(layer, *given) if self.call and self.training else layer(*given)
         return x
 
     def head_inputs(self, hidden):
         """Hidden states (..., H) as the head takes them."""
         return modulate(self.norm, hidden, *constants(self.modulation, self.condition(), 2))
-
-    def extend(self, tokens, position, mask, past):
-        """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
-
-        tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask
-        (B, 1, T, P + T) bool: what each of the block's tokens sees, cached keys first.
-        """
-        x, new, size = self.embedded(tokens), [], tokens.shape[1]
-        constant = self.condition(), *self.rope(position)
-        for layer, pair in zip(self.layers, past):
-            x, own = layer(x, *constant, size, mask, past=pair)
-            new.append(own)
-        return x, new
 
 
 Config.network = DiT

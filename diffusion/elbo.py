@@ -1,8 +1,6 @@
-"""Validation of block diffusion by the averaged weights: the likelihood bound with its sampling
-error, the noise range whose losses vary least, and answers to held-out problems.
-
-Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same
-noise at every validation and on any number of ranks, so bounds of different steps and runs compare.
+"""Validation by the averaged weights: the likelihood bound with its sampling error, the noise range
+whose losses vary least, answers to held-out problems. A batch gets the same noise at every
+validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
 from dataclasses import replace
@@ -13,13 +11,11 @@ import torch
 
 from core import dist, tensor_io
 from core.cli import named
-from diffusion import blocks, dit, noise
+from diffusion import blocks, dit
 from diffusion.choices import FULL, bound_range, range_fits
 from diffusion.dit import trained
 
 SEARCH_BATCHES = 4  # of a search of the noise range
-
-# ---- Averaged weights
 
 
 class Average:
@@ -52,11 +48,8 @@ class Average:
             shadow.copy_(kept)
 
 
-# ---- Bound
-
-
 class Eval(NamedTuple):
-    """What a validation is on, and how it goes."""
+    """The data of a validation, and how it goes."""
     rows: blocks.Rows
     tokens: object          # problems.Tokens
     batch_rows: int         # of a batch
@@ -74,18 +67,20 @@ def validate(world, model, average, how, t_range, asked_to_stop):
     average.swap()
     model.eval()
     values = bound(world, model, how, asked_to_stop)
-    if values is not None and how.widths:
+    if values and how.widths:
         t_range = search_range(world, model, how, asked_to_stop)
-    if values is not None and t_range is not None and how.chosen:
+    if values and t_range and how.chosen:
         values |= accuracy(world, model, how)
     model.train()
     dist.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
-    return None if values is None or t_range is None else (values, t_range)
+    return (values, t_range) if values and t_range else None
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of a share of the first batches: equally many on all ranks."""
+    """Yield (number, Blocks) of a share of the first batches: equally many on all ranks, the last
+    ones perhaps of padding only.
+    """
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
@@ -95,12 +90,10 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
 
 def noised_losses(model, how, batch, purpose, number, t_range, device):
-    """(Inputs, (R,) float64 weighted losses) of Blocks under a draw of the noise. how: Eval;
-    purpose, number: of noise.draw.
-    """
-    draws = noise.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
+    """(Inputs, (R,) float64 weighted losses) of Blocks under a draw of the noise; how: Eval."""
+    draws = blocks.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = how.weighting if purpose == "search" else "elbo"
-    inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
+    inputs = blocks.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=how.bf16):
         losses = model(inputs)
     return inputs, losses.double() * inputs.weights
@@ -112,8 +105,7 @@ def bound(world, model, how, asked_to_stop):
     asked to stop. asked_to_stop(): collective, called before every batch.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
-    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ;
-    with few blocks it is rough.
+    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     t_range = bound_range(rows.documents.layout)
@@ -131,20 +123,12 @@ def bound(world, model, how, asked_to_stop):
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             sums[-1] += of_block.var(0).sum() / repeats
     *losses, variance = dist.all_reduce(world, sums).tolist()
-    return report(losses, variance, *(rows.table[name].sum() for name in ("targets", "text")))
-
-
-def report(losses, variance, targets, text):
-    """Sums of losses of each draw, their mean's variance, numbers of targets and of those without
-    fill -> {"eval/...": float}.
-    """
-    total = sum(losses) / len(losses)
-    nll = total / max(1, text)
-    values = {"loss": total / max(1, targets), "nll": nll, "bits_per_token": nll / math.log(2),
-              "perplexity": math.exp(min(700.0, nll))}
-    if len(losses) > 1:
-        values["stderr"] = math.sqrt(variance) / max(1, text)
-    return {f"eval/{name}": float(value) for name, value in values.items()}
+    total, targets, text = sum(losses) / repeats, *(
+        max(1, int(rows.table[name].sum())) for name in ("targets", "text"))
+    nll = total / text
+    values = {"eval/loss": total / targets, "eval/nll": nll, "eval/bits_per_token": nll /
+              math.log(2), "eval/perplexity": math.exp(min(700.0, nll))}
+    return values | ({"eval/stderr": math.sqrt(variance) / text} if repeats > 1 else {})
 
 
 def loss_report(sums):
@@ -158,10 +142,10 @@ def loss_report(sums):
 
 def eval_line(step, v):
     """The bound of a validation in one line."""
-    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
     right = f" | right {v['eval/accuracy']:.1%}" if "eval/accuracy" in v else ""
-    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f}{right}")
+    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f} +- {v.get('eval/stderr', 0):.4f} "
+            f"nats/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f}"
+            f"{right}")
 
 
 def improved(best, values):
@@ -174,26 +158,18 @@ def improved(best, values):
     return bool(better)
 
 
-# ---- --clip_search_widths: the noise range under which losses vary least (BD3-LM's var_min)
-
-
 def candidates(widths, block_sizes):
     """[(low, high)] to try: all of (0, 1], and of each width those from 0, 0.05, 0.10 and so on."""
-    found = [FULL]
-    for width in widths:
-        steps = int(round((1 - width) / 0.05, 6)) + 1
-        found += [(max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
-                  for i in range(steps)]
+    found = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
+                     for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
     return list(dict.fromkeys(t_range for t_range in found
                               if all(range_fits(t_range, size) for size in block_sizes)))
 
 
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
-    """(low, high) of the candidate under which losses of blocks vary least, None if asked to stop.
-
-    A forward pass for each candidate and each of the first SEARCH_BATCHES batches. how: Eval;
-    asked_to_stop: as in bound.
+    """(low, high) of the candidate under which losses of blocks vary least (BD3-LM's var_min), by a
+    forward pass for each and each of the first SEARCH_BATCHES batches; None if asked to stop.
     """
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes)
@@ -213,10 +189,6 @@ def search_range(world, model, how, asked_to_stop):
     return tried[int((squares / n - (total / n).square()).argmin())]
 
 
-# ---- --eval_accuracy: each rank answers its share of some held-out problems, and waits for nobody.
-# Nothing is random in it, so that numbers of different steps compare.
-
-
 def choose_problems(rows, n, tokens, seed):
     """[(Problem, its sample_bd3lm.question_state)] of n held-out problems of Rows, by the seed."""
     from diffusion.sample_bd3lm import question_state
@@ -227,19 +199,17 @@ def choose_problems(rows, n, tokens, seed):
 
 
 def accuracy(world, model, how):
-    """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective.
-
-    Under FSDP2 with --bf16 answers come from weights in bf16; DDP computes in bf16 from fp32.
+    """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
+    Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16 from fp32.
     """
     from diffusion.sample_bd3lm import Sampling, Solver, answer, score
-    solver = Solver(model, how.tokens, how.rows.documents.layout,
-                    Sampling("confidence", temperature=0.0), how.bf16)
-    problems, states = zip(*how.chosen)
-    mine = slice(world.rank, None, world.size)
+    how_sampled = Sampling("confidence", temperature=0.0)
+    solver = Solver(model, how.tokens, how.rows.documents.layout, how_sampled, how.bf16)
+    (problems, states), mine = zip(*how.chosen), slice(world.rank, None, world.size)
     # lengths change with every block: compiled layers would be compiled again for each
     with dist.gathered(model), torch.compiler.set_stance("force_eager"):
         answers = answer(solver, states[mine], how.batch_rows)
-    scores = [(score(found["text"], problem.answer)[0], found["forwards"])
+    scores = [(score(found["text"], problem.answer), found["forwards"])
               for problem, found in zip(problems[mine], answers)]
     scores = [pair for found in dist.all_gather(world, scores) for pair in found]
     right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
@@ -256,7 +226,7 @@ def step_of(config, backend):
     def loss(model, rows, length, n_noisy, masked):
         every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
         dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
-        inputs = noise.Inputs(
+        inputs = blocks.Inputs(
             tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
             labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
             tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))

@@ -3,12 +3,10 @@
     python diffusion/evaluate.py --checkpoint out --bound test.jsonl      # nats and bits per token
     python diffusion/evaluate.py --checkpoint out --tasks gsm8k           # pip install lm_eval
 
--log p(text) is at most the mean of the bound's draws (noise.py), told with its standard error; in
-blocks of one token it is equal, and one draw is enough.
-
-Tasks that generate (generate_until) get greedy answers; of the harness's settings for generation
-only `until` counts. Tasks that compare likelihoods (loglikelihood) get the bound of each text. A
-model trained with --chat gets a task's text as the user's turn.
+-log p(text) is at most the mean of the bound's draws, within its standard error; in blocks of one
+token it is equal, and one draw is enough. Tasks that generate (generate_until) get greedy answers;
+of the harness's settings only `until` counts. Tasks that compare likelihoods (loglikelihood) get
+the bound of each text. A model trained with --chat gets a task's text as the user's turn.
 """
 import sys
 from pathlib import Path
@@ -23,23 +21,16 @@ from diffusion import choices
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
     choices.answers(p, "confidence")
-    p.flag("--bound", None, "bound the likelihood of a file's answers", metavar="FILE")
+    one = p.add_mutually_exclusive_group(required=True)
+    one.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
+    one.add_argument("--tasks", help="names of lm-eval's tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
-    p.flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
     p.flag("--num_fewshot", 0, "worked examples before each question")
     return p
 
 
-def check_flags(args, world_size):
-    """Raise UserError for values that make no sense."""
-    choices.check_answers(args)
-    cli.zero_or_more(args, "num_fewshot")
-    require(bool(args.bound) != bool(args.tasks), "give one of --bound and --tasks")
-    require(args.draws > 1, "--draws must be at least 2: one has no error")
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
 
 import json
 import math
@@ -57,6 +48,21 @@ from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 # ---- Bounds
 
 
+def continuations(solver, pairs):
+    """Documents of (name, ids of a context, ids after it), of which only the latter count: places
+    after the text in its last block stay masked. UserError.
+    """
+    problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
+                for name, context, ids in pairs]
+    documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad := [])
+    settle(bad)
+    rest = documents.region == choices.FILL
+    documents.ids[rest] = solver.tokens.mask
+    # --loss_on_question trains the context, too; here it is given
+    documents.target[rest | (documents.region == choices.QUESTION)] = False
+    return documents
+
+
 @torch.no_grad()
 def draw_bounds(solver, documents, draws, batch_rows, seed):
     """(n, draws) float64: nats of each document's targets in every draw of the noise."""
@@ -68,7 +74,7 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
     for first in range(0, len(order), batch_rows):
         numbers = order[first:first + batch_rows]
         rows = blocks.make_rows(documents, numbers, int(lengths[numbers].max()), False)
-        batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, documents.pad)
+        batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, 0)
         for draw in range(draws):
             inputs, losses = elbo.noised_losses(solver.model, how, batch, "validation",
                                                 (first, draw), t_range, device)
@@ -78,29 +84,12 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
     return nats
 
 
-def continuations(solver, pairs):
-    """Documents of (name, ids of a context, ids after it), of which only the latter count.
-
-    Places after the text in its last block stay masked: nothing is said of them. UserError.
-    """
-    problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
-                for name, context, ids in pairs]
-    bad = []
-    documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad)
-    settle(bad)
-    rest = documents.region == choices.FILL
-    documents.ids[rest] = solver.tokens.mask
-    # --loss_on_question trains the context, too; here it is given
-    documents.target[rest | (documents.region == choices.QUESTION)] = False
-    return documents
-
-
 def bound_file(args, folder, solver):
     """Print and write the bound of a file's answers, as a validation of the trainer has it."""
     layout, device = solver.layout, solver.model.embed.weight.device
     problems, bad = blocks.read_any(args.bound, "test", layout, folder, solver.tokens)
-    problems = problems[:args.limit or len(problems)]
-    documents = blocks.make_documents(problems, solver.tokens, layout, bad, args.bound)
+    documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
+                                      bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
     exact = choices.bound_range(layout)[0] == 1         # then all draws are the same
@@ -108,15 +97,11 @@ def bound_file(args, folder, solver):
     rows = blocks.make_rows(documents, np.arange(n), int(documents.counts["clean"].max()), True)
     found = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
         rows, solver.tokens, args.batch_size, draws, args.seed, args.bf16), int)
-    nats, error = found["eval/nll"], found.get("eval/stderr", 0.0)
-    bits, bits_error = nats / math.log(2), error / math.log(2)
-    tokens = int(rows.table["text"].sum())
-    write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": {
-        "texts": n, "tokens": tokens, "exact": exact, "nats_per_token": nats,
-        "nats_stderr": error, "bits_per_token": bits, "bits_stderr": bits_error}})
-    print(f"bound      {'nll =' if exact else 'nll <='} {nats:.4f} +- {error:.4f} nats/token, "
-          f"{bits:.4f} +- {bits_error:.4f} bits/token; {tokens} tokens in {n} texts, {draws} draws "
-          "of the noise")
+    summary = found | {"texts": n, "tokens": int(rows.table["text"].sum()), "exact": exact}
+    write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": summary})
+    print(f"bound      {'nll =' if exact else 'nll <='} {found['eval/nll']:.4f} +- "
+          f"{found.get('eval/stderr', 0):.4f} nats/token, {found['eval/bits_per_token']:.4f} "
+          f"bits/token; {summary['tokens']} tokens in {n} texts, {draws} draws")
 
 
 def write(args, folder, name, found):
@@ -158,9 +143,9 @@ def harness_model(base, solver, batch_size, draws):
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            """[(minus the bound of -log p(continuation | context), False)] of the requests; False:
-            whether greedy decoding would write it is not looked at. A context that is too long
-            loses its first tokens; a continuation without room by itself gets minus infinity.
+            """[(minus the bound of -log p(continuation | context), False)] of the requests; whether
+            greedy decoding would write it is not looked at. A context that is too long loses its
+            first tokens; a continuation without room by itself gets minus infinity.
             """
             pairs, found = {}, [-math.inf] * len(requests)
             for number, request in enumerate(requests):
@@ -171,15 +156,14 @@ def harness_model(base, solver, batch_size, draws):
                 if left > 0:
                     pairs[number] = f"request {number}", head[-left:], ids
             if pairs:
-                documents = continuations(solver, pairs.values())
-                nats = draw_bounds(solver, documents, draws, batch_size, 0)
+                nats = draw_bounds(solver, continuations(solver, pairs.values()), draws,
+                                   batch_size, 0)
                 for number, mean in zip(pairs, nats.mean(1)):
                     found[number] = -float(mean)
             return [(value, False) for value in found]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            raise UserError("this task scores texts without a question, which this model was not "
-                            "trained on")
+            raise UserError("this task scores texts without a question: not trained on")
     return BlockDiffusion()
 
 
@@ -189,8 +173,8 @@ def run_tasks(args, folder, solver):
     import lm_eval
     from lm_eval.api.model import LM
     layout = solver.layout
-    require(layout.system != "hdp", f"--checkpoint {folder}: is an hdp model, which writes a plan "
-                                 "first; give one of --system gsm8k or chat")
+    require(layout.system != "hdp", f"--checkpoint {folder}: an hdp model writes a plan first; "
+                                    "give one of --system gsm8k or chat")
     ours = harness_model(LM, solver, args.batch_size, args.draws)
     found = lm_eval.simple_evaluate(
         model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
@@ -207,7 +191,7 @@ def run_tasks(args, folder, solver):
 
 
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
     (bound_file if args.bound else run_tasks)(args, folder, solver)

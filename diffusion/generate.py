@@ -3,16 +3,10 @@ and tokenizers only; transformers' generate() would write nonsense.
 
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
 
-published.py of flat-trainers puts it next to a language model converted to block diffusion, and
-its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
-
-    model, tokenizer, form = load("FOLDER")
-    ids = generate(model, prompt(tokenizer, form, "..."), form)
-    print(tokenizer.decode(ids))
-
-The text is written in blocks of form["block_size"] tokens, counted from the prompt's first. A block
-begins as masks, after the prompt's last tokens where the prompt ends inside it. A token sees its
-block, both ways, and all earlier ones, whose keys and values are cached.
+The text is written in blocks, counted from the prompt's first token. A block begins as masks, after
+the prompt's last tokens where the prompt ends inside it. A token sees its block, both ways, and all
+earlier ones, whose keys and values are cached. published.py of flat-trainers puts this file next to
+a converted language model; answers are those of sample_bd3lm.py --order confidence.
 """
 import argparse
 import inspect
@@ -27,9 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 def load(folder, device="cpu", dtype=torch.float32):
     """(transformers model in eval mode, tokenizers.Tokenizer, form) of an exported folder.
 
-    form: how the model was trained: block_size, mask_token_id, end_token_id, max_length (tokens of
-    prompt and answer), prompt (text with {question}; "": Question: ... Answer:), begin_token_id
-    (before a prompt without such a text).
+    form: block_size, mask_token_id, end_token_id, max_length (tokens of prompt and answer), prompt
+    (text with {question}; "": Question: ... Answer:), begin_token_id of a prompt without such text.
     """
     given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     kind = given.pop("model_type").replace("sdar", "qwen3")     # SDAR is Qwen3 under another mask
@@ -42,9 +35,7 @@ def load(folder, device="cpu", dtype=torch.float32):
 
 
 def prompt(tokenizer, form, question):
-    """Ids of a question in the form that the model was trained on. ValueError for one that holds a
-    special token, which would end a turn or be a mask.
-    """
+    """Ids of a question in the form trained on. ValueError for one that holds a special token."""
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.special and token.content in question:
             raise ValueError(f"the text holds the special token {token.content}")

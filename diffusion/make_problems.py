@@ -3,8 +3,8 @@
     python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json
 
 `plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}.
-A rule's plan names the operation of each calculator mark and the words after its result, never a
-number. A teacher's plans (plan_source: "teacher") are better, and take three steps:
+A rule's plan names the operation of each calculator mark and the words after its result, without
+figures. A teacher's plans (plan_source: "teacher") are better, and take three steps:
 
     python diffusion/make_problems.py lines --input train.jsonl --output lines.txt
     python distill/create_data.py --input_file lines.txt --prompt_file prompts/gsm8k_plan.txt ...
@@ -47,16 +47,14 @@ from diffusion.problems import CALCULATOR, END, read_problems
 VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
 # calculator mark, words after its result
 STEP = re.compile(r"<<([^<>=]*)=[^<>]*>>\s*\$?[\d,.]*%?([^.;,!?<\n]*)")
-WORDS = 10          # of a goal
 
 
 def rule_plan(solution):
     """GSM8K's worked answer with calculator marks -> a plan in words, without figures."""
     sentences = []
     for expression, rest in STEP.findall(solution):
-        sign = expression.lstrip("-")
-        verb = next((verb for operator, verb in VERBS if operator in sign), "Work on")
-        words = re.sub(r"[^A-Za-z' -]", " ", rest).split()[:WORDS]
+        verb = next((verb for sign, verb in VERBS if sign in expression.lstrip("-")), "Work on")
+        words = re.sub(r"[^A-Za-z' -]", " ", rest).split()[:10]
         sentences.append(f"{verb} to find {' '.join(words) or 'the next amount'}.")
     return " ".join(dict.fromkeys(sentences)) or "Work out the answer from the given amounts."
 
@@ -69,24 +67,22 @@ def teacher_line(problem):
 
 def read_teacher(path, problems):
     """Plans of these problems from the chat JSONL that create_data.py made. UserError."""
-    plans, text = {}, json_files.read_text(path, "--teacher ").removesuffix("\n")
-    asked = dict(enumerate(map(teacher_line, problems)))
+    asked, plans = list(map(teacher_line, problems)), {}
+    text = json_files.read_text(path, "--teacher ").removesuffix("\n")
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            record = json_files.loads(line)
-            question, plan = (message["content"] for message in record["messages"])
-            index = record.get("line", record["id"])
-            if question != asked.get(index):
-                raise ValueError("was not made from the lines of these problems")
-            plans[index] = " ".join(plan.split())
+            question, plan = (part["content"] for part in json_files.loads(line)["messages"])
+            plans[question] = " ".join(plan.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"--teacher {path} line {number}: is not a record of create_data.py "
                             f"({error})")
-    without = [p.name for number, p in enumerate(problems) if number not in plans]
+    foreign = plans.keys() - set(asked)
+    require(not foreign, f"--teacher {path}: {len(foreign)} records are not of these problems")
+    without = [p.name for p, line in zip(problems, asked) if line not in plans]
     require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
                          f"plan, the first is {''.join(without[:1])}; see .rejected.jsonl, and ask "
                          "again with more --max_retries")
-    return [plans[number] for number in range(len(problems))]
+    return [plans[line] for line in asked]
 
 
 def make_plans(path, teacher=None):
@@ -107,33 +103,30 @@ def make_plans(path, teacher=None):
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
 THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "stickers")
-VOCAB_SIZE = 512        # of the demo's tokenizer, <|endoftext|> included
 CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# (question, [solution step], [plan sentence], answer); a and b are drawn, the others follow
+# (question, [solution step], plan, answer); a, b and c are drawn, the others follow
 KINDS = (
     ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
      ["{name} has {a}+{b} = <<{a}+{b}={plus}>>{plus} {things}."],
-     ["Add the new {things} to the first ones."], "plus"),
+     "Add the new {things} to the first ones.", "plus"),
     ("{name} has {plus} {things} and gives away {b}. How many {things} does {name} have left?",
      ["{name} has {plus}-{b} = <<{plus}-{b}={a}>>{a} {things} left."],
-     ["Subtract the {things} given away from all {things}."], "a"),
+     "Subtract the {things} given away from all {things}.", "a"),
     ("{name} has {a} boxes with {b} {things} each. How many {things} does {name} have?",
      ["{name} has {a}*{b} = <<{a}*{b}={times}>>{times} {things}."],
-     ["Multiply the boxes by the {things} in a box."], "times"),
+     "Multiply the boxes by the {things} in a box.", "times"),
     ("{name} has {a} {things}, gets {b} more and gives away {c}. How many {things} does {name} "
      "have left?",
      ["{name} has {a}+{b} = <<{a}+{b}={plus}>>{plus} {things}.",
       "Then {plus}-{c} = <<{plus}-{c}={rest}>>{rest} are left."],
-     ["Add the new {things} to the first ones.", "Subtract the {things} given away."], "rest"),
+     "Add the new {things} to the first ones. Subtract the {things} given away.", "rest"),
 )
 
 
 def draw_problems(n, seed=0):
-    """n different problems as dicts {id, question, plan, execution, answer, solution}.
-
-    Given numbers are 2 to 6; solution is GSM8K's form of the answer, marks and #### included.
-    Raises UserError when there are not so many.
+    """n different problems as dicts {id, question, plan, execution, answer, solution}; UserError
+    when there are fewer. Given numbers are 2 to 6; solution is GSM8K's form of the answer.
     """
     rng, found, repeats = random.Random(seed), {}, 0
     while len(found) < n:
@@ -142,35 +135,32 @@ def draw_problems(n, seed=0):
         name, things, c = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, a + b - 1)
         values = {"name": name, "things": things, "a": a, "b": b, "c": c, "plus": a + b,
                   "times": a * b, "rest": a + b - c}
-        steps = [step.format(**values) for step in steps]
-        question, answer = question.format(**values), str(values[result])
+        question, plan, *steps = (text.format(**values) for text in (question, plan, *steps))
         repeats = repeats + 1 if question in found else 0
         require(repeats <= 1000, f"there are not {n} different demo problems; ask for fewer")
         found.setdefault(question, {
-            "id": f"demo_{len(found)}", "question": question,
-            "plan": " ".join(plan).format(**values),
-            "execution": CALCULATOR.sub("", " ".join(steps)), "answer": answer,
-            "solution": "\n".join(steps) + f"\n#### {answer}"})
+            "id": f"demo_{len(found)}", "question": question, "plan": plan,
+            "execution": CALCULATOR.sub("", " ".join(steps)), "answer": str(values[result]),
+            "solution": "\n".join(steps) + f"\n#### {values[result]}"})
     return list(found.values())
 
 
 def train_tokenizer(texts):
-    """A byte-level BPE of VOCAB_SIZE ids at most, <|endoftext|> last, trained on the texts."""
+    """A byte-level BPE of 512 ids at most, <|endoftext|> last, trained on the texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+        vocab_size=511, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     bpe.add_special_tokens([END])
     return bpe
 
 
-def write_demo(folder, n_train=2000, n_test=200, seed=0):
+def write_demo(folder, n_train=2000, n_test=200):
     """Write train and test of each system, tokenizer.json, and chat/, one with a template."""
     folder = Path(folder)
     checkpoint.prepare_folder(folder / "chat", "demo folder")
-    problems = draw_problems(n_train + n_test, seed)
+    problems = draw_problems(n_train + n_test)
     train = problems[:n_train]
     for split, part in (("train", train), ("test", problems[n_train:])):
         checkpoint.write_json(folder / f"{split}_hdp.json", [
@@ -196,11 +186,10 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
 
 def prepare_demo(folder, system, n):
     """write_demo for a run of n problems -> (training file, validation file, tokenizer folder)."""
-    folder = Path(folder)
     write_demo(folder, n, max(8, n // 10))
     ending = {"gsm8k": ".jsonl", "hdp": "_hdp.json", "chat": "_chat.jsonl"}[system]
-    tokenizer = folder / "chat" if system == "chat" else folder
-    return str(folder / f"train{ending}"), str(folder / f"test{ending}"), str(tokenizer)
+    tokenizer = f"{folder}/chat" if system == "chat" else str(folder)
+    return f"{folder}/train{ending}", f"{folder}/test{ending}", tokenizer
 
 
 def main(argv=None):

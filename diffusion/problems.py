@@ -37,7 +37,7 @@ class Problem:
     question: str
     solution: str           # gsm8k: worked answer with its last line `#### N`; hdp: the execution
     answer: str
-    plan: str = ""          # hdp only
+    plan: str = ""          # hdp only, else empty
     ids: list = None        # of a chat: prompt and answer, tokenised; the first `given` are prompt
     given: int = 0
 
@@ -45,8 +45,8 @@ class Problem:
 def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
 
-    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes what cannot be used
-    (core.problems.Problem); None: UserError with all of them.
+    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes those that cannot be
+    used (core.problems.Problem); None: UserError with all of them.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
@@ -63,25 +63,23 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
 
 
 def parse_problem(name, entry, system, strip_calculator):
-    """One JSON object -> Problem; ValueError says what is wrong and what to do."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"is a {type(entry).__name__}, not an object with 'question'")
+    """One JSON object -> Problem; ValueError says the fault and the remedy."""
     hdp = system == "hdp"
     for key in ("question", "plan", "execution", "answer") if hdp else ("question", "answer"):
-        if not isinstance(entry.get(key), str) or not entry[key].strip():
+        text = entry.get(key) if isinstance(entry, dict) else None
+        if not isinstance(text, str) or not text.strip():
             hint = "; make plans with make_problems.py plans" * (key in ("plan", "execution"))
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
-        if json_files.HALF_CHARACTER.search(entry[key]):
+        if json_files.HALF_CHARACTER.search(text):
             raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); "
                              "write it whole")
     solution, answer = entry["execution" if hdp else "answer"].strip(), entry["answer"].strip()
     if strip_calculator:
         solution = CALCULATOR.sub("", solution)
     if not hdp:
-        _, marker, answer = solution.rpartition("####")
+        _, marker, answer = map(str.strip, solution.rpartition("####"))
         if not marker:
-            raise ValueError("its 'answer' has no '#### N' line; add the final number behind ####")
-        answer = answer.strip()
+            raise ValueError("its 'answer' has no '#### N' line; add the final number after ####")
     if not NUMBER.fullmatch(answer):
         raise ValueError(f"its final answer {answer!r} is not a number")
     plan = entry["plan"].strip() if hdp else ""
@@ -91,9 +89,8 @@ def parse_problem(name, entry, system, strip_calculator):
 def read_entries(path, split):
     """Yield (name, JSON value) of the problems of a file, folder or hub dataset. UserError."""
     place = Path(path)
-    require(place.exists() or "/" in str(path) and HUB_NAME.fullmatch(str(path)),
-            f"{path}: no such file or folder")
     if not place.exists():
+        require("/" in str(path) and HUB_NAME.fullmatch(str(path)), f"{path}: no such file")
         with json_files.asking(path):
             from huggingface_hub import snapshot_download
             place = Path(snapshot_download(str(path), repo_type="dataset",
@@ -102,9 +99,8 @@ def read_entries(path, split):
         sorted(place.glob(form.format(split))) for form in SPLITS)), None)
     require(files, f"{place}: has none of {', '.join(SPLITS).format(*[split] * len(SPLITS))}")
     for file in files:
-        if file.suffix == ".parquet":
-            unit, entries = "sample", enumerate(json_files.table_rows(file))
-        else:
+        unit, entries = "sample", enumerate(json_files.table_rows(file))
+        if file.suffix != ".parquet":
             unit, read = json_files.read_entries(file)
             entries = read(lambda number: True)
         for number, entry in entries:
@@ -118,16 +114,21 @@ def read_entries(path, split):
 
 @dataclass
 class Tokens:
-    """A byte-level BPE tokenizer with a system's special tokens; ids that it lacks are -1."""
+    """A byte-level BPE tokenizer with a system's special tokens; ids that it has not are -1."""
     tokenizer: Tokenizer
     vocab_size: int         # rows of the embedding: GPT-2's with gsm8k's mask 50,258, hdp's 50,262
     bos: int
     end: int                # ends the answer (gsm8k) or a region (hdp)
-    pad: int
     plan: int
     execution: int
     answer: int
     mask: int
+
+    @functools.cached_property
+    def markers(self):
+        """{name: id} of the special tokens that follow the tokenizer's vocabulary."""
+        ids = {name: self.tokenizer.token_to_id(name) for name in (*MARKERS["hdp"], SDAR_MASK)}
+        return {name: number for name, number in ids.items() if number is not None}
 
     @functools.cached_property
     def special(self):
@@ -140,14 +141,8 @@ class Tokens:
         return next((name for name in sorted(self.special, key=self.special.get)
                      if any(name in text for text in texts)), None)
 
-    @functools.cached_property
-    def markers(self):
-        """{name: id} of the special tokens that follow the tokenizer's own."""
-        ids = {name: self.tokenizer.token_to_id(name) for name in (*MARKERS["hdp"], SDAR_MASK)}
-        return {name: number for name, number in ids.items() if number is not None}
-
     def plain(self):
-        """{text: id} of the tokenizer's own tokens, without the markers."""
+        """{text: id} of the vocabulary without the markers."""
         vocabulary = self.tokenizer.get_vocab().items()
         return {text: number for text, number in vocabulary if text not in self.markers}
 
@@ -157,9 +152,6 @@ class Tokens:
     def decode(self, ids):
         """Ids -> text, special tokens spelled out."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def save(self, folder):
-        self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
 
 
 def load_tokenizer(name, system, end_token=""):
@@ -177,8 +169,8 @@ def load_tokenizer(name, system, end_token=""):
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",
-            f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token "
-            "'</s>' or another that it has, or --chat where it has a template")
+            f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token, "
+            "or --chat where it has a template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -192,10 +184,9 @@ def load_tokenizer(name, system, end_token=""):
     require(used == set(range(size)),   # the model's embedding has a row for each of 0 to size - 1
             f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
     ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
-    last = ids.get("<|pad|>", end)
     regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
-    return Tokens(tokenizer, size, -1 if system == "hdp" else begin, last, last, *regions,
-                  ids[markers[-1]])
+    return Tokens(tokenizer, size, -1 if system == "hdp" else begin, ids.get("<|pad|>", end),
+                  *regions, ids[markers[-1]])
 
 
 def read_tokenizer(folder):
@@ -211,14 +202,9 @@ def read_tokenizer(folder):
 
 
 def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder, without its warnings of configs it does not know."""
-    import transformers
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    finally:
-        transformers.logging.set_verbosity(before)
+    """transformers' tokenizer of a folder."""
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 # ---- Chats: every trained answer is a problem, whose question is all that comes before it in the

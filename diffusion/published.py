@@ -99,24 +99,16 @@ def find_checkpoint(name, flag="--checkpoint"):
 class Origin(NamedTuple):
     """The weights that --init_from names."""
     path: Path
-    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model that
-    #                     predicts the next token; "published": a DiT of BD3-LM or MDLM
+    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model;
+    #                     "published": a DiT of BD3-LM or MDLM
     form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, where it says so
     source: dict        # config.json of the language model that they come from; {}: of none
-
-
-class Start(NamedTuple):
-    """Weights that a run starts from, fit for its vocabulary."""
-    tensors: dict       # {our name: CPU tensor}
-    identity: str       # hash of the files they come from
-    words: str          # of the log
 
 
 def find(name):
     """Origin of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
     require(not Path(name).is_file(),
-            f"--init_from {name}: is a file; give a folder with config.json and weights. bd3lms' "
-            "push_to_hf.py makes one of a Lightning .ckpt")
+            f"--init_from {name}: give a folder; bd3lms' push_to_hf.py makes one of a .ckpt file")
     path = tensor_io.find_folder(str(name), "--init_from")
     if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = find_checkpoint(path, "--init_from")
@@ -160,11 +152,11 @@ def with_form(layout, form):
 
 def with_chat(layout, folder):
     """A Layout with questions and ends as in a tokenizer folder's chat template. UserError."""
+    question = [{"role": "user", "content": "{question}"}]
     try:
         tokenizer = auto_tokenizer(folder)
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "{question}"}], tokenize=False,
-            add_generation_prompt=True, enable_thinking=False)
+            question, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         require(prompt.count("{question}") == 1, "it does not write the question once")
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
@@ -188,9 +180,8 @@ def config_for(origin, model_size, tokens, dropout):
 
 
 def read(origin, config, tokens, seed=0):
-    """Start of an Origin. Raises UserError when it does not fit.
-
-    config: of config_for. tokens: problems.Tokens. seed: of rows without a source.
+    """({our name: CPU tensor} fit for the vocabulary, hash of an Origin's files, words of the log).
+    UserError when it does not fit. config: of config_for. seed: of new rows.
     """
     path, form = origin.path, origin.form
     if origin.kind == "ours":
@@ -199,37 +190,36 @@ def read(origin, config, tokens, seed=0):
         from diffusion import decoder
         tensors = decoder.read_folder(path, config)
     else:
-        tensors = read_official(path, config)
+        files = tensor_io.files_of(path, "model")
+        require(files, f"{path}: has no model.safetensors; convert its weights to that")
+        tensors = from_official({name: part[:] for name, part in tensor_io.open_tensors(
+            files).items() if part.get_shape()}, config, path)      # sampling_eps_* are 0-d
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
-    if origin.kind == "published":      # of GPT-2's tokens and a mask
-        own = tokens.plain() | {"<|mask|>": rows - 1}
-    else:
-        own = read_tokenizer(path).get_vocab()
-    most = max(own.values()) + 1
-    require(most <= rows if origin.source else len(own) == most == rows,
+    known = tokens.plain() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
+    if origin.kind != "published":
+        known = read_tokenizer(path).get_vocab()
+    most, mask = max(known.values()) + 1, form.get("mask_token_id")
+    require(most <= rows if origin.source else len(known) == most == rows,
             f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
-    markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
-    mask = form.get("mask_token_id")
+    markers = {name: known.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in known}
     require(mask in (None, tokens.mask),
             f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
             f"mask at {tokens.mask}; correct tokenizer.json ({SDAR_MASK}) or config.json")
-    require(own == tokens.plain(), f"--init_from {path}: its tokenizer is not that of --tokenizer, "
-                                   "so ids would mean other words; drop --tokenizer")
+    require(known == tokens.plain(), f"--init_from {path}: its tokenizer is not that of "
+                                     "--tokenizer, so ids would mean other words; drop --tokenizer")
     with torch.device("meta"):
-        wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
-    wrong = sorted(wanted.keys() ^ tensors.keys())
-    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
-                       f"{', '.join(wrong[:5])} (--model_size)")
-    for name, shape in wanted.items():
-        require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
-                f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
-                f"{tuple(shape)} (--model_size)")
+        wanted = {name: p.shape[name in ROWS:] for name, p
+                  in config.network(config).named_parameters()}
+    found = {name: tensor.shape[name in ROWS:] for name, tensor in tensors.items()}
+    wrong = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing, unknown or of another "
+                       f"shape (--model_size), first {', '.join(wrong[:5])}")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     words = [f"{origin.kind} weights of {path}",
              "block_size" in form and f"trained in blocks of {form['block_size']}",
              new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
-                 "; ".join(filter(None, words)))
+    return (tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
+            "; ".join(filter(None, words)))
 
 
 def with_lora(config, origin, bf16, name, lora):
@@ -243,8 +233,8 @@ def with_lora(config, origin, bf16, name, lora):
     return dataclasses.replace(config, lora=lora)
 
 
-def fill(model, given, seed, resumed):
-    """Put a Start's weights into a network and begin its adapters, which change nothing yet.
+def fill(model, tensors, seed, resumed):
+    """Put the weights of read() into a network and begin its adapters, which change nothing yet.
 
     resumed: a checkpoint follows, which has all that is trained, not the base under adapters.
     """
@@ -255,33 +245,32 @@ def fill(model, given, seed, resumed):
         weights = decoder.base_weights(model)
     if lora or not resumed:
         for name, parameter in weights.items():
-            tensor_io.fill(parameter, given.tensors[name])
+            tensor_io.fill(parameter, tensors[name])
     if lora and not resumed:
         adapters.init_adapters(model.adapted[0], seed)
-        row = given.tensors["model.embed_tokens.weight"][model.config.mask_id]
+        row = tensors["model.embed_tokens.weight"][model.config.mask_id]
         tensor_io.fill(model.mask_row, row)
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
     """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: row there}."""
     count, generator = len(tokens.plain()), torch.Generator().manual_seed(seed)
-
-    def fit(rows):
-        own, fitted = rows[:count].float(), torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
-        kept = min(len(rows), size)
-        fitted[:kept] = rows[:kept]
-        for name, number in tokens.markers.items():
-            if name in markers:
-                fitted[number] = rows[markers[name]]
-            else:
-                fitted[number] = own.mean(0)
-                if rows.ndim > 1:       # a bias is one number a token
+    new, fitted = [name for name in tokens.markers if name not in markers], {}
+    for name, rows in tensors.items():
+        fitted[name] = rows = rows.detach()
+        if name in ROWS:
+            mean, spread = rows[:count].float().mean(0), rows[:count].float().std(0)
+            fitted[name] = table = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
+            table[:len(rows)] = rows[:size]
+            for marker, number in tokens.markers.items():
+                if marker in markers:
+                    table[number] = rows[markers[marker]]
+                elif rows.ndim == 1:        # a bias is one number a token
+                    table[number] = mean
+                else:
                     noise = torch.randn(rows.shape[1:], generator=generator)
-                    fitted[number] = own.mean(0) + 0.02 * own.std(0) * noise
-        return fitted
-
-    return {name: fit(tensor.detach()) if name in ROWS else tensor.detach()
-            for name, tensor in tensors.items()}, [n for n in tokens.markers if n not in markers]
+                    table[number] = mean + 0.02 * spread * noise
+    return fitted, new
 
 
 # ---- BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
@@ -320,27 +309,31 @@ def from_official(state, config, path):
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     frequencies, *_ = (plain.pop(name, ()) for name in BUFFERS)
     require(len(frequencies) in (0, config.head_size // 2),
-            f"{path}: has attention heads of {2 * len(frequencies)}, --model_size has heads of "
-            f"{config.head_size}")
+            f"{path}: heads of {2 * len(frequencies)}, --model_size has them of {config.head_size}")
     with torch.device("meta"):
         ours = {official_name(name): name for name, _ in config.network(config).named_parameters()}
     return {ours.get(name, name): tensor for name, tensor in plain.items()}
 
 
-def read_official(path, config):
-    """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
-    files = tensor_io.files_of(path, "model")
-    require(files, f"{path}: has no model.safetensors; convert its weights to that")
-    return from_official({name: part[:] for name, part in tensor_io.open_tensors(files).items()
-                          if part.get_shape()}, config, path)       # sampling_eps_* are 0-d
-
-
 # ---- Out
 
 
-def official_config(config, layout, t_range):
-    """config.json of a folder with such a state dict. config: dit.Config."""
-    return {"architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
+def export(folder, output, layout_of="usual"):
+    """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
+    model, about = load_checkpoint(folder)
+    config, layout = model.config, choices.read_layout(about["layout"])
+    tokens, source = load_tokenizer(folder, layout.system, layout.end_token), about.get("source")
+    # what began as SDAR stays it: its config.json names files that are not here
+    is_sdar = layout_of == "sdar" or (
+        config.mask_id == SDAR_MASK_ID and source and source["model_type"] == "sdar")
+    can_be = source and source["model_type"] in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID
+    require(not is_sdar or can_be, "--format sdar: train from a Qwen3 model with its tokenizer, so "
+                                   f"that the mask has id {SDAR_MASK_ID}, not {config.mask_id}")
+    if not source:
+        t_range = state_of(folder).get("t_range", choices.FULL)
+        state = official_state(model.state_dict(), config.heads, t_range)
+        written = {
+            "architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
             "return_dict": False,
             "auto_map": {"AutoConfig": f"{HUB_CODE}--configuration_bd3lm.BD3LMConfig",
                          "AutoModelForMaskedLM": f"{HUB_CODE}--modeling_bd3lm.BD3LM"},
@@ -350,61 +343,31 @@ def official_config(config, layout, t_range):
             "cond_dim": config.cond_size, "n_blocks": config.layers, "n_heads": config.heads,
             "dropout": config.dropout, "time_conditioning": False, "var_min": True,
             "sampling_eps_min": t_range[0], "sampling_eps_max": t_range[1]}
-
-
-def language_config(config, layout, tokens):
-    """config.json of an exported language model: its source's, and how it was trained."""
-    about = {key: value for key, value in config.source.items() if key != "torch_dtype"}
-    return about | {
-        "vocab_size": config.vocab_size, "dtype": "float32", "eos_token_id": tokens.end,
-        "block_diffusion": {
-            "block_size": layout.block_size, "mask_token_id": config.mask_id, "shift": False,
-            "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
-            "begin_token_id": tokens.bos, "max_length": layout.max_length}}
-
-
-def sdar_config(about, config, layout):
-    """config.json of an SDAR model; UserError unless it is one. about: of language_config."""
-    require(config.source.get("model_type") in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID,
-            f"--format sdar: SDAR is Qwen3 with the mask at {SDAR_MASK_ID}; this model is "
-            f"{config.source.get('model_type')}, its mask has id {config.mask_id}: leave --format "
-            "out, or train from a Qwen3 model with its 151,669 tokens (--init_from), no hdp")
-    kinds = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModel": "modeling_sdar.SDARModel",
-             "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
-    # SDAR's class and SGLang's read the names before transformers 5
-    about = {k: v for k, v in about.items() if k not in ("rope_parameters", "dtype")}
-    return about | {
-        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "tie_word_embeddings": False,
-        "rope_theta": config.native.rope_parameters["rope_theta"], "rope_scaling": None,
-        "torch_dtype": "float32", "fuse_cross_entropy": True, "block_size": layout.block_size,
-        "mask_token_id": config.mask_id,
-        "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
-
-
-def export(folder, output, layout_of="usual"):
-    """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
-    model, about = load_checkpoint(folder)
-    config, layout = model.config, choices.read_layout(about["layout"])
-    tokens = load_tokenizer(folder, layout.system, layout.end_token)
-    source, is_dit = about.get("source", {}), isinstance(model, dit.DiT)
-    # what began as SDAR stays it: its config.json names files that are not here
-    is_sdar = layout_of == "sdar" or (
-        source.get("model_type") == "sdar" and config.mask_id == SDAR_MASK_ID)
-    require(not (is_sdar and is_dit), "--format sdar: SDAR is Qwen3; this model is a DiT")
-    if is_dit:
-        t_range = state_of(folder).get("t_range", choices.FULL)
-        state = official_state(model.state_dict(), config.heads, t_range)
-        written = official_config(config, layout, t_range)
-    else:
-        state, written = dict(model.named_parameters()), language_config(config, layout, tokens)
-        if is_sdar:
-            state |= {"lm_head.weight": model.lm_head.weight.clone()}
-            written = sdar_config(written, config, layout)
+    else:       # the source's, and how it was trained
+        state = dict(model.named_parameters())
+        form = {"block_size": layout.block_size, "mask_token_id": config.mask_id, "shift": False,
+                "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
+                "begin_token_id": tokens.bos, "max_length": layout.max_length}
+        written = {key: value for key, value in config.source.items() if key != "torch_dtype"}
+        written |= {"vocab_size": config.vocab_size, "dtype": "float32",
+                    "eos_token_id": tokens.end, "block_diffusion": form}
+    if is_sdar:
+        state |= {"lm_head.weight": model.lm_head.weight.clone()}
+        kinds = {"AutoConfig": "configuration_sdar.SDARConfig",
+                 "AutoModel": "modeling_sdar.SDARModel",
+                 "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
+        # SDAR's class and SGLang's read the names before transformers 5
+        written = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")} | {
+            "model_type": "sdar", "architectures": ["SDARForCausalLM"],
+            "tie_word_embeddings": False, "rope_scaling": None, "torch_dtype": "float32",
+            "rope_theta": config.native.rope_parameters["rope_theta"], "fuse_cross_entropy": True,
+            "mask_token_id": config.mask_id, "block_size": layout.block_size,
+            "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     size = sum(tensor.nbytes for tensor in state.values())
     with checkpoint.new_folder(output, size) as output:
         tensor_io.save(state, output / "model.safetensors")
-        tokens.save(output)
+        tokens.tokenizer.save(str(output / "tokenizer.json"))
         for name, content in chat_files(folder).items():
             (output / name).write_bytes(content)
         if is_sdar:     # servers know the mask by this name
@@ -413,7 +376,7 @@ def export(folder, output, layout_of="usual"):
                 if path.name == "tokenizer_config.json":
                     text = json.dumps(json.loads(text) | {"mask_token": SDAR_MASK})
                 path.write_text(text, encoding="utf-8")
-        if not is_dit:      # servers stop where answers ended in training
+        if source:          # servers stop where answers ended in training
             ends = {name: config.source.get(name) for name in ("bos_token_id", "pad_token_id")}
             checkpoint.write_json(output / "generation_config.json",
                                   ends | {"eos_token_id": tokens.end})

@@ -1,11 +1,10 @@
-"""Answer problems with a block-diffusion model: texts, exact match, network passes, speed.
+"""Answer problems with a block-diffusion model: texts, exact match, network passes (NFE), speed.
 
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
 
-hdp writes first the plan, then the execution with <|answer|>. Strict exact match takes the number
-after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-math does; flexible
-takes the last number in the text and compares values. NFE: network passes a problem needed.
+hdp writes first the plan, then the execution with <|answer|>. An answer is right (strict) if the
+number after #### (hdp: after <|answer|>) is the same text, as openai/grade-school-math has it.
 
 Blocks are unmasked one after the other, given cached keys and values of the clean tokens before
 them; many problems at a time. Those that reach their end token leave the batch.
@@ -23,25 +22,17 @@ from diffusion import choices
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
     choices.answers(p, "first_hitting")
-    p.flag("--test_file", None, "problems or chats of the form trained on: file, folder, hub name")
-    p.flag("--question", None, "questions to answer", nargs="+", metavar="TEXT")
+    one = p.add_mutually_exclusive_group(required=True)
+    one.add_argument("--test_file", help="problems or chats of the form trained on: file, folder, "
+                     "hub name")
+    one.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
     p.flag("--temperature", 0.0, "0 = the likeliest token, 1 = as the model says")
     p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers")
     return p
 
 
-def check_flags(args, world_size):
-    """Raise UserError for values that make no sense, or would do nothing."""
-    choices.check_answers(args)
-    cli.zero_or_more(args, "temperature")
-    cli.share(args, "min_accuracy")
-    require(not args.min_accuracy or args.test_file,
-            "--min_accuracy needs --test_file, problems with answers")
-    require(bool(args.test_file) != bool(args.question), "give one of --test_file and --question")
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
 
 import math
 import re
@@ -60,12 +51,9 @@ from diffusion.blocks import pieces, prompt_ids, read_any
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout, read_layout
 from diffusion.problems import Problem, load_tokenizer
 
-# in a text; -$5 is one, the minus of 5-$3 no sign
-NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")
-
 
 class Generated(NamedTuple):
-    """What generate wrote for one problem."""
+    """The blocks written for one problem."""
     ids: list           # whole blocks, pinned ids first, up to that of the end token
     forwards: int       # network passes (NFE), those that fill the cache aside
     ended: bool         # whether the end token came
@@ -76,6 +64,15 @@ class Sampling(NamedTuple):
     order: str = "first_hitting"    # a pass fills a random token; "confidence": all sure ones
     threshold: float = 0.9          # confidence: probability a token must have, but the surest
     temperature: float = 1.0        # 0: the likeliest token
+
+
+class Solver(NamedTuple):
+    """A model that answers, and how it samples."""
+    model: nn.Module
+    tokens: object              # problems.Tokens
+    layout: Layout
+    how: Sampling
+    bf16: bool = False
 
 
 def prefill(model, tokens, position, block, known):
@@ -237,15 +234,6 @@ def region_text(ids, pinned, tokens):
     return tokens.decode(body).strip()
 
 
-class Solver(NamedTuple):
-    """A model that answers, and how it samples."""
-    model: nn.Module
-    tokens: object              # problems.Tokens
-    layout: Layout
-    how: Sampling
-    bf16: bool = False
-
-
 def load_solver(args, how):
     """(checkpoint folder, Solver that samples like `how`) of a script's flags. Raises UserError."""
     from diffusion import published
@@ -262,61 +250,62 @@ def answer(solver, states, batch_size, seed=0):
     forwards, the network passes; tokens, generated ones up to and with the end token; ended,
     whether it came in every region.
     """
+    tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
+    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
     # of like length in a batch: less padding
-    order, answers = sorted(range(len(states)), key=lambda i: states[i][0].shape[1]), {}
+    order = sorted(range(len(states)), key=lambda i: states[i][0].shape[1])
     for first in range(0, len(order), batch_size):
         batch = order[first:first + batch_size]
-        number = first // batch_size + 1
-        made = answer_batch(solver, [states[i] for i in batch], seed + 1_000_003 * number)
-        answers |= zip(batch, made)
-    return [answers[i] for i in range(len(states))]
-
-
-def answer_batch(solver, states, seed):
-    """The answers to one batch."""
-    tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
-    for region in sorted(layout.regions.keys() - {QUESTION}):
-        name = "plan" if layout.system == "hdp" and region == PLAN else "text"
-        rooms = [room(first, region, layout) for _, (_, first) in states]
-        with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
-            written = generate(solver.model, states, rooms, layout.regions[region][2],
-                               tokens.end, solver.how, generator)
-        following = []
-        for found, made, (context, (given, _)) in zip(answers, written, states):
-            ids = finish_region(made.ids, len(given), tokens.end)
-            body = ids[len(given):]
-            found[name] = region_text(ids, len(given), tokens)
-            found["forwards"] += made.forwards
-            found["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
-            found["ended"] &= made.ended
-            if name == "plan":
-                following.append(execution_state(context, ids, tokens, layout))
-        states = following
+        generator = torch.Generator(device)
+        generator.manual_seed(seed + 1_000_003 * (first // batch_size + 1))
+        given = [states[i] for i in batch]
+        for region in sorted(layout.regions.keys() - {QUESTION}):
+            name = "plan" if layout.system == "hdp" and region == PLAN else "text"
+            rooms = [room(start, region, layout) for _, (_, start) in given]
+            with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
+                written = generate(solver.model, given, rooms, layout.regions[region][2],
+                                   tokens.end, solver.how, generator)
+            for row, (made, (context, (pinned, _))) in enumerate(zip(written, given)):
+                ids, found = finish_region(made.ids, len(pinned), tokens.end), answers[batch[row]]
+                body = ids[len(pinned):]
+                found[name] = region_text(ids, len(pinned), tokens)
+                found["forwards"] += made.forwards
+                found["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
+                found["ended"] &= made.ended
+                if name == "plan":
+                    given[row] = execution_state(context, ids, tokens, layout)
     return answers
 
 
 def score(text, answer):
-    """(strict, flexible) of a generated text against the final number: the one after `#### ` is
-    the same text, commas removed (openai/grade-school-math); the last one has the same value.
+    """Whether the number after `#### ` in a generated text is the text of the final number, commas
+    removed (openai/grade-school-math).
     """
-    gold = answer.replace(",", "")
     marked = re.search(r"#### (-?[0-9.,]+)", text)
-    strict = marked is not None and marked[1].replace(",", "") == gold
-    numbers = NUMBER.findall(text)
-    return strict, bool(numbers) and float(re.sub("[,$]", "", numbers[-1])) == float(gold)
+    return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
 
 
 # ---- The script
 
 
-def answer_all(solver, problems, args):
-    """([dict] of the problems, in order; seconds the model took). args: the script's flags."""
-    states, wrong = {}, []
+def main(argv=None):
+    args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
+    folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
+    layout, tokens, output = solver.layout, solver.tokens, args.output
+    print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}\n"
+          f"sampling   {solver.how}")
+    problems = [Problem(f"question {n}", text, "", "")
+                for n, text in enumerate(args.question or (), 1)]
+    if args.test_file:
+        problems, bad = read_any(args.test_file, "test", layout, folder, tokens)
+        settle(bad)
+        output = output or folder.parent / f"answers-{folder.name}.json"
+    problems, states, wrong = problems[:args.limit or len(problems)], {}, []
+    if output:
+        checkpoint.prepare_folder(Path(output).parent, "--output")
     for i, problem in enumerate(problems):
         try:
-            states[i] = question_state(problem, solver.tokens, solver.layout)
+            states[i] = question_state(problem, tokens, layout)
         except UserError as error:
             wrong.append(str(error))
     require(args.drop_too_long or not wrong, wrong and problem_text(wrong) +
@@ -329,37 +318,12 @@ def answer_all(solver, problems, args):
     seconds = time.monotonic() - began      # ids are on the host by now, so the device is done
     for problem, found in zip(problems, answers):
         if problem.answer:
-            found["strict"], found["flexible"] = score(found["text"], problem.answer)
-    return answers, seconds
-
-
-def summarise(answers, seconds):
-    """{name: number} over all answers; shares from 0 to 1."""
-    n, tokens = len(answers), sum(a["tokens"] for a in answers)
-    total = {name: sum(a[name] for a in answers) / n
-             for name in ("strict", "flexible", "ended") if name in answers[0]}
-    return total | {"problems": n, "too_long": sum(a["forwards"] == 0 for a in answers),
-                    "nfe": sum(a["forwards"] for a in answers) / n, "tokens": tokens,
-                    "seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
-
-
-def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
-    layout, output = solver.layout, args.output
-    print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}\n"
-          f"sampling   {solver.how}")
-    problems = [Problem(f"question {n}", text, "", "")
-                for n, text in enumerate(args.question or (), 1)]
-    if args.test_file:
-        problems, bad = read_any(args.test_file, "test", layout, folder, solver.tokens)
-        settle(bad)
-        output = output or folder.parent / f"answers-{folder.name}.json"
-    problems = problems[:args.limit or len(problems)]
-    if output:
-        checkpoint.prepare_folder(Path(output).parent, "--output")
-    answers, seconds = answer_all(solver, problems, args)
-    total = summarise(answers, seconds)
+            found["strict"] = score(found["text"], problem.answer)
+    n, percent, clauses = len(answers), metrics.percent, []
+    total = {name: sum(found[name] for found in answers) / n for name in answers[0]
+             if name in ("strict", "ended", "forwards", "tokens")}
+    total |= {"problems": n, "too_long": len(wrong), "seconds": seconds,
+              "tokens_per_second": total["tokens"] * n / max(seconds, 1e-9)}
     if output:
         checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
                                        "summary": total, "answers": answers})
@@ -367,15 +331,14 @@ def main(argv=None):
         print(f"-- {found['name']}\n   question  {printable(found['question'], 2000)}")
         print("".join(f"   {part:<9} {found[part]!r}\n" for part in ("plan", "text", "answer")
                       if found.get(part)), end="")
-    clauses, percent, n = [], metrics.percent, total["problems"]
     if "strict" in total:       # the problems came with answers
         error = math.sqrt(total["strict"] * (1 - total["strict"]) / n)
-        print(f"accuracy   strict {total['strict']:.2%} +- {error:.2%}, flexible "
-              f"{total['flexible']:.2%} of {n} problems, {total['too_long']} of them too long")
+        print(f"accuracy   strict {total['strict']:.2%} +- {error:.2%} of {n} problems, "
+              f"{len(wrong)} of them too long")
         if total["strict"] < args.min_accuracy:
             clauses.append(f"FAILED: not {percent(args.min_accuracy)} of the answers are right")
         clauses.append(f"{percent(total['strict'])} of {n} problems were answered right")
-    print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_second']:,.1f} tok/s, "
+    print(f"speed      NFE {total['forwards']:.1f}, {total['tokens_per_second']:,.1f} tok/s, "
           f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
     clauses.append(f"{percent(total['ended'])} of the answers ended by themselves")
     print(metrics.verdict_line(clauses))

@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --init_from Qwen/Qwen3-0.6B --bf16
 
 The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
-saving, then the loop. The loss is a bound on the negative log-likelihood (noise.py), averaged over
+saving, then the loop. The loss is a bound on the negative log-likelihood (blocks.py), averaged over
 every target of the whole optimizer step, all ranks and micro-steps. The noise is drawn for the
 whole step as well, so any split of a step over ranks and micro-steps trains the same model.
 
@@ -46,16 +46,16 @@ flag("--init_from", None, "folder or hub name of BD3-LM or MDLM weights, a causa
 flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
 flag("--t_range", None, "noise levels trained on, and shares of a block that may be masked "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
-flag("--clip_search_widths", (), "after each validation train on the range of such a width whose "
-     "loss varies least", type=float, nargs="*", metavar="WIDTH")
+flag("--clip_search_widths", (), "train on the range of such a width whose losses vary least",
+     type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
 flag("--ema_decay", 0.9999, "of the averaged weights, after its warm-up")
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
 flag("--lora_rank", 32, "adapter rank")
 flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
 flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
-flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj; "
-     "the mask's row is trained as well", type=cli.alias(all="all-linear"))
+flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
+     type=cli.alias(all="all-linear"))
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
 switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
 # batch and length of the run
@@ -84,18 +84,17 @@ flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
 flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
 flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
-flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
-     "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs, a node's, or N",
+     type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 switch("--bf16", "bfloat16 compute, float32 weights")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 switch("--compile", "torch.compile each layer")
 flag("--gradient_checkpointing", None, "recompute layers in the backward pass; selective: all "
      "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); "
-     "flex is dense in rows of fewer than 128 noisy copies", choices=("flex", "sdpa"))
-flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
-     "data preparation, validation and saves after --wait_timeout 21600")
+flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
+     choices=("flex", "sdpa"))
+flag("--collective_timeout", 600, "seconds without progress before the rank is named and all abort")
 flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
@@ -106,8 +105,8 @@ flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
-flag("--best_by", "bound", "what makes a checkpoint the best one; accuracy: strict, of "
-     "--eval_accuracy, ties go to the better bound", choices=("bound", "accuracy"))
+flag("--best_by", "bound", "the best checkpoint; accuracy: of --eval_accuracy, ties by the bound",
+     choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
 flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
@@ -128,7 +127,7 @@ import torch
 
 from core import checkpoint, dist, loading, metrics, optim, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
-from diffusion import blocks, dit, elbo, noise, problems
+from diffusion import blocks, dit, elbo, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
@@ -165,7 +164,8 @@ config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dro
 if origin:
     config = published.config_for(origin, args.model_size, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
-start = published.read(origin, config, tokens, args.seed) if origin else None
+weights, weights_hash, weights_text = published.read(
+    origin, config, tokens, args.seed) if origin else ({}, "", "new weights")
 lora = args.use_lora and {
     "rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
     "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
@@ -188,7 +188,7 @@ batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accum
 identity = {**dataclasses.asdict(layout), "seed": args.seed,
             "model": [args.model_size, tokens.vocab_size], "adapters": lora,
             "batch": [batch_rows, rows.length], "training data": rows.fingerprint(),
-            "start": start.identity if start else ""}
+            "start": weights_hash}
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
                             *([len(chosen), args.best_by] if chosen else [])]
@@ -208,7 +208,7 @@ if resume and state["validation"] == validation:
     if best_step is not None:
         best_loss, best_tie = state["best_loss"], state.get("best_tie", 0.0)
 # weights that were given are validated first; so is what a signal broke off
-eval_due = bool(validation) and bool(state.get("eval_due", start))
+eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
 # ---- Order of the rows: a function of (seed, epoch) alone, so another number of ranks continues it
 order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
@@ -223,12 +223,12 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(val
 kind = origin.path.name if origin and origin.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows),
+print0(f"{size}, {kind}", blocks.data_line(rows, eval_rows),
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
-       run.start_line(step, total_steps, resume, start.words if start else "new weights"))
+       run.start_line(step, total_steps, resume, weights_text))
 if dry:
     elbo.plan_memory(*planned, order, total_steps - step)
     print("dry run ok")
@@ -242,8 +242,8 @@ if args.compile:        # FlexAttention of unknown lengths is slow
     dist.compile_layers(model.layers, dynamic=False)
 if args.parallel != "ddp":
     dist.shard(model, model.layers, world, args.bf16, shard_size=args.shard_size)
-if start:
-    published.fill(model, start, args.seed, bool(resume))
+if origin:
+    published.fill(model, weights, args.seed, bool(resume))
 if resume:
     tensor_io.load(world, resume, "model", elbo.trained(model))
 average = elbo.Average(model, args.ema_decay)
@@ -297,7 +297,7 @@ def save():
         about = {"model": dataclasses.asdict(config), "step": step,
                  "layout": dataclasses.asdict(layout), "source": origin.source if origin else {}}
         (path / "config.json").write_text(json.dumps(about, indent=1))
-        tokens.save(path)
+        tokens.tokenizer.save(str(path / "tokenizer.json"))
         if origin or templated:     # with these files a chat template stays usable
             for file, content in published.chat_files(tokenizer).items():
                 (path / file).write_bytes(content)
@@ -337,7 +337,7 @@ while step < total_steps and not stopping and stale < patience:
     window = order.window(epoch, first_pack, per_step)
     work = {name: int(values[window].sum()) for name, values in table.items()}
     # noise is drawn for the whole step and then cut: it is the same on any number of ranks
-    draws = noise.draw(args.seed, "train", step, work["groups"], step_rows, rows.length)
+    draws = blocks.draw(args.seed, "train", step, work["groups"], step_rows, rows.length)
     first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
@@ -353,7 +353,7 @@ while step < total_steps and not stopping and stale < patience:
         # else this rank's loss would be divided by another count than the others'
         assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
         part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
-        inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
+        inputs = blocks.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
@@ -396,7 +396,7 @@ while step < total_steps and not stopping and stale < patience:
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
+        mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         print0(("step {:>6}/{} | loss {train/loss:7.4f} | masked {train/masked:5.1%} ce "
                 "{train/masked_loss:7.4f} | lr {train/learning_rate:.2e} | grad_norm "
@@ -422,9 +422,6 @@ while step < total_steps and not stopping and stale < patience:
             save()
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
-best = f"bound {best_loss:.4f} nats/token"
-if args.best_by == "accuracy":
-    best = f"{best_loss:.2%} wrong"
-best = f"; best {best} at step {best_step}" * (best_step is not None)
+best = f"; best {args.best_by} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
         f"{early * (step < total_steps)}{monitor.skipped} steps skipped{best}")

@@ -235,7 +235,7 @@ def check_duplicates(path, lines, keys):
 
 
 def split_groups(groups, share, seed):
-    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one group each.
+    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each.
     share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
     """
     names = np.unique(groups)

@@ -143,7 +143,6 @@ def check_flags(args, world_size):
     cli.check_trainer(args, world_size, p)
     args.gradient_accumulation_steps = accumulation     # 0 is derived below
     cli.check_precision(args)
-    cli.check_plan(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")

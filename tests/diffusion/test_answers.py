@@ -38,7 +38,7 @@ def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
                 assert text == problem.plan
                 context, (pinned, first) = sample_bd3lm.execution_state(context, finished, tokens, layout)
         expected = problem.solution if layout.system == "gsm8k" else f"{problem.solution}\n#### {problem.answer}"
-        assert text == expected and sample_bd3lm.score(text, problem.answer) == (True, True)
+        assert text == expected and sample_bd3lm.score(text, problem.answer)
         assert set(region) <= {QUESTION, PLAN, EXECUTION, FILL}
 
 
@@ -50,13 +50,8 @@ def test_a_question_that_is_too_long_is_refused(demo):
         sample_bd3lm.question_state(found[0], load_tokenizer(demo, "gsm8k"), replace(LAYOUTS["gsm8k"], max_length=16))
 
 
-@pytest.mark.parametrize("text, gold, strict, flexible", [
-    ("so 6*3 = 18\n#### 18", "18", True, True), ("#### 1,234", "1234", True, True),
-    ("#### 1234", "1,234", True, True), ("#### -5", "-5", True, True),
-    ("#### 18.0", "18", False, True), ("####18", "18", False, True),
-    ("the answer is 18", "18", False, True), ("(3)-18", "18", False, True),
-    ("18 then 19", "18", False, False), ("", "0", False, False),
-    ("he owes -$5", "-5", False, True), ("8$-$5", "5", False, True),
-])
-def test_scores(text, gold, strict, flexible):
-    assert sample_bd3lm.score(text, gold) == (strict, flexible)
+@pytest.mark.parametrize("text, gold, right", [
+    ("so 6*3 = 18\n#### 18", "18", True), ("#### 1,234", "1234", True), ("#### 1234", "1,234", True),
+    ("#### -5", "-5", True), ("#### 18.0", "18", False), ("####18", "18", False), ("18 then 19", "18", False)])
+def test_scores(text, gold, right):
+    assert sample_bd3lm.score(text, gold) is right

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from core import fused
-from diffusion import dit, noise
+from diffusion import blocks, dit
 from tests.helpers.block_rows import (CONFIG, MASK, MIXED, assert_close, document, gradients, loss_of, make_blocks,
                                       network, noised, sampled_hidden, seen_by)
 
@@ -17,7 +17,7 @@ def test_dropout_is_on_both_branches():
     """All dropped, every layer is the identity."""
     model = network(dataclasses.replace(CONFIG, dropout=1.0)).train()
     inputs = noised(make_blocks([[document([4, 4])]], 12, 8))
-    assert torch.equal(model.hidden_states(inputs), model.embedded(inputs.tokens)[:, :inputs.n_noisy])
+    assert torch.equal(model.hidden_states(inputs), model.embed(inputs.tokens)[:, :inputs.n_noisy])
 
 
 # -- Who sees whom -----------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def slow_loss(model, batch, inputs, t_of_group):
 
 def test_loss_and_gradients_equal_the_slow_formula():
     batch, model = make_blocks(MIXED, 26, 24), network()
-    draws = noise.draw(3, "train", 0, batch.n_groups, *batch.doc.shape)
-    inputs = noise.diffuse(batch, draws, MASK)
+    draws = blocks.draw(3, "train", 0, batch.n_groups, *batch.doc.shape)
+    inputs = blocks.diffuse(batch, draws, MASK)
     t = 1e-3 + (1 - 1e-3) * draws.levels
     assert 5 < len(inputs.rows) < batch.n_targets
     fused, slow = loss_of(model, inputs, batch.n_targets), slow_loss(model, batch, inputs, t)
@@ -166,8 +166,8 @@ def test_packed_rows_train_like_padded_ones():
         model, rng = network(), np.random.default_rng(5)
         tokens = np.zeros(batch.doc.shape)
         tokens[batch.target.numpy()] = rng.random(batch.n_targets)
-        draws = noise.Draws(rng.random(batch.n_groups), None, tokens)
-        loss = loss_of(model, noise.diffuse(batch, draws, MASK), batch.n_targets)
+        draws = blocks.Draws(rng.random(batch.n_groups), None, tokens)
+        loss = loss_of(model, blocks.diffuse(batch, draws, MASK), batch.n_targets)
         both.append([loss, *gradients(model, loss)])
     assert_close(*both)
 

@@ -1,17 +1,18 @@
-"""Validation: counts, shares of ranks, the error bar, the search for a noise range."""
+"""Validation: averaged weights, counts, shares of ranks, the error bar, the search for a noise range, answers."""
 
 import numpy as np
 import pytest
 import torch
 
 from core import dist
-from diffusion import blocks, choices, dit, elbo, noise, problems
+from diffusion import blocks, choices, dit, elbo, problems, sample_bd3lm
 from tests.helpers.block_problems import documents_of
+from tests.helpers.block_rows import network
 
 ALONE = dist.World(device=torch.device("cpu"))
 
 
-def test_counts_and_report_add_up(demo):
+def test_counts_add_up(demo):
     tokens = problems.load_tokenizer(demo, "hdp")
     layout = choices.Layout("hdp", block_size=8, question_budget=48, plan_budget=32, execution_budget=64)
     documents = documents_of(problems.read_problems(demo / "test_hdp.json", "test", "hdp"), tokens, layout)
@@ -20,9 +21,6 @@ def test_counts_and_report_add_up(demo):
     targets, text = (int(rows.table[name].sum()) for name in ("targets", "text"))
     assert targets == documents.target[part].sum()
     assert text == (documents.target[part] & (documents.region[part] != choices.FILL)).sum() < targets
-    values = elbo.report([targets * 2.0, targets * 4.0], 9.0, targets, text)
-    assert values["eval/loss"] == 3 and values["eval/nll"] == pytest.approx(3 * targets / text)
-    assert values["eval/stderr"] == pytest.approx(3 / text)
 
 
 def rows_of(demo, split, documents, pack=True):
@@ -42,7 +40,9 @@ def bound_of_one_nat(demo, repeats, seed=42):
 
 def test_the_error_bar_covers_the_exact_bound(demo):
     """Of two draws only: their difference alone would promise too much in three of ten validations."""
-    values = [bound_of_one_nat(demo, 2, seed) for seed in range(60)]
+    values, rows = [bound_of_one_nat(demo, 2, seed) for seed in range(60)], rows_of(demo, "test", 8)[1]
+    assert values[0]["eval/nll"] * rows.table["text"].sum() == pytest.approx(
+        values[0]["eval/loss"] * rows.table["targets"].sum())
     errors = [(value["eval/loss"] - 1) * value["eval/nll"] / value["eval/loss"] / value["eval/stderr"]
               for value in values]
     assert 0.85 < np.mean(np.abs(errors) < 2) and 0.5 < np.std(errors) < 1.5
@@ -63,8 +63,8 @@ def test_ranks_share_batches_without_a_rest(demo):
 def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
     monkeypatch.setattr(elbo, "SEARCH_BATCHES", 2)
     official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
-    assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
-    assert elbo.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
+    assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [blocks.FULL, (1e-3, 0.5), (0.05, 0.55)]
+    assert elbo.candidates([0.1], {4}) == [blocks.FULL, *((low, round(low + 0.1, 2)) for low in
                                                         (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
     tokens, rows = rows_of(demo, "train", 24)
     torch.manual_seed(0)
@@ -77,11 +77,71 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
         per_block = []
         for number in range(elbo.SEARCH_BATCHES):
             batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
-            draws = noise.draw(42, "search", number, batch.n_groups, 4, 96)
-            inputs = noise.diffuse(batch, draws, tokens.mask, t_range)
+            draws = blocks.draw(42, "search", number, batch.n_groups, 4, 96)
+            inputs = blocks.diffuse(batch, draws, tokens.mask, t_range)
             losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.tolist()
             for group in range(batch.n_groups):
                 size = int((batch.group[batch.target] == group).sum())
                 per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
         scores[t_range] = np.var(per_block)
     assert found == min(scores, key=scores.get) and len(set(scores.values())) > 10
+
+
+def test_average_follows_its_formula_and_swaps():
+    model = network()
+    average = elbo.Average(model, 0.7)
+    weight = model.head.weight
+    expected, n = weight.detach().clone(), 0
+    for step in range(40):      # from 21 on the decay is the most that it may be
+        with torch.no_grad():
+            weight += 0.1 * torch.randn_like(weight)
+        skip = step == 4        # a step that a bad gradient voided
+        average.update(torch.tensor(float(skip)))
+        if not skip:
+            n += 1
+            decay = min(0.7, (1 + n) / (10 + n))
+            expected = expected - (1 - decay) * (expected - weight.detach())
+    torch.testing.assert_close(average.shadow["head.weight"], expected)
+    raw = weight.detach().clone()
+    average.swap()
+    torch.testing.assert_close(weight.detach(), expected)
+    average.swap()
+    assert torch.equal(weight.detach(), raw)
+
+
+def test_either_a_better_bound_or_a_better_accuracy_goes_on():
+    best, said = {}, []
+    for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
+        said.append(elbo.improved(best, {"eval/nll": nll, "eval/accuracy": right}))
+    assert said == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
+    best = {}
+    assert [elbo.improved(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
+
+
+def test_known_answers_are_right(demo, monkeypatch):
+    """Scores and shares, with a sampler that writes the truth to every other problem."""
+    tokens, layout = problems.load_tokenizer(demo, "gsm8k"), choices.Layout("gsm8k", block_size=8, max_length=96)
+    documents = documents_of(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
+    rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)
+    asked = elbo.choose_problems(rows, 8, tokens, seed=1)
+    assert len({problem.name for problem, _ in asked}) == 8 and elbo.choose_problems(rows, 0, tokens, 1) == []
+    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 1)] == [p for p, _ in asked]
+    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
+
+    def generate(model, states, rooms, block_size, end, how, generator):
+        found = []
+        for state in states:
+            place, ids = next(i for i, (_, other) in enumerate(asked) if other is state), state[1][0]
+            problem = asked[place][0]
+            text = problem.solution if place % 2 else "#### 1"
+            found.append(sample_bd3lm.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
+        return found
+    monkeypatch.setattr(sample_bd3lm, "generate", generate)
+    how = elbo.Eval(rows, tokens, batch_rows=3, repeats=1, seed=0, bf16=False, chosen=asked)
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})
+    model.embed = model["embed"]
+    values = elbo.accuracy(ALONE, model, how)
+    right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
+    assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3
+    values |= {"eval/nll": 1, "eval/bits_per_token": 1, "eval/perplexity": 1, "eval/loss": 1}
+    assert f"right {right:.1%}" in elbo.eval_line(3, values)

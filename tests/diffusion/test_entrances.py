@@ -147,9 +147,9 @@ def test_requests_without_room_do_not_end_an_evaluation(demo):
     """What lm-eval asks for: a context that is too long is cut in front, and counted."""
     from types import SimpleNamespace
 
-    from diffusion import evaluate
-    from tests.diffusion.test_likelihood import solver_of
-    solver = solver_of(demo, 4)
+    from diffusion import choices, evaluate
+    from tests.diffusion.test_sample_bd3lm import solver_of
+    solver = solver_of(demo, choices.Layout(block_size=4, max_length=64))
     ours = evaluate.harness_model(object, solver, 2, 4)
     most, fits = solver.layout.max_length, solver.tokens.decode(range(60, 100))
     found = ours.loglikelihood([SimpleNamespace(args=pair) for pair in (

@@ -8,24 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import choices, dit, evaluate
-from diffusion.problems import load_tokenizer
-from diffusion.sample_bd3lm import Sampling, Solver, prefill
+from diffusion import choices, evaluate
+from diffusion.sample_bd3lm import prefill
+from tests.diffusion.test_sample_bd3lm import solver_of
 from tests.helpers.block_runs import train_bd3lm
 
 PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]
-
-
-def solver_of(demo, block_size):
-    """A Solver of a DiT with random weights."""
-    tokens = load_tokenizer(demo, "gsm8k")
-    torch.manual_seed(0)
-    model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
-    model.head.weight.data.normal_(0, 0.3)
-    for layer in model.layers:
-        for parameter in layer.parameters():
-            parameter.data += 0.4 * torch.randn_like(parameter)
-    return Solver(model, tokens, choices.Layout(block_size=block_size, max_length=64), Sampling())
 
 
 def log_probabilities(solver, clean, shown):
@@ -42,7 +30,7 @@ def log_probabilities(solver, clean, shown):
 @torch.no_grad()
 def test_blocks_of_one_token_have_the_exact_likelihood(demo):
     """Of a DiT, against its cached sampler asked for one token after the other; lm-eval gets minus that."""
-    solver = solver_of(demo, 1)
+    solver = solver_of(demo, choices.Layout(block_size=1, max_length=64))
     found = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
         [types.SimpleNamespace(args=pair) for pair in PAIRS])
     for (context, text), (value, greedy) in zip(PAIRS, found):
@@ -58,7 +46,7 @@ def test_blocks_of_one_token_have_the_exact_likelihood(demo):
 @torch.no_grad()
 def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
     """Two tokens of a block of four, whose other places stay masked: the bound is a mean over both orders."""
-    solver, size = solver_of(demo, 4), 4
+    solver, size = solver_of(demo, choices.Layout(block_size=4, max_length=64)), 4
     context, text = list(range(60, 68)), [70, 90]
     both = []
     for order in itertools.permutations(range(2)):
@@ -89,9 +77,9 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     evaluate.main([*common, "--draws", "8", "--output", str(tmp_path / "bound.json")])
     found = json.loads((tmp_path / "bound.json").read_text())
     summary = found["summary"]
-    error = math.hypot(summary["nats_stderr"], wanted["eval/stderr"])
-    assert abs(summary["nats_per_token"] - wanted["eval/nll"]) < 4 * error and not summary["exact"]
-    assert summary["bits_per_token"] == pytest.approx(summary["nats_per_token"] / math.log(2))
+    error = math.hypot(summary["eval/stderr"], wanted["eval/stderr"])
+    assert abs(summary["eval/nll"] - wanted["eval/nll"]) < 4 * error and not summary["exact"]
+    assert summary["eval/bits_per_token"] == pytest.approx(summary["eval/nll"] / math.log(2))
     assert summary["texts"] == 20 and summary["tokens"] > 20 * 10
     said = capsys.readouterr().out
     assert "bound      nll <= " in said

@@ -6,27 +6,27 @@ import pytest
 import torch
 
 from core.cli import UserError
-from diffusion import noise
+from diffusion import blocks
 from diffusion.choices import FULL, Layout, check_range
 from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blocks, noised
 
 
 def test_strata_are_covered_and_unbiased_for_every_block():
     n = 12
-    levels = np.stack([noise.draw(0, "train", step, n, 0, 0).levels for step in range(3000)])
+    levels = np.stack([blocks.draw(0, "train", step, n, 0, 0).levels for step in range(3000)])
     assert (np.sort((levels * n).astype(int), axis=1) == np.arange(n)).all()     # every stratum once
     assert abs(levels.mean(0) - 0.5).max() < 4.5 * math.sqrt(1 / 12 / 3000)       # every group the same mean,
     assert levels.min(0).max() < 0.01 and levels.max(0).min() > 0.99              # and the full range
-    assert not np.array_equal(noise.draw(0, "validation", 0, n, 0, 0).levels, levels[0])
-    assert not np.array_equal(noise.draw(1, "train", 0, n, 0, 0).levels, levels[0])
+    assert not np.array_equal(blocks.draw(0, "validation", 0, n, 0, 0).levels, levels[0])
+    assert not np.array_equal(blocks.draw(1, "train", 0, n, 0, 0).levels, levels[0])
 
 
 def test_any_split_of_the_rows_gets_the_same_noise():
     rows = [[document([4, 4, 3], given=5, seed=s)] for s in range(4)]
-    draws = noise.draw(0, "train", 7, 8, 4, 12)             # two groups a row: the first block has no target
+    draws = blocks.draw(0, "train", 7, 8, 4, 12)             # two groups a row: the first block has no target
     for t_range in (FULL, (0.3, 0.8)):
-        whole = noise.diffuse(make_blocks(rows, 12, 8), draws, MASK, t_range)
-        parts = [noise.diffuse(make_blocks(rows[r:r + 2], 12, 8), draws.part(r, 2, 2 * r, 4), MASK, t_range)
+        whole = blocks.diffuse(make_blocks(rows, 12, 8), draws, MASK, t_range)
+        parts = [blocks.diffuse(make_blocks(rows[r:r + 2], 12, 8), draws.part(r, 2, 2 * r, 4), MASK, t_range)
                  for r in (0, 2)]
         for name in ("tokens", "labels", "weights"):
             assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts])), name
@@ -36,8 +36,8 @@ def test_any_split_of_the_rows_gets_the_same_noise():
                                              (5, 0.5, 1.0, 0.99)])
 def test_clipped_masking_is_the_truncated_binomial(size, low, high, t):
     groups, batch = 4000, make_blocks([[document([size] * 40)] for _ in range(100)], 40 * size, 40 * size)
-    draws = noise.draw(0, "train", 0, groups, 100, 40 * size)
-    masked = noise.choose_masked(batch, torch.full((groups,), t, dtype=torch.float64), draws, (low, high))
+    draws = blocks.draw(0, "train", 0, groups, 100, 40 * size)
+    masked = blocks.choose_masked(batch, torch.full((groups,), t, dtype=torch.float64), draws, (low, high))
     masked = masked.view(groups, size).numpy()
     k = np.arange(size + 1)
     inside = ((k / size >= low) | (low == 1e-3)) & ((k / size <= high) | (high == 1))
@@ -48,8 +48,8 @@ def test_clipped_masking_is_the_truncated_binomial(size, low, high, t):
 
 def test_unclipped_masking_is_independent_for_every_token():
     batch = make_blocks([[document([8] * 50)] for _ in range(20)], 400, 400)
-    draws = noise.draw(0, "train", 0, 1000, 20, 400)
-    masked = noise.choose_masked(batch, torch.full((1000,), 0.3, dtype=torch.float64), draws, FULL)
+    draws = blocks.draw(0, "train", 0, 1000, 20, 400)
+    masked = blocks.choose_masked(batch, torch.full((1000,), 0.3, dtype=torch.float64), draws, FULL)
     k = np.arange(9)
     pmf = np.array([math.comb(8, i) * 0.3**i * 0.7**(8 - i) for i in k])
     assert chi_square(np.bincount(masked.view(1000, 8).sum(1), minlength=9), pmf) < 0
@@ -64,19 +64,19 @@ def test_ranges_without_a_count_end_or_are_refused():
     for good, size in (((0.3, 0.8), 16), ((0.45, 0.95), 4), ((1.0, 1.0), 1), (FULL, 1), ((0.3, 0.5), 4)):
         check_range(good, Layout(block_size=size))
     batch = make_blocks([[document([1, 2, 3])] for _ in range(200)], 6, 6)     # too short for any share in [0.4, 0.45]
-    draws = noise.draw(0, "train", 0, batch.n_groups, 200, 6)
-    masked = noise.choose_masked(batch, torch.full((600,), 0.42, dtype=torch.float64), draws, (0.4, 0.45)).view(200, 6)
+    draws = blocks.draw(0, "train", 0, batch.n_groups, 200, 6)
+    masked = blocks.choose_masked(batch, torch.full((600,), 0.42, dtype=torch.float64), draws, (0.4, 0.45)).view(200, 6)
     assert set(masked[:, :1].sum(1).tolist()) == {0, 1} and set(masked[:, 1:3].sum(1).tolist()) == {0, 1}
     assert set(masked[:, 3:].sum(1).tolist()) == {1, 2}
-    masked = noise.choose_masked(batch, torch.full((600,), 0.3, dtype=torch.float64), draws, (1e-3, 0.45)).view(200, 6)
+    masked = blocks.choose_masked(batch, torch.full((600,), 0.3, dtype=torch.float64), draws, (1e-3, 0.45)).view(200, 6)
     assert set(masked[:, 0].tolist()) == {True, False}      # a lone token is masked at times
 
 
 def test_only_targets_are_masked_and_weighted():
     batch = make_blocks(MIXED, 26, 24)
     for options in ({}, {"t_range": (0.3, 0.8)}, {"t_range": (0.6, 1.0)}, {"weighting": "ce"}):
-        draws = noise.draw(1, "train", 0, batch.n_groups, *batch.doc.shape)
-        inputs = noise.diffuse(batch, draws, MASK, **options)
+        draws = blocks.draw(1, "train", 0, batch.n_groups, *batch.doc.shape)
+        inputs = blocks.diffuse(batch, draws, MASK, **options)
         low, high = options.get("t_range", FULL)
         t = (low + (high - low) * draws.levels)[inputs.group]
         at = batch.noisy.flatten()[inputs.rows] + inputs.rows // inputs.n_noisy * batch.target.shape[1]

@@ -13,11 +13,11 @@ from diffusion.problems import load_tokenizer, read_problems
 def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
     size = load_tokenizer(demo, "gsm8k").vocab_size - 1
     base = load_tokenizer(demo, "gsm8k")
-    assert (base.mask, base.bos, base.end, base.pad, base.plan) == (size, size - 1, size - 1, size - 1, -1)
+    assert (base.mask, base.bos, base.end, base.plan) == (size, size - 1, size - 1, -1)
     hdp = load_tokenizer(demo, "hdp")
-    assert (hdp.pad, hdp.plan, hdp.execution, hdp.answer, hdp.mask) == tuple(range(size, size + 5))
+    assert (hdp.end, hdp.plan, hdp.execution, hdp.answer, hdp.mask) == tuple(range(size, size + 5))
     assert (hdp.vocab_size, hdp.end, hdp.bos) == (size + 5, size, -1)
-    assert hdp.encode("<|plan|> a<|pad|>")[0] == hdp.plan and hdp.encode("<|plan|> a<|pad|>")[-1] == hdp.pad
+    assert hdp.encode("<|plan|> a<|pad|>")[0] == hdp.plan and hdp.encode("<|plan|> a<|pad|>")[-1] == hdp.end
     text = "Anna's 3 pëns\n cost <<3*2=6>>$6 — \u2028 cheap\t#### 6"
     assert base.decode(base.encode(text)) == text
 

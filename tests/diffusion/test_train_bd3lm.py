@@ -295,33 +295,6 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_problems_are_listed_and_dropped(pool, demo, tmp_path):
-    """One of each kind: only those checks that are named drop, problems.jsonl lists all, and a resumed run goes on."""
-    lines = (demo / "train.jsonl").read_text().splitlines()
-    one = json.loads(lines[0])
-    bad = [one | {"answer": "no number"}, one | {"question": "<|mask|>?"}, one | {"question": "Why? " * 90}]
-    path = tmp_path / "train.jsonl"
-    path.write_text("\n".join([*map(json.dumps, bad), *lines]))
-
-    def train(*flags, ok=True):
-        return complete(pool, demo, tmp_path / "out", "--train_data_file", path, *flags, ranks=2, ok=ok)
-
-    def listed():
-        rows = [json.loads(line) for line in (tmp_path / "out/problems.jsonl").read_text().splitlines()]
-        assert {row["file"] for row in rows} == {str(path)}
-        return [(row["entry"], row["check"]) for row in rows]
-
-    everything = [("line 1", "invalid"), ("line 2", "control_token"), ("line 3", "too_long")]
-    stopped = train("--drop_bad", "invalid", ok=False)
-    assert stopped.status == 1 and "2 problems:" in stopped.output and "pass --drop_too_long" in stopped.output
-    assert listed() == everything
-    done = train("--drop_bad", "--max_steps", 2)
-    assert "data       dropped: 1 control_token, 1 invalid, 1 too_long; see" in done.output
-    assert "24 to train, 8 to validate" in done.output and listed() == everything
-    assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
-
-
-@pytest.mark.slow
 def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -363,16 +336,6 @@ def test_bad_flags_are_refused_by_name(demo, flags):
                                                   *(["--train_data_file", "x"] if "--demo" in flags else [])])
     with pytest.raises(UserError, match=re.escape(BAD[flags])):
         train_bd3lm.check_flags(args, 1)
-
-
-def test_presets_fill_what_the_command_line_leaves_open():
-    def flags(*given):
-        args = train_bd3lm.build_parser().parse_args(["--train_data_file", "x", "--report_to", "none", *given])
-        train_bd3lm.check_flags(args, 1)
-        return args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps, args.max_steps
-    assert flags() == (4, 5e-4, 5000, 50_000)
-    assert flags("--batch_preset", "source", "--learning_rate", "0.1") == (16, 0.1, 1000, 10_000)
-    assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:3] == (4, 7e-4, 0)
 
 
 @pytest.mark.parametrize("flags,expected", [

@@ -599,9 +599,12 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
         assert entry["plan_source"] == "teacher" and entry["question"] == question
     assert [entry["answer"] for entry in found] == ["72", "3", "5"]
 
-    (tmp_path / "plans.jsonl").write_text(json.dumps(records[1] | {"line": 0}) + "\n")
-    with pytest.raises(UserError, match="was not made from the lines of these"):
-        make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+    for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
+                         ([{"messages": [{"content": "Other"}, {"content": "1"}]}], "1 records are not of these problems")):
+        (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "
+" for record in spoil))
+        with pytest.raises(UserError, match=words):
+            make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")

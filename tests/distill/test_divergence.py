@@ -2,8 +2,6 @@
 import json
 import math
 import shutil
-import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +20,6 @@ from distill.teachers import read_prompt, with_prompt
 from tests.helpers import chats, students
 from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
-from tests.helpers.progress import PATIENCE_S
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,

@@ -1,10 +1,10 @@
-"""Small documents, batches of them (noise.Blocks) and networks for the tests of block diffusion."""
+"""Small documents, batches of them (blocks.Blocks) and networks for the tests of block diffusion."""
 import math
 
 import numpy as np
 import torch
 
-from diffusion import dit, noise, sample_bd3lm
+from diffusion import blocks, dit, sample_bd3lm
 
 V, MASK = 21, 20
 CONFIG = dit.Config(V, MASK, hidden_size=32, layers=3, heads=2, cond_size=8, dropout=0.0)
@@ -21,7 +21,7 @@ def document(sizes, given=0, question=0, seed=0):
 
 
 def make_blocks(rows, length, width, everything=False):
-    """noise.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row.
+    """blocks.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row.
 
     everything: all tokens get a noisy copy, not only those of blocks with targets.
     """
@@ -43,12 +43,12 @@ def make_blocks(rows, length, width, everything=False):
     at = noisy.clamp(min=0)
     tiles = dit.tile_states(torch.cat([doc.gather(1, at).masked_fill(noisy < 0, -1), doc], 1).numpy(),
                             torch.cat([block.gather(1, at), block], 1).numpy(), width)
-    return noise.Blocks(ids, position, doc, block, target, noisy, group, groups, int(target.sum()), tiles)
+    return blocks.Blocks(ids, position, doc, block, target, noisy, group, groups, int(target.sum()), tiles)
 
 
 def noised(batch, seed=0, **options):
-    draws = noise.draw(seed, "train", 0, batch.n_groups, *batch.doc.shape)
-    return noise.diffuse(batch, draws, MASK, **options)
+    draws = blocks.draw(seed, "train", 0, batch.n_groups, *batch.doc.shape)
+    return blocks.diffuse(batch, draws, MASK, **options)
 
 
 def network(config=CONFIG, backend="sdpa", **options):
