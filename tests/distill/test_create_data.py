@@ -601,8 +601,7 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
 
     for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
                          ([{"messages": [{"content": "Other"}, {"content": "1"}]}], "1 records are not of these problems")):
-        (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "
-" for record in spoil))
+        (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
         with pytest.raises(UserError, match=words):
             make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
 
