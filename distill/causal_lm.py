@@ -76,7 +76,7 @@ def load_config(folder):
 
 
 def save_config(model, folder):
-    """The files of a checkpoint beside its weights, for from_pretrained and servers."""
+    """The files of a checkpoint but its weights, for from_pretrained and servers."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
@@ -102,11 +102,11 @@ def empty_model(config, dtype, folder=None, attention=None):
                 copy.deepcopy(config), dtype=dtype, attn_implementation=attention,
                 trust_remote_code=False)
         model.tie_weights()
-    except Exception as error:      # an attention of its own, sizes that no model has, ...
+    except Exception as error:      # another attention, sizes that no model has, ...
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
                         f"says ({repr(error).splitlines()[0]}); it is not supported")
     stored = [name for name in model.state_dict() if name not in all_names(model)]
-    require(not stored, f"{config.model_type} models keep state beside their weights "
+    require(not stored, f"{config.model_type} models keep state next to their weights "
                         f"({min(stored, default='')}), which is not supported")
     # what a checkpoint will hold
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
@@ -192,7 +192,7 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts: its own rows, or experts, only.
+    """Fill {name: tensor, plain or a shard} from weight_parts: only the rows or experts that it holds.
     Collective with a world.
     """
     for name, tensor in weights.items():

@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     prompt: tuple = None        # teachers.Prompt: after it each sample follows once more
     drop: tuple = ()            # checks (of train_sft.py) whose samples are dropped
     processes: int = 0          # others that tokenise large files
-    behind: object = None       # chat.Encoder of the teacher; None: the student's
+    teacher: object = None      # chat.Encoder of the teacher; None: the student's
 
 
 def encode_chunk(records, path, reading, problems):
@@ -67,8 +67,8 @@ def encode_chunk(records, path, reading, problems):
     results = encoder.encode([record["messages"] for _, record in short],
                              [record.get("tools") for _, record in short])
     if prompt:
-        from distill.teaching import behind_prompt
-        results = behind_prompt(prompt, reading.behind or encoder,
+        from distill.teaching import after_prompt
+        results = after_prompt(prompt, reading.teacher or encoder,
                                 [record for _, record in short], results)
     for (line, record), result in zip(short, results):
         # several samples where the template rewrites earlier turns

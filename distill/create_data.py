@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
 from core.cli import UserError, require
@@ -28,7 +28,7 @@ LOG_S = 10                  # seconds between log lines
 SYNC_S = 5                  # seconds of work that a kill may cost
 REFUSED_IN_A_ROW = 50       # lines, asked in random order: it is not the lines that are refused
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
-# flags that a label depends on, beside those that name the lines, the prompt and the teacher
+# flags that a label depends on, next to those that name the lines, the prompt and the teacher
 LABEL_FLAGS = ("prompt_role", "parser", "pattern", "labels", "thinking", "max_tokens",
                "max_model_len", "temperature", "top_p", "top_k", "max_retries", "seed")
 ENGINE_FLAGS = {            # of teachers.open_...
@@ -105,8 +105,7 @@ def check_flags(args, world_size):
             "answer, --parser whole (or regex)")
     require(engine != "openai" or args.base_url, "--engine openai needs --base_url")
     if args.base_url:
-        from distill.server import address
-        address(args.base_url, "--base_url")
+        teachers.address(args.base_url, "--base_url")
     for other, names in ENGINE_FLAGS.items():
         for flag in names if other != engine else ():
             require(flag in ANY_ENGINE or getattr(args, flag) == defaults.get_default(flag),
@@ -365,15 +364,12 @@ def log_line(count, total, seconds):
 
 def leave_on_signals():
     """A signal ends this process as an exception would, so the engine ends its children."""
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # of nohup
-        signals.append(signal.SIGHUP)
-
     def leave(number, frame):
         for other in signals:       # the first one counts
             signal.signal(other, signal.SIG_IGN)
         sys.exit(128 + number)
-    for number in signals:
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    for number in signals[:2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 3]:  # nohup
         signal.signal(number, leave)
 
 

@@ -227,14 +227,14 @@ def encode(run, rows, path, prompt=None, turns=None):
     """([sample as ChatSamples has them], ids that answers end with). path: of the rows."""
     around = prompt and prompt.role == "user"
     turns = turns or ("last" if around else run.flags.train_turns)
-    thinking, behind = THINKING[run.flags.enable_thinking], None
+    thinking, other = THINKING[run.flags.enable_thinking], None
     if prompt and run.teacher:
         theirs = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        behind = chat.Encoder(theirs, turns, thinking)
+        other = chat.Encoder(theirs, turns, thinking)
     config = causal_lm.load_config(run.base)
     limit = causal_lm.length_limit(config, run.flags.max_length, run.flags.max_tokens_per_batch)
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
-    reading = Reading(encoder, limit, prompt, behind=behind)
+    reading = Reading(encoder, limit, prompt, teacher=other)
     wrong, lines = [], [(row.get("line", number), row) for number, row in enumerate(rows, 1)]
     made = encode_chunk(lines, path, reading, wrong)
     settle(wrong, run.flags.drop_bad)
@@ -248,10 +248,10 @@ def encode(run, rows, path, prompt=None, turns=None):
 
 
 @torch.no_grad()
-def likelihoods(column, samples, batch_size, teacher=None, behind=False):
+def likelihoods(column, samples, batch_size, teacher=None, as_teacher=False):
     """(KL(teacher, column) or None, negative log-likelihood) per trained token, in nats.
 
-    samples: of encode. teacher: a Column. behind: the column reads the teacher's side.
+    samples: of encode. teacher: a Column. as_teacher: the column reads the teacher's side.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
@@ -259,7 +259,7 @@ def likelihoods(column, samples, batch_size, teacher=None, behind=False):
         batch = collate(part, prompted=True) if len(part[0]) > 3 else kept(part)
         batch = batch.to(column.native.get_input_embeddings().weight.device)
         with column.switched(ATTENTION):
-            (rows,), head = column.packed.rows(batch.teacher if behind else batch)
+            (rows,), head = column.packed.rows(batch.teacher if as_teacher else batch)
         taught = (), None
         if teacher:
             with teacher.switched(ATTENTION):
@@ -434,7 +434,7 @@ def main(argv=None):
                                    requests_of(rows, prompt if taught else None),
                                    args.max_new_tokens, args.batch_size)
         kl, nll = likelihoods(column, samples, args.batch_size,
-                              None if taught else columns.get(goal), behind=taught)
+                              None if taught else columns.get(goal), as_teacher=taught)
         found[name] = {"kl": 0.0 if taught else kl, "nll": nll}
     texts = {name: [answer.text.strip() for answer in some] for name, some in answers.items()}
     for name, row in found.items():

@@ -33,7 +33,7 @@ def check_flags(args, parser):
                 "probabilities, which a server rounds: take forward or js, or --teacher_path alone")
     for flag in ("teacher_url", "base_url"):
         if getattr(args, flag):
-            from distill.server import address
+            from distill.teachers import address
             address(getattr(args, flag), f"--{flag}")
             require(0 < 2 * args.request_timeout < args.collective_timeout, "--request_timeout: "
                     f"twice {args.request_timeout:g} s must end before --collective_timeout "
@@ -102,7 +102,7 @@ def open_side(args, config, tokenizer):
 
 
 def check_lesson(args, table, numbers):
-    """UserError where the base teaches itself what it already says: the divergence is 0 for good.
+    """UserError where the base would learn what it already says: the divergence is 0 for good.
 
     numbers: of the samples trained. With the data's targets (--distill_weight) it is a pull back
     to the base.
@@ -134,7 +134,7 @@ def context(record):
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given], messages[-1]
 
 
-def behind_prompt(prompt, encoder, records, results):
+def after_prompt(prompt, encoder, records, results):
     """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
     each followed by the teacher's, which has its context and the very tokens of the answers.
     """

@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli, run_lock
 from core.cli import require
@@ -69,7 +69,7 @@ flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or 
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of the samples whose answer the student draws at each step")
 flag("--max_new_tokens", 128, "tokens an answer drawn for --on_policy may have")
-flag("--base_url", None, "vLLM server that draws them, by adapters (on_policy.py)")
+flag("--base_url", None, "vLLM server that draws them, by adapters (frozen.py)")
 flag("--request_timeout", 240.0, "seconds of one request; a step's are repeated for twice as long")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens, others as one", metavar="K")
 flag("--distill_weight", None, "share of the divergence in the loss (default: 1)", type=float)
@@ -217,19 +217,19 @@ tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
 causal_lm.check_vocabulary(tokenizer, config)
 encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking],
                        split=not args.teacher_path)
-prompt = behind = kept = None
+prompt = theirs = kept = None
 if args.teacher_path or args.keep:
     from distill import frozen, teaching
 if args.teacher_path:
-    prompt, behind, config = teaching.open_side(args, config, tokenizer)
+    prompt, theirs, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, behind)
+reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, theirs)
 table, n_train, ends = chat_data.prepare_table(
     world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
     None if dry else args.output_dir)
 if args.keep:
     kept, *_ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
-                                       reading._replace(prompt=None, behind=None))
+                                       reading._replace(prompt=None, teacher=None))
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
 if args.teacher_path:
@@ -332,9 +332,7 @@ dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
-if args.on_policy:
-    from distill import on_policy
-    sampler = on_policy.Sampler(args, world) if args.base_url else None     # draws instead
+sampler = frozen.Sampler(args, world) if args.base_url else None        # draws instead
 sizes = [packed_lm.layer_weights(net) for net in (
     model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
 
@@ -442,7 +440,7 @@ while step < total_steps and not stopping:
     drawn = None
     if args.on_policy:      # before the first loss: all are divided by the tokens of all answers
         given = [next_batch() for _ in range(accumulation)]
-        drawn, work["targets"] = on_policy.own_answers(
+        drawn, work["targets"] = frozen.own_answers(
             args, world, model, table, given, ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import adapters, chat, dist
 from core.cli import UserError
-from distill import causal_lm, evaluate, on_policy, packed_lm
+from distill import causal_lm, evaluate, frozen, packed_lm
 from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
@@ -261,7 +261,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
 
     def own_answers(batches, share, step):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
-        return on_policy.own_answers(args, world, model, table, batches, ends, step)
+        return frozen.own_answers(args, world, model, table, batches, ends, step)
     (first, second), targets = own_answers(batches, 1.0, 7)
     assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
     same, _ = own_answers(batches[1:], 1.0, 7)
@@ -274,14 +274,14 @@ def test_drawn_answers_are_draws(made, tmp_path):
 
     reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "smollm2"), tmp_path)
     ids = table[0]
-    prompt = ids[1][:on_policy.last_answer(ids[2][:ids[3]])]
+    prompt = ids[1][:frozen.last_answer(ids[2][:ids[3]])]
     share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
     end = share.argmax().item()
-    drawn = on_policy.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], SimpleNamespace(bf16=False))
+    drawn = frozen.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], SimpleNamespace(bf16=False))
     assert {len(answer) for answer in drawn if end not in answer} == {3}, "what is cut off gets no end"
     ended = [answer.tolist() for answer in drawn if end in answer]
     assert ended and all(answer.index(end) == len(answer) - 1 for answer in ended), "an end belongs to its answer"
-    drawn = on_policy.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], SimpleNamespace(bf16=False))
+    drawn = frozen.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], SimpleNamespace(bf16=False))
     for token in share.topk(4).indices.tolist():
         p = share[token].item()
         assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from core import chat, dist
 from core.cli import UserError
-from distill import frozen, on_policy, packed_lm, teaching
+from distill import frozen, packed_lm, teaching
 from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.teachers import Prompt
 from tests.helpers import chats, students
@@ -48,7 +48,7 @@ def made(tmp_path_factory):
 
 def table_of(made, folder, teacher, prompt, turns="all"):
     student, own = (chat.Encoder(chat.load_tokenizer(made / name), turns) for name in ("student", teacher))
-    write_table(folder, [made / "chats.jsonl"], Reading(student, 512, prompt=prompt, behind=own))
+    write_table(folder, [made / "chats.jsonl"], Reading(student, 512, prompt=prompt, teacher=own))
     return ChatTable(folder)
 
 
@@ -167,7 +167,7 @@ def test_contexts_of_records(made):
 
     def behind(**record):
         record = {"messages": talk} | record
-        return teaching.behind_prompt(Prompt("none", ""), encoder, [record], encoder.encode([record["messages"]]))[0]
+        return teaching.after_prompt(Prompt("none", ""), encoder, [record], encoder.encode([record["messages"]]))[0]
     ids, mask, own = behind(teacher_messages=[{"role": "system", "content": "fox"}, talk[0]])
     assert ids[own:] != ids[:own] and [t for t, m in zip(ids[own:], mask[own:]) if m] == [
         t for t, m in zip(ids[:own], mask[:own]) if m]
@@ -215,7 +215,7 @@ def own_loss(made, student, step, fault=None):
         before = [{"role": "system", "content": PROMPT.strip()}, *record["teacher_messages"]]
         prompt = own.apply_chat_template(record["messages"][:-1], add_generation_prompt=True, return_dict=False)
         behind = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
-        seed = int(on_policy.draw_of(5, step, number).integers(2**31))
+        seed = int(frozen.draw_of(5, step, number).integers(2**31))
         answer = complete(student, prompt, seed, 6, own.convert_tokens_to_ids("<|im_end|>"))
         with torch.no_grad():
             rows = student(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]

@@ -9,7 +9,7 @@ import torch
 
 from core import dist
 from core.cli import UserError
-from distill import frozen, on_policy
+from distill import frozen
 from tests.helpers import chats
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
@@ -94,7 +94,7 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
                     input_ids=torch.zeros(3 * n, dtype=int), cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     rows=torch.arange(0, 3 * n, 3)))
             else:
-                sampler = on_policy.Sampler(SimpleNamespace(
+                sampler = frozen.Sampler(SimpleNamespace(
                     base_url=server.url, output_dir=tmp_path, request_timeout=1.0), dist.World())
                 sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
         assert len(server.calls) < n
