@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import checkpoint, loading
+from core import checkpoint, packing
 from core.dist import rank0
 from core.problems import Problems
 from speech import choices
@@ -149,5 +149,5 @@ def collate(samples, ids, pad_to=0):
 
 def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pad_to=0):
     """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
-    return loading.over_packs(SpeechSamples(table, ids), packs, lambda samples: collate(
+    return packing.over_packs(SpeechSamples(table, ids), packs, lambda samples: collate(
         samples, ids, pad_to), num_workers, prefetch_factor)

@@ -17,7 +17,7 @@ import argparse
 import os
 import sys
 
-from core import cli, run_lock
+from core import cli
 from core.cli import require
 from speech import choices
 
@@ -121,8 +121,6 @@ def check_flags(args, world_size):
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
     choices.check_trainer(args, world_size)
-    if args.dry_run is None:        # now, long before the imports are done
-        run_lock.check_free(args.output_dir)
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -139,7 +137,7 @@ from pathlib import Path
 import torch
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from core import adapters, checkpoint, dist, json_files, loading, metrics, optim, run, tensor_io
+from core import adapters, checkpoint, dist, json_files, metrics, optim, packing, run, tensor_io
 from core import watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
@@ -351,7 +349,7 @@ def evaluate():
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
     total = torch.zeros(n_sums, dtype=torch.float64, device=device)
-    for i, batch in enumerate(loading.iterate(loader)):
+    for i, batch in enumerate(packing.iterate(loader)):
         # often enough for a prompt stop, seldom enough to cost nothing
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
@@ -422,7 +420,7 @@ packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
     order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
 loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
                      pad_to=args.max_tokens_per_batch)
-batches = loading.iterate(loader)       # loader processes read ahead
+batches = packing.iterate(loader)       # loader processes read ahead
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from core import checkpoint, fused, json_files, tensor_io
+from core import checkpoint, json_files, kernels, tensor_io
 from core.cli import UserError, require
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
@@ -47,7 +47,7 @@ def add_products(lefts, rights):
 
 # One operator in compiled layers: torch 2.11's compiler gives no gradient to an output of an
 # autograd.Function that was changed in place, and Inductor copies what a product is added to.
-compiled_add_products = fused.define_operator(
+compiled_add_products = kernels.define_operator(
     "add_products", "(Tensor[] lefts, Tensor[] rights) -> Tensor", add_products,
     lambda lefts, rights: lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1]))
 
@@ -137,7 +137,7 @@ class AddingLinear(Linear):
     """
     # False copies the base's output first: recomputation may have kept it
     adds_in_place = True
-    together = staticmethod(outputs)        # looked for by fused.outputs
+    together = staticmethod(outputs)        # looked for by kernels.outputs
 
     def forward(self, x, *args, **kwargs):
         """x (..., in) -> (..., out)."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from core import json_files
 from core.cli import UserError, require
-from core.loading import token_lists
+from core.packing import token_lists
 from core.problems import problem
 
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's

@@ -6,12 +6,16 @@ and SHA-256 of every file. The folder is built under a .tmp name, synced and ren
 any instant leaves the newest whole one untouched.
 """
 import contextlib
+import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
 import re
 import shutil
+import socket
+import stat
 import tempfile
 import threading
 import time
@@ -23,8 +27,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from core import dist, json_files, optim, run_lock, tensor_io
-from core.cli import UserError, printable, require
+from core import dist, json_files, optim, tensor_io
+from core.cli import UserError, notice, printable, require
 from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
@@ -111,7 +115,7 @@ def prepare_folder(folder, flag="--output_dir"):
 def claim_output(output_dir):
     """prepare_folder; from here on no other run may use it, and what a killed one left is gone."""
     prepare_folder(output_dir)
-    run_lock.acquire(output_dir)
+    lock_folder(output_dir)
     if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
         print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
 
@@ -133,11 +137,11 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         for left in final.parent.glob(".*.new-*"):      # by a killed process
             if re.fullmatch(rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}", left.name):
                 # gone since it was listed: its process has ended well
-                with contextlib.suppress(FileNotFoundError), run_lock.acquire(left, flag):
+                with contextlib.suppress(FileNotFoundError), lock_folder(left, flag):
                     shutil.rmtree(left)
                     print(f"removed {left}, which a killed process has left", flush=True)
         building.mkdir(parents=True)
-        with run_lock.acquire(building, flag) as lock:
+        with lock_folder(building, flag) as lock:
             free = shutil.disk_usage(building).free     # before hours of work, not after
             require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
                                   f"{free / 1e9:.1f} GB are free there")
@@ -155,6 +159,112 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+# ---- One process at a time owns a folder: an output folder, a code cache in the making, a journal.
+# It holds an exclusive flock on FOLDER/NAME.lock, which the kernel drops when the process ends. The
+# file names the owner, and stays.
+
+WAIT_S = 3              # a run that is restarted at once waits for ranks that are about to end
+LEASE_S = 120           # a file server keeps the locks of a node that is gone for about 90 s
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+_held = {}              # {path of a lock: file descriptor} of this process
+
+
+class RunLock(contextlib.AbstractContextManager):
+    """This process's hold on a folder. Ends with release(), a `with`, or the process."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def release(self):
+        if self.path in _held:
+            os.close(_held.pop(self.path))
+
+    def __exit__(self, *error):
+        self.release()
+
+
+def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
+    """Own a folder from now on -> RunLock. UserError, naming the flag, when another process owns it
+    after wait_s seconds (None: a few, and longer in a job that Slurm queued again, which may have
+    lost its node); OSError when it cannot be written. waiting: called meanwhile; it may raise.
+    """
+    path = Path(folder) / f"{name}.lock"
+    RunLock(path).release()         # of an earlier run of this process
+    if wait_s is None:
+        wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
+    notified, end = False, time.monotonic() + wait_s
+    while (fd := try_lock(path)) is None:
+        left, owner = end - time.monotonic(), owner_of(path)
+        require(left > 0, f"{flag} {folder}: another run is using it ({owner}); end that one, or "
+                          f"give another {flag}")
+        if left > WAIT_S and not notified:
+            print(f"waiting    another run is using {folder} ({owner})", flush=True)
+            notified = True
+        waiting()
+        time.sleep(0.2)
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    words = f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode()
+    with contextlib.suppress(OSError):      # another user's file: may be locked, but not written
+        os.fchmod(fd, os.stat(path.parent).st_mode & 0o666)     # who may use the folder may lock it
+        os.ftruncate(fd, os.pwrite(fd, words, 0))
+    _held[path] = fd
+    return RunLock(path)
+
+
+def try_lock(path):
+    """Descriptor of the locked file, which is made if need be; None: another process has it."""
+    fd = open_lock(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    except (BlockingIOError, FileNotFoundError):        # the latter: removed since it was opened
+        pass
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        notice(f"{path}: this file system has no locks: start no second run in that folder")
+        return fd
+    os.close(fd)
+    return None
+
+
+def open_lock(path, how=os.O_RDONLY):
+    """Descriptor of a lock's file. Raises OSError, and UserError where its name is not a file's."""
+    flags = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW        # to open a pipe could hang
+    wrong = UserError(f"{path}: is not a file; move it away, a run locks a file of this name")
+    try:
+        fd = os.open(path, flags | how, 0o666)
+    except PermissionError:     # another user's file, which may be locked all the same
+        if not os.path.lexists(path):
+            raise
+        fd = os.open(path, flags | os.O_RDONLY)
+    except OSError as error:
+        raise wrong if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO) else error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise wrong
+    return fd
+
+
+def owner_of(path):
+    """Host, process and start of a lock's owner, in words."""
+    with contextlib.suppress(OSError), open(open_lock(path), "rb") as file:
+        if words := file.read(500).strip():
+            return printable(words.decode(errors="replace"))
+    return f"a process that {path} does not name"
+
+
+def _forget():
+    for fd in _held.values():
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)     # else the lock would last as long as any child
 
 
 # ---- Random states

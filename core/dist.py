@@ -311,7 +311,7 @@ def choose_compile(world, args, against=""):
 
     A notice on rank 0 says what auto chose, or what compiling needs here. Collective.
     """
-    from core import cli, fused
+    from core import cli, kernels
     if getattr(args, "gradient_checkpointing", None) == "selective":
         against = "selective recomputation cannot look into a compiled layer"
     elif getattr(args, "base_dtype", None) == "nf4":
@@ -319,7 +319,7 @@ def choose_compile(world, args, against=""):
     if args.compile == "auto" and (against or world.device.type != "cuda"):
         cli.notice(f"--compile auto: off, {against or 'no GPU here'}")
         return False
-    on = bool(args.compile) and all(all_gather(world, fused.compiles(world.device.type)))
+    on = bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
     if args.compile == "auto" and on:
         cli.notice("--compile auto: on; the first step takes longer")
     return on

@@ -32,7 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import checkpoint, dist, document_attention, fused, json_files, metrics, recomputation
+from core import checkpoint, dist, json_files, kernels, metrics
 from core.cli import UserError, counted, local_ranks, named, require
 from core.packing import PackOrder
 from core.problems import collect
@@ -129,7 +129,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def kernel(self, function, *args):
-        """fused.kernel: one kernel of the GPU, of which only the results are tensors."""
+        """kernels.kernel: one kernel of the GPU, of which only the results are tensors."""
         self.in_kernel = True
         out = function(*args)
         self.in_kernel = False
@@ -162,7 +162,7 @@ def varlen(q, k, v, *_):
     """torch's attention of packed documents: q (S, heads, D), k and v (S, kv_heads, D)."""
     ends = q.new_empty(2, dtype=torch.int32)
     return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
-                       **document_attention.GROUPED)
+                       **kernels.GROUPED)
 
 
 @contextlib.contextmanager
@@ -172,10 +172,10 @@ def gpu_kernels(live, more):
         return torch.native_dropout(x, p, training)[0] if p and training else x
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
-                (fused, "wanted", lambda x: True), (fused, "kernel", live.kernel),
-                (fused, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
+                (kernels, "wanted", lambda x: True), (kernels, "kernel", live.kernel),
+                (kernels, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
-                (document_attention, "_attention_by_document", varlen), *more):
+                (kernels, "_attention_by_document", varlen), *more):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
@@ -193,7 +193,7 @@ def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
         return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (every - 4) for stage in four}
     model = with_layers(step, count or every)
     layers = step.layers(model)
-    recomputation.set_mode(model, layers, setup.recompute)
+    kernels.set_mode(model, layers, setup.recompute)
     model.train(train)
     with FakeTensorMode(allow_non_fake_inputs=True):
         give_shapes(model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
@@ -416,7 +416,7 @@ def choose(args, world, ranks, setups, memory_of):
         return chosen, (
             f"{setup.parallel}, {pack}, recompute {setup.recompute}"
             f"{', NF4' * (setup.base_dtype == 'nf4')}{', offloaded' * bool(setup.offload)}: "
-            f"{size(found.peak)}, number {tried} of the setups from the fastest on")
+            f"{size(found.peak)}, setup {tried} from the fastest on")
     chosen, text = dist.rank0(world, first_that_fits)
     changed = any(getattr(args, flag, value) != value for flag, value in chosen.items())
     vars(args).update(chosen)
@@ -520,7 +520,7 @@ def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0
     print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
           f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
           + f" · at least {time} on {gpu}" * bool(flops), *lines,
-          f"memory     {parts} GiB; worst pack, {pack}{recomputation.NOTES[setup.recompute]}; the "
+          f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the "
           f"peak comes in {max(found.stages, key=found.stages.get)}", sep="\n")
 
     # a save copies all that it writes, under FSDP each node its share

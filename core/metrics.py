@@ -226,8 +226,9 @@ def curve(rows, name):
 
 
 def percent(share):
-    """0.98 -> "98 %", 0.925 -> "92.5 %"."""
-    return f"{share * 100:.1f}".removesuffix(".0") + " %"
+    """0.98 -> "98 %", 0.925 -> "92.5 %"; only a whole share is 100 %, only none is 0 %."""
+    shown = min(99.9, max(0.1, share * 100)) if 0 < share < 1 else share * 100
+    return f"{shown:.1f}".removesuffix(".0") + " %"
 
 
 def loss_clause(rows):

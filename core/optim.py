@@ -4,7 +4,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from core import cli, fused
+from core import cli, kernels
 from core.cli import UserError
 from core.dist import all_gather, all_max
 
@@ -88,7 +88,7 @@ class Scaler:
 
     def __init__(self, device, saved=None):
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            fused.FLASH = ()
+            kernels.FLASH = ()
             cli.notice("no flash attention (sm_{}{}): SDPA, sample by sample".format(
                 *torch.cuda.get_device_capability(device)))
         self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)

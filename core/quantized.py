@@ -18,7 +18,7 @@ import math
 import torch
 from torch import nn
 
-from core import fused
+from core import kernels
 from core.cli import require
 
 BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a second scale, values of a byte
@@ -152,9 +152,9 @@ def rounded_kernel(rows):
 # (n, 1) scales, float32, tiny for a row of zeros). A separate operator: fused with the ones before
 # it in a compiled layer, whose packs have other numbers of rows, Inductor cannot split its loops
 # (CantSplit; pytorch issue 183696).
-rounded = fused.define_operator(
+rounded = kernels.define_operator(
     "rounded", "(Tensor rows) -> (Tensor, Tensor)",
-    lambda rows: fused.kernel(rounded_kernel, rows),
+    lambda rows: kernels.kernel(rounded_kernel, rows),
     lambda rows: (torch.empty_like(rows, dtype=FLOAT8),
                   rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
 

@@ -64,7 +64,7 @@ def read_evaluations(run):
 
 
 def evaluation_table(evaluations):
-    """Metrics as rows, evaluations as columns, in a box that scrolls by itself when narrow."""
+    """Metrics as rows, evaluations as columns, in a box that scrolls when narrow."""
     rows = [["", *(found["name"] for found in evaluations)],
             ["verdict", *(found.get("verdict", "") for found in evaluations)]]
     for name in dict.fromkeys(name for found in evaluations for name in found["metrics"]):
@@ -203,17 +203,6 @@ def write_report(run, rows, folders):
           f"{n_samples} samples, {len(evaluations)} evaluations")
 
 
-def loss_fell(path, rows):
-    """Print the mean training loss of the first and last fifth of the steps -> whether it fell."""
-    losses = [value for _, value in metrics.curve(rows, "train/loss")]
-    require(len(losses) > 1,
-            f"{path} holds {len(losses)} training steps with a loss; two are needed")
-    fifth = max(1, len(losses) // 5)
-    first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
-    print(f"train/loss {first:.3f} -> {last:.3f} {'fell' if last < first else 'DID NOT FALL'}")
-    return last < first
-
-
 if __name__ == "__main__":
     p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run.")
     p.add_argument("output_dir", type=Path, help="folder of a run")
@@ -226,7 +215,14 @@ if __name__ == "__main__":
         rows, wrong = metrics.read_rows(path)
         require(not wrong, f"{path}: {wrong}; repair or remove them")
         write_report(args.output_dir, rows, args.samples)
-        sys.exit(args.check_fell and not loss_fell(path, rows))
+        if args.check_fell:     # from the first to the last fifth of the steps
+            losses = [value for _, value in metrics.curve(rows, "train/loss")]
+            require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
+            fifth = max(1, len(losses) // 5)
+            first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
+            how = "fell" if last < first else "DID NOT FALL"
+            print(f"train/loss {first:.3f} -> {last:.3f} {how}")
+            sys.exit(how != "fell")
     except (OSError, UserError) as error:
         name = getattr(error, "filename", None)
         cli.fail(f"{name}: {error.strerror}" if name else error)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import dist, loading
+from core import dist, packing
 from core.cli import UserError, require
 from core.packing import best_fit
 from core.problems import problem as bad_problem
@@ -279,7 +279,7 @@ class Blocks(NamedTuple):
     n_targets: int
     tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
 
-    __reduce__ = loading.reduce
+    __reduce__ = packing.reduce
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
@@ -311,7 +311,7 @@ def collate(rows, batch_rows, length, noisy_length, pad):
 
 def make_loader(rows, packs, batch_rows, **options):
     """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
-    return loading.over_packs(
+    return packing.over_packs(
         rows, packs, lambda some: collate(some, batch_rows, rows.length, rows.noisy_length,
                                           rows.documents.pad), **options)
 
@@ -334,7 +334,7 @@ class Inputs(NamedTuple):
     tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
 
-    to = loading.to
+    to = packing.to
 
 
 class Draws(NamedTuple):

@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import dataclass, fields
 
-from core import cli, run_lock
+from core import cli
 from core.cli import at_least_one, require, zero_or_more
 
 # regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
@@ -215,8 +215,6 @@ def check_flags(args, world_size, parser):
     cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
     cli.below_one(args, "ema_decay")
     cli.check_drop_bad(args, CHECKS)
-    if args.dry_run is None:        # long before the imports are done
-        run_lock.check_free(args.output_dir)
     chat, hdp, demo = args.system == "chat", args.system == "hdp", args.demo is not None
     validated = args.eval_data_file or demo or args.validation_split
     for bad, message in (

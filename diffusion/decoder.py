@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from core import fused, tensor_io
+from core import kernels, tensor_io
 from core.cli import UserError, require
 from diffusion import dit
 
@@ -110,7 +110,7 @@ class Decoder(dit.Network):
         self.config, self.backend = config, backend
         net = AutoModelForCausalLM.from_config(config.native, dtype=torch.float32,
                                                attn_implementation=ATTENTION)
-        self.model, self.lm_head = fused.use(net).model, net.lm_head
+        self.model, self.lm_head = kernels.use(net).model, net.lm_head
         for layer in self.layers:
             for part in (layer.self_attn, layer.mlp):
                 part.register_forward_hook(functools.partial(drop_output, config.dropout))
@@ -119,8 +119,7 @@ class Decoder(dit.Network):
             # in a list, torch does not register it again
             self.adapted = [add_adapters(self, config.lora)]
         if recompute:
-            from core import recomputation
-            recomputation.set_mode(self, self.layers, recompute)
+            kernels.set_mode(self, self.layers, recompute)
 
     embed = property(lambda self: self.model.embed_tokens)
     layers = property(lambda self: self.model.layers)
@@ -133,7 +132,7 @@ class Decoder(dit.Network):
             is_mask = (tokens == self.config.mask_id)[..., None]
             x = torch.where(is_mask, self.mask_row, x)
         rotary = self.model.rotary_emb(x, position)
-        x = x.to(fused.stream_dtype(x))
+        x = x.to(kernels.stream_dtype(x))
         cache = {}
         if past is not None:        # transformers renames it
             known = inspect.signature(type(self.layers[0]).forward).parameters

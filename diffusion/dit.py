@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from core import fused
+from core import kernels
 
 # hidden size, layers, heads, width of the conditioning; nano is for demos and tests
 SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128),
@@ -211,7 +211,7 @@ class Network(nn.Module):
         at = torch.arange(size := len(weight), device=x.device)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
         bias = bias.masked_fill(at == self.config.mask_id, -torch.inf)
-        if fused.wanted(x) and size % 8:
+        if kernels.wanted(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
         return F.linear(x, weight, bias.to(x.dtype))
@@ -223,14 +223,14 @@ class Network(nn.Module):
     def row_losses(self, hidden, labels):
         """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
         logits = self._logits(hidden)
-        if fused.wanted(logits):
-            return fused.cross_entropies(logits, labels)
+        if kernels.wanted(logits):
+            return kernels.cross_entropies(logits, labels)
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; many in pieces."""
         hidden, rows, labels = self.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-        if fused.wanted(hidden):        # each step masks another number of tokens
+        if kernels.wanted(hidden):        # each step masks another number of tokens
             rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
                             for numbers in (rows, labels))
         rows = hidden.index_select(0, rows)
@@ -262,7 +262,7 @@ class Network(nn.Module):
 
 def modulate(norm, x, shift, scale):
     """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm; shift, scale (H,)."""
-    return fused.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
+    return kernels.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
 
 
 def constants(modulation, condition, number):
@@ -318,7 +318,7 @@ class Layer(nn.Module):
 
 
 class DiT(Network):
-    """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of core/recomputation.py."""
+    """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of kernels.set_mode."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
         super().__init__()
@@ -336,8 +336,7 @@ class DiT(Network):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
         if recompute:
-            from core import recomputation
-            recomputation.set_mode(self, self.layers, recompute)
+            kernels.set_mode(self, self.layers, recompute)
 
     def condition(self):
         """(cond_size,): the embedding of noise level 0, whose cosines are 1 and sines 0."""
@@ -359,7 +358,7 @@ class DiT(Network):
         of masks_of. past: Past.
         """
         x = self.embed(tokens)
-        x = x.to(fused.stream_dtype(x))
+        x = x.to(kernels.stream_dtype(x))
         constant = self.condition(), *self.rope(position)
         for layer in self.layers:
             given = x, *constant, *masks[layer is self.layers[-1]], past

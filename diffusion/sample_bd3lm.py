@@ -44,7 +44,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from core import checkpoint, dist, fused, metrics
+from core import checkpoint, dist, kernels, metrics
 from core.cli import UserError, printable, problem_text
 from core.problems import settle
 from diffusion.blocks import pieces, prompt_ids, read_any
@@ -79,7 +79,7 @@ def prefill(model, tokens, position, block, known):
     """[(keys, values)] of clean context. tokens, position, block: (B, P) ints; known: bool."""
     config = model.config
     empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=tokens.device,
-                        dtype=fused.stream_dtype(model.embed.weight))
+                        dtype=kernels.stream_dtype(model.embed.weight))
     past = [(empty, empty)] * config.layers
     if not tokens.shape[1]:
         return past

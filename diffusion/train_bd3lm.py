@@ -125,7 +125,7 @@ import math
 import numpy as np
 import torch
 
-from core import checkpoint, dist, loading, metrics, optim, run, tensor_io, watchdog
+from core import checkpoint, dist, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, problems
 
@@ -318,7 +318,7 @@ if main_rank and len(state.get("unlogged", ())) == len(sums):
 monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
                             state.get("skipped", 0), before_error=checkpoints.wait)
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
-batches = loading.iterate(blocks.make_loader(rows, packs, batch_rows, num_workers=args.num_workers,
+batches = packing.iterate(blocks.make_loader(rows, packs, batch_rows, num_workers=args.num_workers,
                                              prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(device), False

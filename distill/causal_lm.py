@@ -192,7 +192,7 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts: only the rows or experts that it holds.
+    """Fill {name: tensor, plain or a shard} from weight_parts: only the rows it has.
     Collective with a world.
     """
     for name, tensor in weights.items():

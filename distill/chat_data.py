@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import checkpoint, cli, dist, loading
+from core import checkpoint, cli, dist, packing
 from core.chat import group_key, question, read_chunks, records_at
 from core.cli import UserError, require
 from core.dist import error_names_file
-from core.loading import Column, parallel_map_ordered
+from core.packing import Column, parallel_map_ordered
 from core.problems import Problems, problem
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs a length's square
@@ -299,11 +299,11 @@ class PackedChats:
     teacher: object = None          # PackedChats of the same R targets, as the teacher reads them
     kept: bool = False              # of --keep: the untouched base scores it
 
-    __reduce__ = loading.reduce
+    __reduce__ = packing.reduce
 
     def to(self, device):
         """The batch on another device."""
-        return replace(loading.to(self, device), teacher=self.teacher and self.teacher.to(device))
+        return replace(packing.to(self, device), teacher=self.teacher and self.teacher.to(device))
 
 
 def kept(samples):
@@ -344,4 +344,4 @@ def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_i
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     def batch(samples):
         return collate(samples, pad_to, pad_id, table.prompted)
-    return loading.over_packs(table, packs, batch, num_workers, prefetch_factor)
+    return packing.over_packs(table, packs, batch, num_workers, prefetch_factor)

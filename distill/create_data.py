@@ -132,7 +132,7 @@ import time
 from collections import Counter
 from typing import NamedTuple
 
-from core import chat, checkpoint, dist, json_files, run_lock
+from core import chat, checkpoint, dist, json_files
 from core.cli import printable
 from distill.chat_data import LINES
 
@@ -185,7 +185,7 @@ class Journal:
 
     def __init__(self, folder, shard, shards, header):
         self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
-        self.lock = run_lock.acquire(folder, "--output_file", self.path.stem)
+        self.lock = checkpoint.lock_folder(folder, "--output_file", self.path.stem)
         self.file, self.synced = open(self.path, "ab"), time.monotonic()
         self.file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
         # written with the first record: a failed start must fix nothing

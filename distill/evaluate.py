@@ -96,9 +96,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from core import adapters, chat, checkpoint, dist, json_files, metrics
+from core import adapters, chat, checkpoint, dist, json_files, kernels, metrics
 from core.chat import THINKING
-from core.document_attention import ATTENTION
 from core.problems import settle
 from distill import causal_lm, packed_lm
 from distill.chat_data import HELD_OUT, Reading, collate, encode_chunk, kept, question_hash
@@ -258,11 +257,11 @@ def likelihoods(column, samples, batch_size, teacher=None, as_teacher=False):
         part = samples[start:start + batch_size]
         batch = collate(part, prompted=True) if len(part[0]) > 3 else kept(part)
         batch = batch.to(column.native.get_input_embeddings().weight.device)
-        with column.switched(ATTENTION):
+        with column.switched(kernels.packed_documents()):
             (rows,), head = column.packed.rows(batch.teacher if as_teacher else batch)
         taught = (), None
         if teacher:
-            with teacher.switched(ATTENTION):
+            with teacher.switched(kernels.packed_documents()):
                 taught = teacher.packed.rows(batch.teacher)
         loss, _, *more = chunked_loss(rows, head, batch.targets, column.packed.chunk, taught[0],
                                       packed_lm.KEPT if teacher else None, taught[1])

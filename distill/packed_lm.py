@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from core import dist, fused, metrics
+from core import dist, kernels, metrics
 from core.cli import require
-from core.document_attention import ATTENTION
 from distill import causal_lm
 from distill.chat_data import PackedChats
 from distill.losses import chunked_loss
@@ -75,8 +74,8 @@ class Sums(NamedTuple):
 class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, so that any split of a batch adds up.
 
-    net: a causal LM with attention=ATTENTION, or the PeftModel around it. recompute: a mode of
-    core/recomputation.py, or None. prompted: (share in the loss, kind, beta, k) of
+    net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
+    recompute: a mode of kernels.set_mode. prompted: (share in the loss, kind, beta, k) of
     losses.divergence where a teacher scores the answers: frozen["teacher"], or this model without
     its adapters. frozen: {name: frozen.Frozen or Scorer}; "base": for batches that are `kept`.
     """
@@ -88,10 +87,9 @@ class PackedLM(nn.Module):
         self.frozen = {}
         # in a list, torch does not register it again
         self._native = [net.get_base_model() if self.lora else net]
-        fused.use(self.native)
+        kernels.use(self.native)
         if recompute:
-            from core import recomputation
-            recomputation.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
+            kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
         rows = logits // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # products of whole tiles
 
@@ -118,7 +116,7 @@ class PackedLM(nn.Module):
         embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         bounds, longest = batch.cu_seqlens, batch.longest
         found = self.native.base_model(
-            inputs_embeds=embedded.to(fused.stream_dtype(embedded)), use_cache=False,
+            inputs_embeds=embedded.to(kernels.stream_dtype(embedded)), use_cache=False,
             position_ids=batch.position_ids[None], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
             max_length_q=longest, max_length_k=longest).last_hidden_state[0]
         head = self.native.get_output_embeddings()
@@ -145,7 +143,8 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
     lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): only they are
     trained. recompute, prompted: of PackedLM. four_bits: the frozen layers in NF4.
     """
-    native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder, ATTENTION)
+    native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder,
+                                         kernels.packed_documents())
     check_model(native)
     layers, parts = causal_lm.decoder_layers(native), causal_lm.weight_parts(folder, native)
     causal_lm.check_weights(native, parts, folder)

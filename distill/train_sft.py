@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
-from core import cli, run_lock
+from core import cli
 from core.cli import require
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
@@ -146,8 +146,6 @@ def check_flags(args, world_size):
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
-    if args.dry_run is None:        # now, long before the imports are done
-        run_lock.check_free(args.output_dir)
     if any(getattr(args, name) != p.get_default(name) for name in DISTILLING.split()):
         from distill import teaching
         teaching.check_flags(args, p)
@@ -183,7 +181,7 @@ from functools import partial
 
 import torch
 
-from core import chat, checkpoint, dist, loading, metrics, optim, run, watchdog
+from core import chat, checkpoint, dist, metrics, optim, packing, run, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 from distill.packed_lm import Sums
@@ -347,7 +345,7 @@ def evaluate():
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
-    for i, batch in enumerate(loading.iterate(loader)):
+    for i, batch in enumerate(packing.iterate(loader)):
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # seldom: it takes time
             return None
         with dist.autocast(device, dtype):
@@ -407,7 +405,7 @@ packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
     order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
 loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                prefetch_factor=4, pad_to=pad_to)
-batches = loading.iterate(loader)
+batches = packing.iterate(loader)
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),

@@ -30,10 +30,10 @@ from safetensors.numpy import save_file
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from core import checkpoint, json_files, loading, run_lock, tensor_io, watchdog
+from core import checkpoint, json_files, packing, tensor_io, watchdog
 from core.cli import UserError, problem_text
 from core.dist import all_gather, rank0
-from core.loading import parallel_map_ordered
+from core.packing import parallel_map_ordered
 from speech.choices import LONGEST_CLIP_S
 from speech.conversations import AUDIO_FILES, FILLED_S
 
@@ -672,12 +672,12 @@ def ensure_codes(world, clips, how, bad=None):
 
 
 def lock_cache(folder, wait_s):
-    """run_lock.RunLock of a cache folder, which is made if need be. Stopped when asked to stop."""
+    """checkpoint.RunLock of a cache folder, made if need be. Stopped when asked to stop."""
     def waiting():
         if watchdog.stop_requested():
             raise watchdog.Stopped("")
     folder.mkdir(parents=True, exist_ok=True)
-    lock = run_lock.acquire(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
+    lock = checkpoint.lock_folder(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
     checkpoint.remove_named(folder, checkpoint.TEMPORARY)
     return lock
 
@@ -736,7 +736,7 @@ def encode_files(world, mine, folder, how, progress, bad):
     loader = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode_job,
                         worker_init_fn=watchdog.init_loader,
                         multiprocessing_context="fork" if workers else None)
-    for (digest, waves), (path, about, cuts) in zip(loading.iterate(loader), mine):
+    for (digest, waves), (path, about, cuts) in zip(packing.iterate(loader), mine):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):

@@ -27,7 +27,7 @@ import numpy as np
 from core import checkpoint, json_files
 from core.cli import UserError, counted, printable, require
 from core.dist import error_names_file, rank0
-from core.loading import Column, Lists, token_lists
+from core.packing import Column, Lists, token_lists
 from core.problems import LIST, problem, settle
 from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint
 from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise

@@ -58,8 +58,8 @@ from typing import NamedTuple
 
 import torch
 
-from core import dist, json_files, run_lock
-from core.checkpoint import write_json
+from core import dist, json_files
+from core.checkpoint import lock_folder, write_json
 from speech import judges
 from speech.text_normalization import heard, normalise
 
@@ -200,7 +200,7 @@ if args.device == "auto":
 found = [read_samples(folder) for folder in args.folders]
 check_same_prompts(found)
 for folder in args.folders:
-    run_lock.acquire(folder, "folder")
+    lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
                         args.language, args.batch_size, args.asr_time_limit)
 settings = {key: value for key, value in cli.stored(args).items() if key != "folders"}

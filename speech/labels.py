@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from core.cli import UserError
-from core import loading
+from core import packing
 from speech.conversations import Clip
 
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out
@@ -199,5 +199,5 @@ class PackedBatch:
     samples: tuple                  # sample numbers in the table, for naming them in errors
     counts: dict                    # ints: tokens, samples, padding, audio_targets, text_targets
 
-    __reduce__ = loading.reduce
-    to = loading.to
+    __reduce__ = packing.reduce
+    to = packing.to

@@ -3,7 +3,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from core import fused
+from core import kernels
 from core.metrics import duration
 from speech.codes import FRAME_RATE
 from speech.labels import IGNORE
@@ -23,10 +23,9 @@ class Wrapped(torch.nn.Module):
         self.net = net
         # in a list, where torch does not look for modules: else parameters would be there twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
-        fused.use(self.base_model)
+        kernels.use(self.base_model)
         if recompute:
-            from core import recomputation
-            recomputation.set_mode(self, self.layers(self.base_model), recompute)
+            kernels.set_mode(self, self.layers(self.base_model), recompute)
 
     @property
     def base_model(self):

@@ -70,7 +70,7 @@ import subprocess
 import time
 import uuid
 
-from core import checkpoint, dist, json_files, metrics, run_lock
+from core import checkpoint, dist, json_files, metrics
 from speech import judges
 
 dist.single_process()
@@ -114,7 +114,7 @@ def judge(folder, place):
 
 def is_running():
     try:
-        run_lock.check_free(out)
+        checkpoint.lock_folder(out, wait_s=0).release()
     except UserError:
         return True
     return False

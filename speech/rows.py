@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.cli import UserError, counted, printable
-from core.loading import parallel_map_ordered
+from core.packing import parallel_map_ordered
 from core.json_files import SKIPPED, read_entries
 from core.problems import problem
 from speech.conversations import (BadSample, Paths, Reading, Sample, canonical_sample, is_chatml,

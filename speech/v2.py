@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from core.cli import UserError
-from core import fused
+from core import kernels
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of versions.module)
 
@@ -150,7 +150,7 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
     attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
     """
-    if q.is_cuda and q.dtype in fused.FLASH:
+    if q.is_cuda and q.dtype in kernels.FLASH:
         causal = {"window_size": (-1, 0), **GROUPED}
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
     return _attention_by_sample(q, k, v, seqlens)
@@ -193,9 +193,9 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         # before q, k, v, which together are wider
         normed = in_order(self.input_layernorm(text), self.audio_input_layernorm(audio),
                           p.seq_index, p.order)
-        q, k, v = (out.view(rows, -1, attn.head_dim) for out in fused.outputs(
+        q, k, v = (out.view(rows, -1, attn.head_dim) for out in kernels.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
-        # looked up there: fused.use changes it
+        # looked up there: kernels.use changes it
         q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = packed_attention(q, k, v, p.cu_seqlens, p.longest, p.seqlens)
@@ -209,7 +209,7 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
 
 class PackedHiggs(loss.Wrapped):
     """The native model on packed batches, with adapters or without."""
-    layers, call = staticmethod(layers), None       # call: of core/recomputation.py
+    layers, call = staticmethod(layers), None       # call: of core/kernels.py
 
     def __init__(self, net, recompute=None):
         super().__init__(net, recompute)
@@ -222,10 +222,10 @@ class PackedHiggs(loss.Wrapped):
         order = torch.cat([batch.text_pos, batch.audio_pos])
         n_text = len(batch.text_pos)
         text = model.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
-        text = text.to(fused.stream_dtype(text))
+        text = text.to(kernels.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
-        varlen = hidden.is_cuda and hidden.dtype in fused.FLASH
+        varlen = hidden.is_cuda and hidden.dtype in kernels.FLASH
         packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
                         batch.longest, None if varlen else torch.tensor(batch.seqlens))
         for layer in model.layers:

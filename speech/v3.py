@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from core import fused, tensor_io
+from core import kernels, tensor_io
 from core.cli import UserError, require
-from core.document_attention import ATTENTION
 from core.checkpoint import new_folder
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
@@ -360,7 +359,7 @@ class Higgs3(nn.Module):
         """config: of read_config."""
         super().__init__()
         self.config = config
-        self.body = Qwen3Model._from_config(config, attn_implementation=ATTENTION)
+        self.body = Qwen3Model._from_config(config, attn_implementation=kernels.packed_documents())
         self.audio_embedding = nn.Embedding(config.num_codebooks * config.codebook_size,
                                             config.hidden_size)
 
@@ -384,7 +383,7 @@ class PackedHiggs3(loss.Wrapped):
         """Final hidden states (S, H) in sequence order of a labels.PackedBatch."""
         base = self.base_model
         text = base.body.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
-        text = text.to(fused.stream_dtype(text))
+        text = text.to(kernels.stream_dtype(text))
         rows = torch.cat([text, base.embed_rows(batch.audio_ids).to(text.dtype)])
         return base.body(inputs_embeds=rows.index_select(0, batch.seq_index)[None], use_cache=False,
                          position_ids=batch.position_ids[None], cu_seq_lens_q=batch.cu_seqlens,

@@ -20,12 +20,12 @@ def files(folder, names):
 
 
 ALL = files(
-    "core/", "problems checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
+    "core/", "problems checkpoint cli dist json_files kernels lifetime metrics optim packing tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, no TTS 3, no judge, no plan of memory
 SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices codes conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
-CHATS = files("core/", "chat checkpoint cli dist document_attention problems run tensor_io") | files(
+CHATS = files("core/", "chat checkpoint cli dist problems run tensor_io") | files(
     "distill/", "causal_lm chat_data losses packed_lm train_sft")
 BLOCKS = files("core/", "run") | files("diffusion/", "blocks choices dit elbo problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
-from core import fused
+from core import kernels
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -28,9 +28,9 @@ def theirs_rotated(x, cos, sin):
 
 ANGLES = numbers(2, 1, 5, 16, seed=3).detach()      # halves that differ: any cosine and sine, that bf16 has
 COS, SIN = (values.bfloat16().float() for values in (ANGLES.cos(), ANGLES.sin()))
-CASES = {"norm": (lambda x, w: fused.rms_norm(x, w, 1e-6), theirs_norm, ((4, 7, 24), (24,))),
-         "swiglu": (fused.swiglu, lambda gate, up: nn.functional.silu(gate) * up, ((3, 40), (3, 40))),
-         "rotary": (lambda x: fused.rotate(x, COS.to(x.dtype), SIN.to(x.dtype)),
+CASES = {"norm": (lambda x, w: kernels.rms_norm(x, w, 1e-6), theirs_norm, ((4, 7, 24), (24,))),
+         "swiglu": (kernels.swiglu, lambda gate, up: nn.functional.silu(gate) * up, ((3, 40), (3, 40))),
+         "rotary": (lambda x: kernels.rotate(x, COS.to(x.dtype), SIN.to(x.dtype)),
                     lambda x: theirs_rotated(x, COS.to(x.dtype), SIN.to(x.dtype)), ((2, 3, 5, 16),))}
 
 
@@ -65,14 +65,14 @@ def test_whole_models_compute_the_same(kind, changes, monkeypatch):
     plain = transformers.AutoModelForCausalLM.from_config(config).train()
     for parameter in plain.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    ids, ours = torch.randint(0, 50, (2, 9)), fused.use(copy.deepcopy(plain))
+    ids, ours = torch.randint(0, 50, (2, 9)), kernels.use(copy.deepcopy(plain))
     called = set()
-    for name, real in (("norm", fused.rms_norm), ("mlp", fused.swiglu), ("rotary", fused.rotate)):
-        monkeypatch.setattr(fused, real.__name__, lambda *args, name=name, real=real: (
+    for name, real in (("norm", kernels.rms_norm), ("mlp", kernels.swiglu), ("rotary", kernels.rotate)):
+        monkeypatch.setattr(kernels, real.__name__, lambda *args, name=name, real=real: (
             called.add(name), real(*args))[1])
     losses = []
     for model, on in ((plain, False), (ours, True)):
-        monkeypatch.setattr(fused, "wanted", lambda x, on=on: on)
+        monkeypatch.setattr(kernels, "wanted", lambda x, on=on: on)
         losses.append(model(input_ids=ids, labels=ids).loss)
         losses[-1].backward()
     assert called - {"rotary"} == changes - {"rotary"} and changes <= called

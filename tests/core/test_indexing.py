@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from core import chat, loading
-from core.loading import parallel_map_ordered
+from core import chat, packing
+from core.packing import parallel_map_ordered
 from distill import chat_data as chat_table
 from tests.helpers import chats
 
@@ -23,7 +23,7 @@ def test_parts_come_in_order(n, processes):
     parallel_map_ordered(share, processes, found.append)
     assert [i for i, _ in found] == list(range(n))
     elsewhere = {pid for i, pid in found if pid != os.getpid()}
-    assert len(elsewhere) == min(processes, max(0, n - loading.HERE))
+    assert len(elsewhere) == min(processes, max(0, n - packing.HERE))
 
 
 # Chats
@@ -46,7 +46,7 @@ def chat_table_of(paths, folder, processes):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chat_table, "CHUNK", 4)
-    monkeypatch.setattr(loading, "HERE", 1)
+    monkeypatch.setattr(packing, "HERE", 1)
 
 
 def test_several_processes_make_the_chats_of_one(tmp_path, small_chunks):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from core import loading
+from core import packing
 from core.cli import UserError
 from core.watchdog import init_loader
 
@@ -36,8 +36,8 @@ class Flat:
     number: torch.Tensor
     maybe: torch.Tensor = None
 
-    __reduce__ = loading.reduce
-    to = loading.to
+    __reduce__ = packing.reduce
+    to = packing.to
 
 
 class Named(NamedTuple):
@@ -45,8 +45,8 @@ class Named(NamedTuple):
     count: int
     second: torch.Tensor
 
-    __reduce__ = loading.reduce
-    to = loading.to
+    __reduce__ = packing.reduce
+    to = packing.to
 
 
 def flat(n=7):
@@ -78,13 +78,13 @@ def test_a_batch_arrives_as_it_was(batch):
     """And needs no shared memory."""
     for there in (pickle.loads(pickle.dumps(batch)), next(iter(loader([0], lambda _: batch))), batch.to("cpu")):
         assert same(batch, there)
-        assert not any(torch.is_tensor(value) and value.is_shared() for value in loading.values_of(there).values())
+        assert not any(torch.is_tensor(value) and value.is_shared() for value in packing.values_of(there).values())
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("n", [0, 1, 2, 40])
 def test_every_batch_once_in_order(workers, n):
-    batches = loading.iterate(loader(range(n), lambda i: Named(torch.full((i + 1,), i), i, torch.zeros(0)), workers))
+    batches = packing.iterate(loader(range(n), lambda i: Named(torch.full((i + 1,), i), i, torch.zeros(0)), workers))
     for i in range(n):
         batch = next(batches)
         assert batch.count == i and batch.first.tolist() == [i] * (i + 1)
@@ -100,7 +100,7 @@ def bad_at_3(i):
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_bad_sample_is_named_in_its_place(workers):
-    batches = loading.iterate(loader(range(9), bad_at_3, workers))
+    batches = packing.iterate(loader(range(9), bad_at_3, workers))
     assert [len(next(batches).ids) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(UserError, match="^row 3: is bad$"):
         next(batches)
@@ -120,4 +120,4 @@ def test_a_killed_loader_process_is_named(workers, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)    # as at a start
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
-        list(loading.iterate(loader(range(9), killed_at_3, workers)))
+        list(packing.iterate(loader(range(9), killed_at_3, workers)))

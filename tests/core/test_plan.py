@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from core import adapters, document_attention, memory
+from core import adapters, kernels, memory
 from core.cli import Parser, UserError, parse
 from core.dist import World
 from core.memory import GIB, Memory, Setup
@@ -56,7 +56,7 @@ def students():
     found = {}
     for lora in (False, True):
         native = net = causal_lm.empty_model(transformers.Qwen3Config(**SIZES), torch.bfloat16 if lora
-                                             else torch.float32, attention=document_attention.ATTENTION)
+                                             else torch.float32, attention=kernels.packed_documents())
         if lora:
             net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
         found[lora] = packed_lm.PackedLM(net, None)

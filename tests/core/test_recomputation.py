@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 import torch
 
-from core import recomputation
+from core import kernels
 from diffusion import dit
 from tests.distill.test_plan import batch_of, built
 from tests.helpers import block_rows
@@ -21,9 +21,9 @@ class Executed(LiveBytes):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         product = torch.ops.aten.addmm.default if op == torch.ops.aten.addmm_.default else op     # adapters, in place
-        self.counts["products"] += product in recomputation.PRODUCTS
-        self.counts["kept products"] += product in recomputation.PRODUCTS and recomputation.keeps(product, args)
-        self.counts["attention"] += op in recomputation.ATTENTION
+        self.counts["products"] += product in kernels.PRODUCTS
+        self.counts["kept products"] += product in kernels.PRODUCTS and kernels.keeps(product, args)
+        self.counts["attention"] += op in kernels.ATTENTION_OPS
         return super().__torch_dispatch__(op, types, args, kwargs)
 
 

@@ -193,3 +193,12 @@ def test_check_fell(tmp_path):
     assert done.returncode == 1 and "DID NOT FALL" in done.stdout and not done.stderr
     done = check(1, None)
     assert done.returncode == 1 and "holds 1 training steps" in done.stderr
+
+
+def test_a_base_that_stays_the_best_has_no_checkpoint(tmp_path):
+    """Validated before the first step; then the run diverges."""
+    rows = [{"step": step, "train/loss": 2 + step / 2, "eval/loss": 2 + step / 10} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert make_report(tmp_path).returncode == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "the run diverged, take the base model and a lower rate" in page and "checkpoint-0" not in page

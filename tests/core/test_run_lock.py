@@ -10,16 +10,16 @@ import time
 
 import pytest
 
+from core import checkpoint
 from core.cli import UserError
-from core import run_lock
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 
 OWNER = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from core import run_lock
-run_lock.acquire(sys.argv[1])
+from core import checkpoint
+checkpoint.lock_folder(sys.argv[1])
 child = os.fork()
 open(sys.argv[1] + f"/{{'child' if child == 0 else 'ready'}}", "w").write(str(os.getpid()))
 time.sleep(600)
@@ -27,14 +27,13 @@ time.sleep(600)
 NO_LOCKS = f"""
 import errno, sys
 sys.path.insert(0, {str(ROOT)!r})
-from core import run_lock
+from core import checkpoint
 from tests.helpers.system_calls import refuse
 try:
     refuse("flock", errno.ENOLCK)       # as NFS without a lock server
 except OSError:
     sys.exit(77)
-run_lock.check_free(sys.argv[1])
-run_lock.acquire(sys.argv[1]).release()
+checkpoint.lock_folder(sys.argv[1]).release()
 """
 
 
@@ -55,23 +54,21 @@ def owner_process(folder):
 def test_a_living_owner_is_named_and_a_killed_one_is_gone_at_once_whatever_its_children_do(tmp_path):
     with owner_process(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)         # alive, however long it shows no sign of it
-        for ask in (run_lock.acquire, run_lock.check_free):
-            with pytest.raises(UserError) as caught:
-                ask(tmp_path)
-            assert "\n" not in str(caught.value)
-            assert f"host {socket.gethostname()}, process {process.pid}, started 20" in str(caught.value)
+        with pytest.raises(UserError) as caught:
+            checkpoint.lock_folder(tmp_path)
+        assert "\n" not in str(caught.value)
+        assert f"host {socket.gethostname()}, process {process.pid}, started 20" in str(caught.value)
         process.kill()
         process.wait()
         os.kill(int((tmp_path / "child").read_text()), 0)       # lives, and holds no lock
-        run_lock.check_free(tmp_path)
-        run_lock.acquire(tmp_path, wait_s=0).release()
+        checkpoint.lock_folder(tmp_path, wait_s=0).release()
         assert {path.name for path in tmp_path.iterdir()} == {"ready", "child", "run.lock"}
 
 
 def race(folder, barrier, results):
     barrier.wait()
     try:
-        run_lock.acquire(folder, wait_s=0)
+        checkpoint.lock_folder(folder, wait_s=0)
         results.put(("won", os.getpid()))
         time.sleep(600)
     except UserError as error:
@@ -109,13 +106,12 @@ def test_a_file_system_without_locks_is_a_notice(tmp_path):
                                   lambda path: os.symlink("gone", path)])
 def test_what_is_not_a_file_is_refused(tmp_path, make):
     make(tmp_path / "run.lock")
-    for ask in (run_lock.acquire, run_lock.check_free):
-        with pytest.raises(UserError, match="run.lock: is not a file"):
-            ask(tmp_path)
+    with pytest.raises(UserError, match="run.lock: is not a file"):
+        checkpoint.lock_folder(tmp_path)
 
 
 def test_a_lock_whose_file_goes_meanwhile_is_none(tmp_path, monkeypatch):
     """Between opening and locking it: the lock is of a file that nobody else can find."""
-    real = run_lock.fcntl.flock
-    monkeypatch.setattr(run_lock.fcntl, "flock", lambda fd, how: (real(fd, how), (tmp_path / "run.lock").unlink()))
-    assert run_lock.try_lock(tmp_path / "run.lock") is None
+    real = checkpoint.fcntl.flock
+    monkeypatch.setattr(checkpoint.fcntl, "flock", lambda fd, how: (real(fd, how), (tmp_path / "run.lock").unlink()))
+    assert checkpoint.try_lock(tmp_path / "run.lock") is None

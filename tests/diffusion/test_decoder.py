@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config,
                           Qwen3Config, Qwen3ForCausalLM)
 
-from core import dist, fused, tensor_io
+from core import dist, kernels, tensor_io
 from core.cli import UserError
 from diffusion import choices, decoder, dit, elbo, make_problems, problems, published, sample_bd3lm
 from diffusion.problems import load_tokenizer, read_problems
@@ -71,7 +71,7 @@ def opened(folder):
 @torch.no_grad()
 def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
     """Packed documents, ragged blocks, noisy and clean halves: their own forward with a dense additive mask."""
-    monkeypatch.setattr(fused, "wanted", lambda x: for_gpus)
+    monkeypatch.setattr(kernels, "wanted", lambda x: for_gpus)
     model, tokens, theirs = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from core import fused
+from core import kernels
 from diffusion import blocks, dit
 from tests.helpers.block_rows import (CONFIG, MASK, MIXED, assert_close, document, gradients, loss_of, make_blocks,
                                       network, noised, sampled_hidden, seen_by)
@@ -191,7 +191,7 @@ def test_added_rows_change_nothing(monkeypatch, pieces):
     batch = batch._replace(input_ids=batch.input_ids.clamp(min=1))
     plain = dit.DiT.row_losses
     monkeypatch.setattr(dit.DiT, "row_losses", lambda model, x, labels: sizes.add(len(x)) or plain(model, x, labels))
-    monkeypatch.setattr(fused, "wanted", lambda x: True)
+    monkeypatch.setattr(kernels, "wanted", lambda x: True)
     monkeypatch.setattr(dit, "HEAD_ROWS", pieces)
     for step in (1, 16):
         sizes.clear()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM
 
-from core import adapters, document_attention
+from core import adapters, kernels
 from core.cli import UserError
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
@@ -16,7 +16,7 @@ from distill.losses import chunked_loss
 from tests.helpers.students import sample_loss
 
 
-def packed_model(folder, recompute=None, attention=document_attention.ATTENTION):
+def packed_model(folder, recompute=None, attention=kernels.packed_documents()):
     """The model of a folder by our own loading, in a PackedLM."""
     native = causal_lm.empty_model(causal_lm.load_config(folder), torch.float32, folder, attention)
     parts = causal_lm.weight_parts(folder, native)
@@ -132,9 +132,9 @@ def test_other_architectures_packed(kind, settings):
     theirs = AutoModelForCausalLM.from_config(config).eval()
     if kind == "GPTJ" and not theirs._supports_attention_backend:       # transformers < 5.24
         with pytest.raises(UserError, match="cannot be built with another attention|it is not supported"):
-            causal_lm.empty_model(config, torch.float32, attention=document_attention.ATTENTION)
+            causal_lm.empty_model(config, torch.float32, attention=kernels.packed_documents())
         return
-    ours = causal_lm.empty_model(config, torch.float32, attention=document_attention.ATTENTION).eval()
+    ours = causal_lm.empty_model(config, torch.float32, attention=kernels.packed_documents()).eval()
     packed_lm.check_model(ours)
     causal_lm.give_memory(ours, "cpu")
     same = dict(theirs.named_parameters())

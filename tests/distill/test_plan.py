@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from core import adapters, document_attention
+from core import adapters, kernels
 from core.memory import Setup, step_bytes
 from distill import causal_lm, chat_data, packed_lm, plan
 from tests.helpers.live_bytes import by_lengths, real_peak
@@ -25,7 +25,7 @@ def built(kind, lora, bf16, sharded, recompute, dropout=0.0, **more):
     for _ in range(2):
         torch.manual_seed(0)
         native = net = causal_lm.empty_model(MODELS[kind], torch.bfloat16 if lora and bf16 else torch.float32,
-                                           attention=document_attention.ATTENTION)
+                                           attention=kernels.packed_documents())
         if lora:
             net = adapters.add_lora(native, causal_lm.decoder_layers(native), 8, 16, dropout, "all-linear", "base")
         models.append(packed_lm.PackedLM(net, recompute, **more).train())
@@ -47,7 +47,7 @@ def batch_of(documents, n, trained):
     ("moe", True, True, None), ("wide", True, False, "all")])
 def test_what_is_counted_is_what_a_real_step_has_alive(kind, lora, bf16, recompute, monkeypatch):
     """Within 3 %, activations, logits, casts and gradients; of six layers four are run."""
-    monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths([150] * 4))
+    monkeypatch.setattr(kernels, "_attention_by_document", by_lengths([150] * 4))
     empty, model = built(kind, lora, bf16, False, recompute, dropout=0.1)
     batch = batch_of(4, 150, 120)
     empty.chunk = model.chunk = 200

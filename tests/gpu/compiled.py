@@ -1,4 +1,4 @@
-"""What torch.compile makes of the kernels of fused.py for an H100, as JSON lines for test_kernels.py.
+"""What torch.compile makes of the kernels of kernels.py for an H100, as JSON lines for test_kernels.py.
 
 Dynamo traces fake CUDA tensors, Inductor writes Triton, and Triton's compiler, which needs no
 driver, turns that into code for sm_90. Left out: constant folding, autotuning, anything about time.
@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from core import dist, fused
+from core import dist, kernels
 
 SM90 = GPUTarget("cuda", 90, 32)
 H100 = types.SimpleNamespace(
@@ -93,13 +93,13 @@ def patch():
     for name in ("exchange_device", "maybe_exchange_device"):
         setattr(CudaInterface, name, staticmethod(lambda *_: 0))
         setattr(torch.cuda, f"_{name}", lambda *_: 0)
-    for module in (torch.utils._triton, scheduler, fused):
+    for module in (torch.utils._triton, scheduler, kernels):
         module.has_triton = lambda: True
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = lambda: None
     joint_graph.lazy_init = post_grad.lazy_init = lambda *_, **__: None
     torch._inductor.config.joint_graph_constant_folding = False
-    fused.compiles = lambda kind: True
+    kernels.compiles = lambda kind: True
     whole = compile_fx.compile_fx
     compile_fx.compile_fx = lambda graph, inputs, **more: whole(
         graph, inputs, **more | {"inner_compile": inner_compile})
@@ -132,15 +132,15 @@ def tensor(*shape, dtype=torch.bfloat16):
 
 
 def rotated(rows):
-    """x, cos, sin as fused.rotate gets them, at Higgs' shape."""
+    """x, cos, sin as kernels.rotate gets them, at Higgs' shape."""
     return tensor(rows, HEADS, HEAD), tensor(rows, 1, HEAD), tensor(rows, 1, HEAD)
 
 
-ARGUMENTS = {       # {kernel of fused.py: its arguments by number of rows}
-    fused.swiglu_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(2)],
-    fused.swiglu_gradient_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(3)],
-    fused.rotate_kernel: rotated,
-    fused.rotate_gradient_kernel: rotated}
+ARGUMENTS = {       # {kernel of kernels.py: its arguments by number of rows}
+    kernels.swiglu_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(2)],
+    kernels.swiglu_gradient_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(3)],
+    kernels.rotate_kernel: rotated,
+    kernels.rotate_gradient_kernel: rotated}
 
 
 def report(function, suffix=""):
@@ -150,11 +150,11 @@ def report(function, suffix=""):
     SOURCES.clear()
     with FAKE:
         for rows in ROWS:
-            fused.kernel(function, *ARGUMENTS[function](rows))
-    kernels = [assemble(name, source) for text in SOURCES for name, source in re.findall(
+            kernels.kernel(function, *ARGUMENTS[function](rows))
+    found = [assemble(name, source) for text in SOURCES for name, source in re.findall(
         r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", text, re.S)]
     print(json.dumps({"case": function.__name__ + suffix, "graphs": len(SOURCES),
-                      "breaks": sum(counters["graph_break"].values()), "kernels": kernels}))
+                      "breaks": sum(counters["graph_break"].values()), "kernels": found}))
 
 
 def modulated_gradients(grad, *norms):
@@ -190,6 +190,6 @@ if __name__ == "__main__":
     for function in ARGUMENTS:
         report(function)
     # the planted fault
-    fused._compiled = lambda function: torch.compile(function, dynamic=True)
-    for function in (fused.swiglu_kernel, fused.rotate_kernel):
+    kernels._compiled = lambda function: torch.compile(function, dynamic=True)
+    for function in (kernels.swiglu_kernel, kernels.rotate_kernel):
         report(function, ", every size symbolic")

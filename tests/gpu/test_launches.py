@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core import fused, memory
+from core import kernels, memory
 from distill import plan as chat_plan
 from speech import plan as speech_plan
 from tests.distill.test_plan import built
@@ -30,7 +30,7 @@ class Launches(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
     def kernel(self, function, *args):
-        """fused.kernel."""
+        """kernels.kernel."""
         self.count, self.in_kernel = self.count + 1, True
         out = function(*args)
         self.in_kernel = False
@@ -38,12 +38,12 @@ class Launches(TorchDispatchMode):
 
 
 def launches(step, pack, ours):
-    """Of a layer, forward and backward. ours: with the kernels of fused.py, or transformers' own."""
+    """Of a layer, forward and backward. ours: with the kernels of kernels.py, or transformers' own."""
     found = []
     for count in (2, 4):
         model = memory.with_layers(step, count)
         live = Launches()
-        theirs = () if ours else ((fused, "wanted", lambda x: False),)
+        theirs = () if ours else ((kernels, "wanted", lambda x: False),)
         with FakeTensorMode(allow_non_fake_inputs=True):
             memory.give_shapes(model, None)
             with live, memory.gpu_kernels(live, (*step.kernels, *theirs)):

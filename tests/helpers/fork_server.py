@@ -37,7 +37,7 @@ class ForkServer:
         listener.close()
 
     def close(self):
-        self.server.terminate()
+        self.server.kill()      # a trainer in this process may have had it ignore SIGTERM
         self.server.wait()
 
 

@@ -1,5 +1,5 @@
 """What train_v2_ddp.py imports in an ordinary run: done once, before ranks are forked."""
 import data  # noqa: F401
 import lora  # noqa: F401
-from core import adapters, checkpoint, dist, fused, loading, metrics, optim, watchdog  # noqa: F401
+from core import adapters, checkpoint, dist, kernels, metrics, optim, packing, watchdog  # noqa: F401
 from speech import v2, versions  # noqa: F401

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from core import loading, watchdog
+from core import packing, watchdog
 from core.cli import UserError
 from speech.codes import (
     KEY,
@@ -123,7 +123,7 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
     loader = DataLoader(found.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
                         collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again$"):
-        list(loading.iterate(loader))
+        list(packing.iterate(loader))
     shard.rename(f"{shard}.damaged-1")              # another run has set it aside
     with pytest.raises(UserError, match=f"{shard}: a clip in it cannot be read"):
         CodeReader(folder, index.shards).codes(*found[2].tolist())

@@ -8,7 +8,7 @@ import pytest
 import soundfile
 import torch
 
-from core import loading
+from core import packing
 from core.cli import UserError
 from core.dist import World
 from core.problems import Problems
@@ -82,7 +82,7 @@ def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(rows, "CHUNK", 3)
-    monkeypatch.setattr(loading, "HERE", 1)
+    monkeypatch.setattr(packing, "HERE", 1)
 
 
 @pytest.mark.parametrize("kind", ["list", "lines", "folder"])

@@ -8,7 +8,7 @@ import soundfile
 import torch
 
 import lora
-from core import document_attention
+from core import kernels
 from core.memory import Setup, step_bytes
 from data import collate
 from speech import v2, v3
@@ -64,7 +64,7 @@ def test_what_is_counted_of_higgs_tts_3(targets, bf16, recompute, table, monkeyp
     tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, v3.AUDIO_PLACEHOLDER])
     trained, codes = tokens == v3.AUDIO_PLACEHOLDER, [np.random.default_rng(0).integers(0, 1024, (30, 8))]
     batch = collate([{"number": i, **ids.assemble(tokens, trained, codes)} for i in range(4)], ids)
-    monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths(list(batch.seqlens)))
+    monkeypatch.setattr(kernels, "_attention_by_document", by_lengths(list(batch.seqlens)))
     check_step(model, model, batch, Setup(1, bf16=bf16, recompute=recompute), 0)
 
 

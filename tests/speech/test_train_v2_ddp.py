@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core import checkpoint, json_files, recomputation
+from core import checkpoint, json_files, kernels
 from core.optim import lr_factor
 from tests.helpers.runs import rows, tensors
 from tests.helpers.trainer import (
@@ -77,8 +77,8 @@ def assert_same_bits(run, other):
 
 def train_counted(argv):
     """The trainer, which then says for how many calls of a layer it kept only the input."""
-    real, calls = recomputation.checkpoint, []
-    recomputation.checkpoint = lambda *given, **more: (calls.append(1), real(*given, **more))[1]
+    real, calls = kernels.checkpoint, []
+    kernels.checkpoint = lambda *given, **more: (calls.append(1), real(*given, **more))[1]
     speech_main(argv)
     print(f"recomputed {len(calls)}")
 

@@ -1,24 +1,35 @@
-"""Norms, rotary embedding, SwiGLU and cross-entropy in fewer passes over a GPU's memory.
+"""Fast layers: fused operations, attention inside packed documents, recomputation of layers.
 
 As transformers writes them, a norm is 8 kernels forward and 12 backward, a rotary embedding 5 and 8
 for q and the same for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a
-norm is F.rms_norm or F.layer_norm, and the others are one kernel each way, which torch.compile
-makes of a function of a few lines (without Triton it runs plainly). They round once, at the end,
-and keep only their inputs for the backward pass, so eager layers (NF4, selective
+norm is F.rms_norm or F.layer_norm, and the others, with cross-entropy, are one kernel each way,
+which torch.compile makes of a function of a few lines (without Triton it runs plainly). They round
+once, at the end, and keep only their inputs for the backward pass, so eager layers (NF4, selective
 recomputation, speaking) take the memory of compiled ones. On a CPU, and in compiled layers,
-transformers' own code runs.
+transformers' code runs.
+
+Recomputation: "all" keeps a layer's input and computes the whole layer again. "selective" also
+keeps the expensive outputs, of attention and of matrix products; norms, activations, rotary
+embedding, dropout, casts, and the wide outputs of adapters (cheap for their size) are computed
+again, and so is FlexAttention, which is compiled by itself and cannot be looked into. Gradients are
+the same bits either way.
 """
 import functools
-import importlib.util
 import inspect
 import sys
 
 import torch
 import torch.nn.functional as F
-from torch.nn import attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from core import cli
+from core.cli import UserError
 
 # What a class or function of transformers must contain to be replaced, by the code of its modules
 NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -61,25 +72,6 @@ def compiles(kind):
                    f"{language} compiler and Python.h")
         return False
     return True
-
-
-@functools.cache
-def use_flash3():
-    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
-    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
-    """
-    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
-        return
-    from torch.nn.attention.varlen import varlen_attn
-    try:
-        attention.activate_flash_attention_impl("FA3")
-        q = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
-        varlen_attn(q, q, q, ends, ends, 5, 5, window_size=(-1, 0)).sum().backward()
-        cli.notice("FlashAttention 3 is used")
-    except Exception as error:      # of a package that is too old for this torch, or for this GPU
-        attention.restore_flash_attention_impl()
-        cli.notice(f"FlashAttention 3 is installed but fails ({cli.printable(error, 80)})")
 
 
 def kernel(function, *args):
@@ -206,7 +198,6 @@ def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
-    use_flash3()
     for module in model.modules():
         kind, place = type(module), sys.modules[type(module).__module__]
         if not kind.__module__.startswith("transformers."):
@@ -258,3 +249,113 @@ def rotary(plain):
         return rotate(q, cos, sin), rotate(k, cos, sin)
     either.plain = plain
     return either
+
+
+# ---- Attention inside each packed document
+
+# torch 2.11 takes fewer key heads without this flag
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def packed_documents():
+    """attn_implementation of a transformers model whose forward runs on one flat axis that holds
+    many documents; the caller passes cu_seq_lens_q and max_length_q along.
+    """
+    from transformers import AttentionInterface     # takes a second; not every run needs it
+    AttentionInterface.register("packed_documents", packed_attention)
+    return "packed_documents"
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+                     sliding_window=None, cu_seq_lens_q=None, max_length_q=None, **_):
+    """Causal attention inside each document, as transformers calls it; (1, S, heads, D), None.
+
+    query (1, heads, S, D), key and value (1, kv_heads, S, D); cu_seq_lens_q (B + 1,) int32.
+    sliding_window: how many places a token sees, itself included. CUDA in half precision: torch's
+    variable-length flash attention. Elsewhere SDPA document by document, same result.
+    """
+    if cu_seq_lens_q is None:
+        raise UserError(f"{type(module).__name__} does not get the ends of documents: this "
+                        "architecture cannot be packed")
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
+    if q.is_cuda and v.dtype in FLASH:
+        q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+                          scale=scaling, window_size=window, **GROUPED)
+    else:
+        out = _attention_by_document(q.to(v.dtype), k.to(v.dtype), v, cu_seq_lens_q, scaling,
+                                     sliding_window)
+    return out[None], None
+
+
+@torch.compiler.disable     # a graph per list of document lengths would be compiled otherwise
+def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    lengths, out = cu_seqlens.diff().tolist(), []
+    # a slice's gradient is as long as t
+    for length, *parts in zip(lengths, *(t.split(lengths) for t in (q, k, v))):
+        parts = (part.transpose(0, 1)[None] for part in parts)
+        if window and length > window:
+            place = torch.arange(length, device=q.device)
+            distance = place[:, None] - place
+            masked = {"attn_mask": (distance >= 0) & (distance < window)}
+        else:
+            masked = {"is_causal": True}
+        out.append(F.scaled_dot_product_attention(*parts, scale=scaling,
+                                                  **masked)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+# ---- Recomputation for the backward pass
+
+NOTES = {None: "", "all": ", recomputed by layer",
+         "selective": ", all but products and attention recomputed"}
+ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default,
+             *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+               for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
+                            "cudnn_attention"))}
+# place of the first matrix
+PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,
+            # the last: of experts
+            torch.ops.aten._scaled_mm.default: 0, torch.ops.aten._grouped_mm.default: 0}
+# a product is kept unless its rows grow by more: an adapter's second half, rank to width, does
+WIDER = 8
+
+
+def keeps(op, args):
+    """Whether selective checkpointing keeps the output of an operator with these arguments."""
+    if op not in PRODUCTS:
+        return op in ATTENTION_OPS
+    inner, outer = args[PRODUCTS[op] + 1].shape[-2:]
+    return outer <= WIDER * inner
+
+
+def _policy(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def set_mode(model, layers, mode):
+    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly. layers: of
+    transformers, or the model calls them by model.call.
+    """
+    for module in model.modules():      # adapters.AddingLinear must not change products that stay
+        if mode == "selective" and hasattr(module, "adds_in_place"):
+            module.adds_in_place = False
+    if hasattr(model, "call"):
+        model.call = caller(mode)
+        return
+    for layer in layers:        # transformers' own switch
+        layer.gradient_checkpointing = bool(mode)
+        layer._gradient_checkpointing_func = caller(mode)
+
+
+def caller(mode):
+    """A function of (layer, its arguments) that calls the layer as `mode` of flags.MODES wants it;
+    None: plainly.
+    """
+    if not mode:
+        return lambda layer, *args, **kwargs: layer(*args, **kwargs)
+    selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+    return functools.partial(checkpoint, use_reentrant=False,
+                             **(selective if mode == "selective" else {}))
