@@ -559,19 +559,6 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
     wait_until(lambda: b"sleep" not in command_line(bare), "end of a process without environment")
 
 
-@pytest.mark.parametrize("words, settings, message", [
-    ([], {}, "INPUT is not set: create_data_h100x8.sh INPUT"),
-    (["no.txt", "o.jsonl"], {}, "INPUT: no such file: no.txt"),
-    (["lines.txt", "o.jsonl"], {"GPUS": "6"}, "6 GPUs cannot be shared out to instances of TP 4 x PP 1"),
-])
-def test_launcher_errors_are_one_line(words, settings, message, tmp_path):
-    files(tmp_path, make_lines(2))
-    done = subprocess.run(["bash", str(LAUNCHER), *words], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "GPUS": "8", "VENV": "none", **settings})
-    assert done.returncode == 1 and done.stdout == ""
-    assert re.fullmatch(f"create_data_h100x8: error: .*{re.escape(message)}.*\n", done.stderr), done.stderr
-
-
 # -- vLLM, where it is installed --------------------------------------------------------------------------------------
 
 
