@@ -39,7 +39,7 @@ BEFORE = {      # {page: commands whose results it names}
         "python diffusion/train_bd3lm.py --system chat --init_from STUDENT --train_data_file held_out.jsonl "
         "--problems_per_batch 2 --block_size 4 --output_dir outputs/chat_h200"]}
 CHATS = "python distill/train_sft.py --model_path STUDENT --train_data_file labels.jsonl --output_dir out"
-FIRST = {"--truth_file": CHATS}     # {flag: a command before the one that has it}
+FIRST = {"--labels": CHATS}     # {flag: a command before the one that has it}
 SWAPS = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
          "bosonai/higgs-tts-3-4b": "TTS3", "Qwen/Qwen3-4B-Instruct-2507": "STUDENT",
          "takes/best.jsonl": "train.json",      # no take of an untrained voice is good
