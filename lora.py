@@ -48,7 +48,7 @@ def check_flags(args, world_size):
 args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 from core import dist
-from speech import versions
+from speech import weights
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
 from core import adapters  # isort: skip
@@ -59,7 +59,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora.
     """
-    whole = versions.module(model.config).WHOLE_MODULES
+    whole = weights.module(model.config).WHOLE_MODULES
     require(whole or not table, "--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains "
             "audio embedding and head")
     names = ",".join(LORA_TARGETS.get(targets, [targets]))

@@ -5,10 +5,9 @@
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --learning_rate 5e-5
     bash launch/demo.sh     # the same in small; needs no GPU and no model of yours
 
-It reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and saving,
-then the loop. The loss is the cross-entropy of the next row of codes, averaged over every trained
-code of an optimizer step (all ranks, micro-steps and codebooks), plus --text_loss_weight times the
-same average over text targets. So 1 rank, N ranks, DDP and FSDP2 train alike.
+The loss is the cross-entropy of the next row of codes, averaged over every trained code of an
+optimizer step (all ranks, micro-steps and codebooks), plus --text_loss_weight times the same
+average over text targets. So 1 rank, N ranks, DDP and FSDP2 train alike.
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -27,11 +26,11 @@ p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. How rows that are not C
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's)"
-     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's) and "
+     "stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
-flag("--audio_tokenizer_path", None, "audio codec, folder or hub name (default: inside TTS 3)")
+flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
 flag("--lora_rank", 16, "adapter rank")
 flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
@@ -142,7 +141,7 @@ from core import watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
-from speech import conversations, versions, weights
+from speech import conversations, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
@@ -152,17 +151,15 @@ output_dir, main_rank, device = Path(args.output_dir), world.is_main, world.devi
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
 # in which the model computes; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
-
-
 autocast = partial(dist.autocast, device, dtype)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
 # ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
 # the same table and know the whole order. So no rank has to ask another which samples a step
 # has, or how many targets.
-folder, config_dict, codec_dir = versions.find_files(
-    world, args.model_path, args.audio_tokenizer_path, work_dir)
-module = versions.module(config_dict)       # speech/v2.py or v3.py, chosen once
+folder, config_dict, codec_dir = weights.find_files(
+    world, args.model_path, args.audio_tokenizer_path)
+module = weights.module(config_dict)        # speech/v2.py or v3.py, chosen once
 args.normalize_text = module.text_setting(args.normalize_text or "")
 if args.use_lora:
     args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
@@ -198,9 +195,9 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-def load_option(name):
-    """What speech/NAME.py makes of the flag --NAME; None without it, and nothing is imported."""
-    if getattr(args, name):
+def load_option(flag, name):
+    """What speech/NAME.py makes of a flag; None without it, and nothing is imported."""
+    if flag:
         return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
 
 
@@ -208,7 +205,7 @@ def load_option(name):
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
-    lambda: load_option("sample_prompts"), lambda: load_option("keep"),
+    lambda: load_option(args.sample_prompts, "speak"), lambda: load_option(args.keep, "keep"),
     lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
@@ -219,8 +216,7 @@ if args.tf32:       # only now: codes in the cache must not depend on it
     torch.set_float32_matmul_precision("high")
 if args.auto or dry:
     from speech import plan
-    speakers = [speaker for speaker in (prompts, keep_loss) if speaker]
-    data = plan.Data(table, ids, train_ids, eval_ids, speakers, keep_loss)
+    data = plan.Data(table, ids, train_ids, eval_ids, prompts, keep_loss)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_model(folder, config_dict)
 args.compile = dist.choose_compile(world, args)         # after the plan, which it yields to
@@ -258,8 +254,7 @@ steps_per_epoch, total_steps = run_length(
     {"step": step, "epoch": epoch, "first": first_pack})
 validates = bool(len(eval_ids) or prompts)
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = run.schedule_lines(
-    args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
+lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied

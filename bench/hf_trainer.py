@@ -75,7 +75,7 @@ def speech(args, attention, dtype):
 
 
 class Chats(torch.utils.data.Dataset):
-    """ChatSamples as Trainer takes them."""
+    """A ChatTable as Trainer takes them."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -90,13 +90,13 @@ class Chats(torch.utils.data.Dataset):
 
 
 def chats(args, attention, dtype):
-    from distill.chat_data import ChatSamples, ChatTable
+    from distill.chat_data import ChatTable
     table = ChatTable(next(args.tables.glob("table-*")))
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=dtype,
                                                  attn_implementation=attention)
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     collate = DataCollatorWithFlattening() if args.flat else DataCollatorForSeq2Seq(tokenizer)
-    return model, Chats(ChatSamples(table)), table.lengths, collate, "all-linear"
+    return model, Chats(table), table.lengths, collate, "all-linear"
 
 
 class Lines(TrainerCallback):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from diffusion import make_problems
 from distill import causal_lm as chat_weights
-from speech import make_tiny, v3, versions
+from speech import make_tiny, v3, weights
 
 from transformers import PreTrainedTokenizerFast, Qwen3Config  # isort: skip
 
@@ -139,7 +139,7 @@ def speech_files(folder, pairs, layers=0, shape="3b", fill=write_holes):
         if layers:
             config["num_hidden_layers"] = layers
         (model / "config.json").write_text(json.dumps(config))
-        empty = versions.module(config).empty_model(config, torch.bfloat16, model)
+        empty = weights.module(config).empty_model(config, torch.bfloat16, model)
         fill(empty.named_parameters(), model / "model.safetensors")
     return speech_words(folder, model)
 

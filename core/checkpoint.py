@@ -262,23 +262,7 @@ def _forget():
 os.register_at_fork(after_in_child=_forget)     # else the lock would last as long as any child
 
 
-# ---- Random states
-
-
-def rng_state(device):
-    """Random states of torch in this process as bytes; nothing else draws numbers in training."""
-    state = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return pickled(state)
-
-
-def set_rng_state(data, device):
-    """Put back what rng_state returned."""
-    state = torch.load(io.BytesIO(data), weights_only=True)
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and device.type == "cuda":       # a run may resume without its GPU
-        torch.cuda.set_rng_state(state["cuda"], device)
+# ---- The checkpoints of a run
 
 
 def pickled(value):
@@ -286,9 +270,6 @@ def pickled(value):
     buffer = io.BytesIO()       # torch's writer of files has one error for all that a disk does
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-# ---- The checkpoints of a run
 
 
 class CheckpointManager:
@@ -315,10 +296,11 @@ class CheckpointManager:
         checkpoint of its "best_step". files: {relative path: write(path)} of more files.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
+        building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
         if self.world.is_main:
             remove_named(self.output_dir, UNFINISHED)
             try:
-                (building := self.building(step)).mkdir(parents=True)
+                building.mkdir(parents=True)
                 save_config(building)
                 configs = os.listdir(building)
                 (building / STATE).mkdir()
@@ -326,7 +308,10 @@ class CheckpointManager:
                 raise self.failure(step, error)
         dist.barrier(self.world)
         dist.reshard(model)
-        rng = dist.all_gather(self.world, rng_state(self.world.device))
+        rng = {"torch": torch.get_rng_state()}      # nothing else draws numbers in training
+        if self.world.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
+        rng = dist.all_gather(self.world, pickled(rng))
         share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
         moments = optim.state_tensors(optimizer, model.named_parameters())
         share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
@@ -338,8 +323,8 @@ class CheckpointManager:
         self.saves += 1
         self.share_written.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way
-        self.thread = threading.Thread(target=self._write,
-                                       args=(step, share, state.get("best_step")))
+        self.thread = threading.Thread(
+            target=self._write, args=(step, building, share, state.get("best_step")))
         self.thread.start()
 
     def wait(self):
@@ -360,18 +345,14 @@ class CheckpointManager:
         if self.error:
             raise self.error
 
-    def building(self, step):
-        """Where checkpoint-STEP grows."""
-        return self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
-
     def failure(self, step, why):
         """The UserError of a checkpoint that could not be written."""
         return UserError(f"checkpoint-{step} could not be written to {self.output_dir} ({why}); "
                          "earlier checkpoints are intact")
 
-    def _write(self, step, share, best_step):
+    def _write(self, step, building, share, best_step):
         """The thread: write this rank's share, report to rank 0, which then completes the whole."""
-        rank, store, building = self.world.rank, self.world.store, self.building(step)
+        rank, store = self.world.rank, self.world.store
         try:
             try:
                 report = write_files(building, share), None
@@ -452,7 +433,10 @@ class CheckpointManager:
         # weights_only: a checkpoint from somebody else must not run code
         states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
         if self.world.rank < len(states):
-            set_rng_state(states[self.world.rank], self.world.device)
+            rng = torch.load(io.BytesIO(states[self.world.rank]), weights_only=True)
+            torch.set_rng_state(rng["torch"])
+            if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
+                torch.cuda.set_rng_state(rng["cuda"], self.world.device)
 
 
 def check_identity(path, state, identity, *keys):

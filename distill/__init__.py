@@ -1,1 +1,0 @@
-"""Prompt distillation: teacher labels, chats, student, evaluation."""

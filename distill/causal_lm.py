@@ -5,12 +5,11 @@ row: no process holds more than it trains, and a model may be larger than a host
 unexpected or misshapen weights stop the run. Of a mixture, files have a matrix for each expert,
 transformers tensors (experts, rows, columns). Quantised and remote-code models are refused.
 """
-import contextlib
 import copy
 from pathlib import Path
 
 import torch
-from torch import nn
+from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers import LogitsProcessor, LogitsProcessorList, logging
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,10 +20,8 @@ from core.dist import World, barrier
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
-# tensor: matrices of an expert
-EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-# buffers that old files hold; now computed
-IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}   # in the files
+IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")   # of old files, now computed
 
 # ---- Folders
 
@@ -79,7 +76,7 @@ def load_config(folder):
 
 
 def save_config(model, folder):
-    """The files of a checkpoint beside its weights, for from_pretrained and servers."""
+    """The files of a checkpoint but its weights, for from_pretrained and servers."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
@@ -93,22 +90,6 @@ def fingerprint_weights(folder):
 # ---- Empty models
 
 
-@contextlib.contextmanager
-def _weights_on_meta():
-    """Parameters made within have no memory; buffers do, since no file holds them."""
-    register = nn.Module.register_parameter
-
-    def register_empty(module, name, parameter):
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-    nn.Module.register_parameter = register_empty
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
-
-
 def empty_model(config, dtype, folder=None, attention=None):
     """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
@@ -116,15 +97,16 @@ def empty_model(config, dtype, folder=None, attention=None):
     leaves the choice to transformers. Raises UserError.
     """
     try:
-        with _weights_on_meta():
+        with init_empty_weights(include_buffers=False):     # no file holds buffers
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), dtype=dtype, attn_implementation=attention,
                 trust_remote_code=False)
-    except Exception as error:      # an attention of its own, sizes that no model has, ...
+        model.tie_weights()
+    except Exception as error:      # another attention, sizes that no model has, ...
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
                         f"says ({repr(error).splitlines()[0]}); it is not supported")
     stored = [name for name in model.state_dict() if name not in all_names(model)]
-    require(not stored, f"{config.model_type} models keep state beside their weights "
+    require(not stored, f"{config.model_type} models keep state next to their weights "
                         f"({min(stored, default='')}), which is not supported")
     # what a checkpoint will hold
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
@@ -186,18 +168,15 @@ def weight_parts(folder, model):
     return parts
 
 
-def expert_names(name, shape):
-    """[names of the published matrices] of each expert, for a tensor (experts, rows, columns)."""
+def published(name, tensor, first=0):
+    """{published name: tensor} of a parameter: views of the matrices of each expert, (experts,
+    rows, columns) from expert `first` on, or the tensor.
+    """
     place, _, leaf = name.rpartition(".")
-    matrices, experts = EXPERTS.get(leaf, ()), range(shape[0] if len(shape) == 3 else 0)
-    return [[f"{place}.{i}.{matrix}.weight" for matrix in matrices] for i in experts if matrices]
-
-
-def published(name, tensor):
-    """{published name: tensor} of a parameter: views of each expert's matrices, or the tensor."""
-    experts = expert_names(name, tensor.shape)
-    return {matrix: rows for names, whole in zip(experts, tensor)
-            for matrix, rows in zip(names, whole.chunk(len(names)))} if experts else {name: tensor}
+    if tensor.ndim != 3 or leaf not in EXPERTS:
+        return {name: tensor}
+    return {f"{place}.{i}.{matrix}.weight": rows for i, whole in enumerate(tensor, first)
+            for matrix, rows in zip(EXPERTS[leaf], whole.chunk(len(EXPERTS[leaf])))}
 
 
 def check_weights(model, parts, folder):
@@ -213,7 +192,7 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts: its own rows, or experts, only.
+    """Fill {name: tensor, plain or a shard} from weight_parts: only the rows it has.
     Collective with a world.
     """
     for name, tensor in weights.items():
@@ -221,10 +200,8 @@ def load_weights(weights, parts, world=None):
         if name in parts:
             tensor_io.read_rows(tensor, parts[name])
             continue
-        local, first = tensor_io.local_rows(tensor)
-        for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
-            for matrix, rows in zip(names, whole.chunk(len(names))):
-                tensor_io.read_rows(rows, parts[matrix])
+        for matrix, rows in published(name, *tensor_io.local_rows(tensor)).items():
+            tensor_io.read_rows(rows, parts[matrix])
     barrier(world or World())       # a slow disk may take long
 
 
@@ -251,10 +228,8 @@ def stop_at(model, ends):
 
 
 class Draw(LogitsProcessor):
-    """Leaves the one token of each row that is drawn from its softmax, by a generator of the row.
-
-    A row takes one number a token, on the CPU, whatever other rows and the device are. The token is
-    where the running sum of the probabilities passes that number.
+    """Leaves the one token of each row that is drawn from its softmax: where the running sum of the
+    probabilities passes a number of the row's generator, one a token, on the CPU.
     """
 
     def __init__(self, seeds):
@@ -273,11 +248,8 @@ class Draw(LogitsProcessor):
 
 @torch.no_grad()
 def generate(model, prompts, tokens, ends, processors=()):
-    """[ids] of an answer to each prompt, the token that ends it included; greedy unless processors
-    draw. Of a model's generation_config nothing is used: its sampling settings and penalties are
-    for chatting.
-
-    prompts: ids, a sequence of ints each. tokens: an answer may have. ends: ids that end one.
+    """[ids] of an answer to each prompt (ids), the one of `ends` that ends it included; at most
+    `tokens`, greedy unless processors draw. A model's generation_config is for chatting: unused.
     """
     device = model.get_input_embeddings().weight.device
     width = max(map(len, prompts))
@@ -287,7 +259,7 @@ def generate(model, prompts, tokens, ends, processors=()):
         ids[row, width - len(prompt):] = torch.as_tensor(prompt)
         mask[row, width - len(prompt):] = 1
     own = model.generation_config
-    # in the model, not beside it: what an argument leaves open is taken from the model's
+    # in the model: what an argument leaves open is taken from there
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
     try:
         # not synced: under FSDP2 transformers would wait for other ranks, which may draw fewer
@@ -300,5 +272,5 @@ def generate(model, prompts, tokens, ends, processors=()):
     answers = []
     for new in found[:, width:].tolist():
         stop = next((i for i, token in enumerate(new) if token in ends), len(new))
-        answers.append(new[:stop + 1])          # behind its end there is padding
+        answers.append(new[:stop + 1])          # after its end there is padding
     return answers

@@ -40,19 +40,10 @@ class Reading(NamedTuple):
     """How files become a table."""
     encoder: object             # chat.Encoder
     limit: int                  # tokens that a sample may have
-    prompt: tuple = None        # teachers.Prompt: the same behind it follows each sample
+    prompt: tuple = None        # teachers.Prompt: after it each sample follows once more
     drop: tuple = ()            # checks (of train_sft.py) whose samples are dropped
-    processes: int = 0          # that tokenise large files beside this one
-    behind: object = None       # chat.Encoder of the teacher; None: the student's
-
-
-def far_too_long(record, reading):
-    """Characters of a message whose beginning alone is too long, else 0: megabytes take long."""
-    text = max((message["content"] for message in record["messages"]), key=len)
-    if len(text) <= 8 * reading.limit:
-        return 0
-    beginning = len(reading.encoder.lists([text[:8 * reading.limit]])[0])
-    return len(text) if beginning > reading.limit * 9 // 8 else 0
+    processes: int = 0          # others that tokenise large files
+    teacher: object = None      # chat.Encoder of the teacher; None: the student's
 
 
 def encode_chunk(records, path, reading, problems):
@@ -67,16 +58,17 @@ def encode_chunk(records, path, reading, problems):
     def refuse(line, check, why):
         problems.append(problem(f"{path}:{line}", check, why, path))
 
-    for line, record in records:
-        if size := far_too_long(record, reading):
-            refuse(line, "too_long", f"{size:,} characters, more than {limit} tokens")
+    for line, record in records:    # of megabytes the beginning is read: all of it takes minutes
+        text = max((message["content"] for message in record["messages"]), key=len)
+        if len(text) > 8 * limit and len(encoder.lists([text[:8 * limit]])[0]) > limit * 9 // 8:
+            refuse(line, "too_long", f"{len(text):,} characters, more than {limit} tokens")
         else:
             short.append((line, record))
     results = encoder.encode([record["messages"] for _, record in short],
                              [record.get("tools") for _, record in short])
     if prompt:
-        from distill.teaching import behind_prompt
-        results = behind_prompt(prompt, reading.behind or encoder,
+        from distill.teaching import after_prompt
+        results = after_prompt(prompt, reading.teacher or encoder,
                                 [record for _, record in short], results)
     for (line, record), result in zip(short, results):
         # several samples where the template rewrites earlier turns
@@ -85,8 +77,7 @@ def encode_chunk(records, path, reading, problems):
             if isinstance(sample, ValueError):
                 refuse(line, "template", sample)
             elif "teacher_messages" in record and not prompt:
-                refuse(line, "template", 'has "teacher_messages", and no --teacher_path reads them '
-                       "(--model_path's own folder where no other model teaches)")
+                refuse(line, "template", 'has "teacher_messages", and no --teacher_path reads them')
             elif (length := len(sample[0])) > limit:
                 refuse(line, "too_long", f"{length} tokens, more than {limit}")
             else:
@@ -113,10 +104,8 @@ def question_hash(messages):
 
 def write_table(folder, paths, reading, output_dir=None):
     """Tokenise files into a table in `folder` -> {"samples": [of each file], "split": chats that
-    are several samples, "bad": text of how many samples each check of reading.drop dropped}.
-
-    With a prompt a sample's tokens are those of both. Raises UserError with every sample that
-    cannot be used and that is not dropped. output_dir: where all of them are listed.
+    are several samples, "bad": text of how many each check of reading.drop dropped}. UserError with
+    every other sample that cannot be used; output_dir: where all of them are listed.
     """
     encoder, samples, split = reading.encoder, [], 0
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
@@ -144,15 +133,12 @@ def write_table(folder, paths, reading, output_dir=None):
 
         parallel_map_ordered(chunks, reading.processes, take)
         samples.append(len(columns["lengths"]) - first)
+        check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
         if not samples[-1] and not problems.stopping:
             bad = problems.settle()
             raise UserError(f"{path}: holds no conversations that can be used{bad and f' ({bad})'}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
-    bad, first = problems.settle(hint if problems.counts["too_long"] else ""), 0
-    for path, count in zip(paths, samples):
-        check_duplicates(path, *(columns[name].array()[first:first + count]
-                                 for name in ("lines", "keys")))
-        first += count
+    bad = problems.settle(hint if problems.counts["too_long"] else "")
     for column in columns.values():
         column.close()
     with error_names_file(folder):
@@ -160,10 +146,12 @@ def write_table(folder, paths, reading, output_dir=None):
     return {"samples": samples, "split": split, "bad": bad}
 
 
-class ChatTable:
+class ChatTable(Dataset):
     """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,); of each sample lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
     sources, asked (question_hash); own (tokens of the student) where the teacher's side follows.
+
+    table[i]: (i, ids (n,) int64, trained (n,) bool), and own where it is prompted.
     """
 
     def __init__(self, folder):
@@ -171,17 +159,20 @@ class ChatTable:
             setattr(self, path.stem, np.load(path, mmap_mode="r"))
         self.paths = json.loads((Path(folder) / "sources.json").read_text())
 
+        # whether a sample is followed by its answer after the teacher's prompt
+        self.prompted = hasattr(self, "own")
+
     def __len__(self):
         return len(self.lengths)
 
-    def name(self, i):
-        """Where sample i stands in the user's files."""
-        return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
+    def __getitem__(self, i):
+        part = slice(self.offsets[i], self.offsets[i + 1])
+        sample = i, self.tokens[part].astype(np.int64), self.trained[part]
+        return (*sample, int(self.own[i])) if self.prompted else sample
 
-    @property
-    def prompted(self):
-        """Whether a sample is followed by its answer behind the teacher's prompt."""
-        return hasattr(self, "own")
+    def name(self, i):
+        """The place of sample i in the user's files."""
+        return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
 
     def fingerprint(self, numbers):
         """Short hash of these samples' tokens, masks and places. numbers: sorted."""
@@ -196,21 +187,17 @@ class ChatTable:
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
     """write_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, samples
-    of the first file, sorted ids that trained turns end with). A summary is printed.
-
-    Deletes the table of an earlier run there. list_in: output_dir of write_table.
+    of the first file, sorted ids that trained turns end with). Deletes the table of an earlier run
+    there. list_in: output_dir of write_table.
     """
     def build():
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps what it has mapped
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
         found = write_table(folder, paths, reading, list_in)
-        about = f"data       read in {time.monotonic() - start:.1f} s"
-        if split := found["split"]:
-            about += (f"; {cli.counted(split, 'chat')} with a sample for each answer: the template "
-                      "rewrites earlier turns")
-        if found["bad"]:
-            about += f"\ndata       dropped: {found['bad']}"
-        print(about, flush=True)
+        split = (f"; {cli.counted(found['split'], 'chat')} with a sample for each answer: the "
+                 "template rewrites earlier turns" * bool(found["split"]))
+        print(f"data       read in {time.monotonic() - start:.1f} s{split}"
+              + f"\ndata       dropped: {found['bad']}" * bool(found["bad"]), flush=True)
         return folder, found["samples"][0], sorted(reading.encoder.ends)
 
     folder, n_train, ends = dist.rank0(world, build)
@@ -228,9 +215,7 @@ def samples_line(table, train_ids, eval_ids):
 
 
 def group_numbers(keys, lines, group_size):
-    """(n,) group of each sample: group_size neighbours, such as translations of one sentence, by
-    id where all have one, else by line.
-    """
+    """(n,) group of each sample: group_size neighbours by id, or by line where not all have one."""
     if (keys >= 0).all():       # neighbours of the same input file: see LINES
         return keys // LINES * LINES + keys % LINES // group_size
     return (lines - 1) // group_size
@@ -250,8 +235,8 @@ def check_duplicates(path, lines, keys):
 
 
 def split_groups(groups, share, seed):
-    """(train, held out) sample numbers, whole groups each: a seeded shuffle of the groups, at least
-    one group each. share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
+    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each.
+    share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
     """
     names = np.unique(groups)
     require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
@@ -272,31 +257,26 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, which evaluations read
     -> {"hash" of it or "", "trained": how many, "prompt": the teacher's}, for the checkpoint.
 
-    A record has an "id", its own, or its line from 0 where not all have one; "trained_as" names a
-    sample of `train` with the same question.
+    A record has its "id", or its line from 0 where not all have one; "trained_as" names a sample
+    of `train` with the same question. A line is written once, though it may be several samples.
     """
     about = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
     if not len(held_out):
         return about
-    own_ids = (table.keys[held_out] >= 0).all()
+    ids = table.keys if (table.keys[held_out] >= 0).all() else table.lines - 1
     twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
-    records = {}
-    for source in np.unique(table.sources[held_out]).tolist():
-        lines = {int(table.lines[i]) for i in held_out if table.sources[i] == source}
-        found = records_at(table.paths[source], lines)
-        records |= {(source, line): record for line, record in found}
+    once = {(int(table.sources[i]), int(table.lines[i])): i for i in reversed(held_out)}
     rows = []
-    for i in held_out.tolist():
-        # once, though a line may be several samples
-        record = records.pop((int(table.sources[i]), int(table.lines[i])), None)
-        if record is None:
-            continue
-        row = {"id": int(table.keys[i] if own_ids else table.lines[i] - 1),
-               "messages": record["messages"]}
-        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
-        if twin := twins.get(int(table.asked[i])):
-            row["trained_as"] = twin
-        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+    for source, path in enumerate(table.paths):     # held out are lines of one file, in order
+        wanted = {line for of, line in once if of == source}
+        for line, record in records_at(path, wanted) if wanted else ():
+            i = once[source, line]
+            row = {"id": int(ids[i]), "messages": record["messages"]}
+            row |= {name: record[name] for name in ("tools", "teacher_messages")
+                    if record.get(name)}
+            if twin := twins.get(int(table.asked[i])):
+                row["trained_as"] = twin
+            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
     text = "".join(rows)
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
@@ -307,69 +287,41 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
 
 @dataclass
 class PackedChats:
-    """B conversations of S tokens in all on one flat axis. All tensors int64 unless said."""
+    """B conversations of S tokens in all on one flat axis; tensors int64, cu_seqlens int32."""
     input_ids: torch.Tensor         # (S,)
     position_ids: torch.Tensor      # (S,) position within its conversation
-    cu_seqlens: torch.Tensor        # (B + 1,) int32 boundaries
+    cu_seqlens: torch.Tensor        # (B + 1,) boundaries
     rows: torch.Tensor              # (R,) places that predict a trained token
     targets: torch.Tensor           # (R,) the tokens they predict
     longest: int                    # longest conversation, rounded up to 128: few values
     samples: tuple                  # sample numbers in the table, for naming them in errors
     counts: dict                    # python ints: tokens, samples, targets
-    # the same answers behind the teacher's prompt, in the same order, where the table has them
-    prompted_ids: torch.Tensor = None           # (P,)
-    prompted_positions: torch.Tensor = None     # (P,)
-    prompted_cu_seqlens: torch.Tensor = None    # (B + 1,) int32
-    prompted_rows: torch.Tensor = None          # (R,) places of the same R tokens
-    prompted_longest: int = 0
-    kept: bool = False      # of --keep: the untouched base scores it
+    teacher: object = None          # PackedChats of the same R targets, as the teacher reads them
+    kept: bool = False              # of --keep: the untouched base scores it
 
     __reduce__ = packing.reduce
-    to = packing.to
 
-
-class ChatSamples(Dataset):
-    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool), and how many of them are
-    before the same answer behind the prompt, where there is one.
-    """
-
-    def __init__(self, table):
-        self.table = table
-
-    def __len__(self):
-        return len(self.table)
-
-    def __getitem__(self, i):
-        part = slice(self.table.offsets[i], self.table.offsets[i + 1])
-        sample = i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
-        return (*sample, int(self.table.own[i])) if self.table.prompted else sample
-
-
-def behind(batch, other):
-    """PackedChats of a batch and of the teacher's side of it."""
-    return replace(batch, prompted_ids=other.input_ids, prompted_positions=other.position_ids,
-                   prompted_cu_seqlens=other.cu_seqlens, prompted_rows=other.rows,
-                   prompted_longest=other.longest)
+    def to(self, device):
+        """The batch on another device."""
+        return replace(packing.to(self, device), teacher=self.teacher and self.teacher.to(device))
 
 
 def kept(samples):
     """PackedChats of samples that student and untouched base read alike."""
     batch = collate(samples)
-    return replace(behind(batch, batch), kept=True)
+    return replace(batch, teacher=batch, kept=True)
 
 
 def collate(samples, pad_to=0, pad_id=0, prompted=False):
-    """List of samples -> PackedChats. pad_to: fill the flat axis to so many tokens by documents of
-    padding. prompted: of a table with a prompt.
-
-    An empty list gives one token of padding that has no targets and weighs nothing.
+    """List of samples -> PackedChats; of none, one token of padding that has no targets. pad_to:
+    fill the flat axis to this many tokens by documents of padding. prompted: of such a table.
     """
     if prompted:
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
         other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
         assert torch.equal(batch.targets, other.targets), "student and teacher have other answers"
         batch.counts["tokens"] += other.counts["tokens"]
-        return behind(batch, other)
+        return replace(batch, teacher=other)
     numbers = tuple(number for number, _, _ in samples)
     total = sum(len(ids) for _, ids, _ in samples)
     padding = max(pad_to - total, 0 if samples else 1)
@@ -392,4 +344,4 @@ def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_i
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     def batch(samples):
         return collate(samples, pad_to, pad_id, table.prompted)
-    return packing.over_packs(ChatSamples(table), packs, batch, num_workers, prefetch_factor)
+    return packing.over_packs(table, packs, batch, num_workers, prefetch_factor)

@@ -16,25 +16,25 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
 from core.cli import UserError, require
 from distill import teachers
-from distill.teachers import PARSERS, UNANSWERED, Found, make_parser, read_label, thoughts
+from distill.teachers import PARSERS, UNANSWERED, make_parser, read_label
 
 TEACHER = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 LOG_S = 10                  # seconds between log lines
 SYNC_S = 5                  # seconds of work that a kill may cost
 REFUSED_IN_A_ROW = 50       # lines, asked in random order: it is not the lines that are refused
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
-# flags that a label depends on, beside those that name the lines, the prompt and the teacher
+# flags that a label depends on, next to those that name the lines, the prompt and the teacher
 LABEL_FLAGS = ("prompt_role", "parser", "pattern", "labels", "thinking", "max_tokens",
                "max_model_len", "temperature", "top_p", "top_k", "max_retries", "seed")
 ENGINE_FLAGS = {            # of teachers.open_...
     "vllm": ("max_model_len", "seed", "chunk_size", "tensor_parallel_size",
              "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager"),
-    "openai": ("base_url", "concurrency", "request_timeout", "server_patience"),
+    "openai": ("base_url", "concurrency", "request_timeout"),
     "transformers": ("max_model_len", "chunk_size", "batch_size"),
 }
 ANY_ENGINE = ("max_model_len", "seed", "chunk_size")        # what another one may be given as well
@@ -46,27 +46,22 @@ def build_parser():
     p.flag("--input_file", "../tinker-cookbook/example-data/multilingual.txt",
            "UTF-8 text, one line a sample; or .jsonl of conversations")
     p.flag("--output_file", "./data/prompt_distillation_lang.jsonl",
-           "chat JSONL to write; .rejected.jsonl, .stats.json beside it")
-    p.flag("--prompt_file", str(PROMPT),
-           f"UTF-8 text; for the role user with {teachers.PLACE} once, best at its end")
-    p.flag("--prompt_role", "user", "where the prompt goes: around the last user message, or in a "
-           "separate system message", choices=("user", "system"))
+           "chat JSONL to write, next to .rejected.jsonl and .stats.json")
+    p.flag("--prompt_file", str(PROMPT), f"text; for the role user with {teachers.PLACE} once")
+    p.flag("--prompt_role", "user", "where it goes: around the last user message, or in a system "
+           "message", choices=("user", "system"))
     p.flag("--parser", "language", "what a label is: the language line, --pattern, or the whole "
            "answer, for free-form answers", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, the label in its group")
-    p.flag("--labels", None, "allowed labels, comma between them (default: any, or the 13 language "
-           "codes)")
+    p.flag("--labels", None, "allowed labels, comma between them (default: any, or 13 languages)")
     p.flag("--shard", "0/1", "I/N: only lines whose 0-based number leaves remainder I by N")
-    p.switch("--keep_reasoning", "write the teacher's thoughts as reasoning_content of its "
-             "answers; for students whose chat template writes them")
     p.switch("--dry_run", "check flags and files, say what there is to do, end")
     # teacher
-    p.flag("--model_name", None, "folder or hub name; with --base_url the server's name for it "
-           f"(default: {TEACHER})")
-    p.flag("--engine", "auto", "auto: openai with --base_url, else vllm where it is installed, "
-           "else transformers", choices=("auto", "vllm", "openai", "transformers"))
-    p.flag("--max_model_len", 0, f"tokens of prompt and answer; 0: {teachers.LONGEST:,}, or fewer "
-           "where the model has fewer positions")
+    p.flag("--model_name", None, f"folder, hub name or a server's name (default: {TEACHER})")
+    p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "
+           "transformers", choices=("auto", "vllm", "openai", "transformers"))
+    p.flag("--max_model_len", 0, f"tokens of prompt and answer; 0: {teachers.LONGEST:,}, or the "
+           "model's positions if they are fewer")
     p.flag("--thinking", "default", "enable_thinking of the chat template; on: answers without a "
            "closed thought do not count", choices=("default", "on", "off"))
     # answers
@@ -76,47 +71,32 @@ def build_parser():
     p.flag("--top_k", 0, "draw from this number of likeliest tokens; 0: all")
     p.flag("--max_retries", 3, "further attempts for a line, each with another seed")
     p.flag("--seed", 0, "of the draws")
-    p.flag("--chunk_size", 1024, "lines given to vllm or transformers together; a server gets the "
-           "next line as soon as one is answered")
     # engines
+    p.flag("--chunk_size", 1024, "vllm, transformers: lines given to it together")
+    p.flag("--batch_size", 16, "transformers: lines generated together")
     p.flag("--tensor_parallel_size", 1, "vllm: GPUs that share each layer")
     p.flag("--pipeline_parallel_size", 1, "vllm: groups of GPUs that share out the layers")
     p.flag("--gpu_memory_utilization", 0.9, "vllm: share of each GPU's memory, 0 to 1")
     p.switch("--enforce_eager", "vllm: no compilation, no CUDA graphs: starts sooner")
-    p.flag("--base_url", None, "openai: of the server, e.g. http://localhost:8000/v1; key in "
-           "OPENAI_API_KEY")
+    p.flag("--base_url", None, "openai: http://localhost:8000/v1; the key is in OPENAI_API_KEY")
     p.flag("--concurrency", 64, "openai: requests under way at once")
-    p.flag("--request_timeout", 600.0, "openai: seconds that one request may take in all")
-    p.flag("--server_patience", 600.0, "openai: seconds one line's failed calls are repeated; then "
-           "it is rejected, or, with the server gone, the run ends")
-    p.flag("--batch_size", 16, "transformers: lines generated together")
+    p.flag("--request_timeout", 600.0, "openai: seconds that a request may take; failed ones are "
+           "repeated for twice as long, then the line is rejected")
     return p
-
-
-def shard_of(text):
-    """(this shard, shards) of --shard I/N."""
-    shard = re.fullmatch(r"(\d+)/(\d+)", text)
-    require(shard and int(shard[1]) < int(shard[2]),
-            f"--shard {text}: give I/N with I from 0 to N - 1")
-    return int(shard[1]), int(shard[2])
 
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    engine, defaults, absent = args.engine, build_parser(), ""
-    if engine == "auto" and args.base_url:
-        engine = "openai"
-    elif engine == "auto":
-        engine = "vllm" if importlib.util.find_spec("vllm") else "transformers"
-        absent = (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an own "
-                  "environment")
+    engine, defaults, here = args.engine, build_parser(), importlib.util.find_spec("vllm")
+    if engine == "auto":
+        engine = "openai" if args.base_url else "vllm" if here else "transformers"
     require(args.model_name or engine != "openai",
             "--base_url needs --model_name, the server's name for its model")
     args.model_name = args.model_name or TEACHER
     cli.at_least_one(args, "max_tokens chunk_size tensor_parallel_size pipeline_parallel_size "
                            "concurrency batch_size")
     cli.zero_or_more(args, "temperature top_k max_retries max_model_len seed")
-    cli.above_zero(args, "request_timeout server_patience top_p gpu_memory_utilization")
+    cli.above_zero(args, "request_timeout top_p gpu_memory_utilization")
     cli.share(args, "top_p gpu_memory_utilization")
     require(args.temperature or not args.max_retries,
             "--temperature 0 gives the same answer at every retry: add --max_retries 0")
@@ -125,15 +105,18 @@ def check_flags(args, world_size):
             "answer, --parser whole (or regex)")
     require(engine != "openai" or args.base_url, "--engine openai needs --base_url")
     if args.base_url:
-        from distill.server import address
-        address(args.base_url, "--base_url")
+        teachers.address(args.base_url, "--base_url")
     for other, names in ENGINE_FLAGS.items():
         for flag in names if other != engine else ():
             require(flag in ANY_ENGINE or getattr(args, flag) == defaults.get_default(flag),
-                    f"--{flag} is for the engine {other}, not {engine}{absent * (other == 'vllm')}")
+                    f"--{flag} is for the engine {other}, not {engine}"
+                    + ": there is no vLLM here, see launch/create_data_h100x8.sh" * (
+                        other == "vllm" and not here))
     require(not (engine == "openai" and args.max_model_len),
             "--max_model_len is the server's own matter: set it there")
-    shard_of(args.shard)
+    shard = re.fullmatch(r"(\d+)/(\d+)", args.shard)
+    require(shard and int(shard[1]) < int(shard[2]),
+            f"--shard {args.shard}: give I/N with I from 0 to N - 1")
     args.engine = engine
 
 
@@ -157,31 +140,22 @@ from distill.chat_data import LINES
 
 
 class Line(NamedTuple):
-    """What one line asks."""
-    messages: list          # the last one is the question
+    """What one line asks: messages, of which the last is the question; tools or None."""
+    messages: list
     tools: list = None
-
-    def text(self):
-        """Equal only for equal lines: for digests."""
-        if [message["role"] for message in self.messages] == ["user"] and not self.tools:
-            return self.messages[0]["content"]
-        return json.dumps([self.messages, self.tools] if self.tools else self.messages)
 
 
 def read_input(path):
-    """([Line], notices). UserError for anything else."""
-    where = f"--input_file {path}"
+    """[Line] of a text, or of conversations; those that end with an answer are counted."""
+    where, found, answered = f"--input_file {path}", [], 0
     # not splitlines: U+2028 does not end a line
     lines = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
-    if Path(path).suffix != ".jsonl":
-        lines = [line.strip() for line in lines]
-        require(lines != [""], f"{where}: is empty")
-        empty = [number for number, line in enumerate(lines, 1) if not line]
-        require(not empty, f"{where}: line {(empty or [0])[0]} is empty ({len(empty)} such lines); "
-                           "delete them")
-        return [Line([{"role": "user", "content": line}]) for line in lines], []
-    found, answered, unread, notices = [], 0, set(), []
+    require(lines != [""], f"{where}: is empty")
     for number, line in enumerate(lines, 1):
+        require(line.strip(), f"{where}: line {number} is empty; delete it")
+        if Path(path).suffix != ".jsonl":
+            found.append(Line([{"role": "user", "content": line.strip()}]))
+            continue
         try:
             record = json_files.loads(line)
             if not isinstance(record, dict):
@@ -190,44 +164,40 @@ def read_input(path):
         except ValueError as error:
             raise UserError(f"{where}: line {number} {printable(error)}")
         answered += had_answer
-        unread |= record.keys() - {"messages", "tools", "conversations"}
         found.append(Line(messages, tools))
     if answered:
-        notices.append(f"{answered:,} conversations end with an answer, which is asked for again")
-    if unread:
-        notices.append(f"not read: {printable(', '.join(sorted(map(str, unread))))} of the records")
-    return found, notices
+        print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
+    return found
 
 
-def digest(*parts):
-    """Short SHA-256 of texts."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def digest(value):
+    """Short SHA-256 of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-# ---- Journals of finished lines
+# ---- Journals of finished lines: {"header": ...}, then a record a line, of each shard
 
 
 class Journal:
-    """What this process has finished: {"header": ...}, then a record a line, on disk after SYNC_S.
-    A line half written by a kill is cut off at the next start. UserError while another one writes.
+    """What this process has finished, on disk after SYNC_S. A line that a kill has cut is removed
+    at the next start. UserError while another process writes.
     """
 
     def __init__(self, folder, shard, shards, header):
         self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
         self.lock = checkpoint.lock_folder(folder, "--output_file", self.path.stem)
-        self.file, self.synced = open(self.path, "ab", buffering=0), time.monotonic()
-        size = self.path.read_bytes().rfind(b"\n") + 1
-        self.file.truncate(size)
-        self.first = [] if size else [{"header": header}]
+        self.file, self.synced = open(self.path, "ab"), time.monotonic()
+        self.file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+        # written with the first record: a failed start must fix nothing
+        self.first = [] if self.path.stat().st_size else [{"header": header}]
         checkpoint.fsync(folder)
 
     def add(self, record):
-        """Write a record; before the first one the header: a failed start must fix nothing."""
-        rows = [json.dumps(row, ensure_ascii=False) + "\n" for row in (*self.first, record)]
-        rest, self.first = memoryview("".join(rows).encode()), []
+        rows, self.first = [*self.first, record], []
         with dist.error_names_file(self.path):
-            while rest:     # a full disk takes a part
-                rest = rest[self.file.write(rest):]
+            self.file.write("".join(
+                json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            self.file.flush()
         if time.monotonic() - self.synced > SYNC_S:
             self.sync()
 
@@ -242,36 +212,34 @@ def read_journals(folder, header):
     """{line number: record} of all journals, whatever their number; UserError for other headers."""
     records = {}
     for path in sorted(Path(folder).glob("shard-*.jsonl")):
-        with json_files.open_file(path) as file:
-            data = file.read()
         # the last line may be half written
-        for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 entry = json_files.loads(line)
-                if number == 1:
-                    found = dict(entry["header"])
-                    other = [f"{name} was {found.get(name)!r}, is {header[name]!r}"
-                             for name in header if found.get(name) != header[name]]
-                    require(not other, f"{folder}: holds labels made otherwise "
-                            f"({'; '.join(other)}); give the same flags and files, another "
-                            "--output_file, or move the folder away to start again")
-                else:
+                if number > 1:
                     entry["answers"][-1]["why"], entry["label"]
                     records.setdefault(entry["id"], entry)
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                    continue
+                found = dict(entry["header"])
+            except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
                                 "repair it, or move the file away: its lines are labelled again")
+            other = [f"{name} was {found.get(name)!r}, is {header[name]!r}"
+                     for name in header if found.get(name) != header[name]]
+            require(not other, f"{folder}: holds labels made otherwise ({'; '.join(other)}); give "
+                    "the same flags and files, another --output_file, or move the folder away to "
+                    "start again")
     return records
 
 
 # ---- Results
 
 
-def write_results(output, lines, records, keep_reasoning=False):
+def write_results(output, lines, records):
     """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file."""
     chats, rejected = [], []
     # of line 0: a digest of the input x LINES, so that input files have different ids
-    first = int(digest(*(line.text() for line in lines))[:6], 16) * LINES
+    first = int(digest(lines)[:6], 16) * LINES
     for number, line in enumerate(lines):
         record, tools = records[number], {"tools": line.tools} if line.tools else {}
         row = {"id": first + number, "line": number, "messages": line.messages, **tools}
@@ -279,11 +247,8 @@ def write_results(output, lines, records, keep_reasoning=False):
             why = record["answers"][-1]["why"]
             rejected.append(row | {"why": why, "answers": record["answers"]})
             continue
-        answer = {"role": "assistant", "content": record["label"]}
-        if record.get("tool_calls"):
-            answer["tool_calls"] = record["tool_calls"]
-        if keep_reasoning and record.get("reasoning"):
-            answer["reasoning_content"] = record["reasoning"]
+        calls = {"tool_calls": record["tool_calls"]} if record.get("tool_calls") else {}
+        answer = {"role": "assistant", "content": record["label"], **calls}
         chats.append(row | {"messages": [*line.messages, answer]})
     for path, rows in ((output.with_suffix(".rejected.jsonl"), rejected), (output, chats)):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -292,22 +257,18 @@ def write_results(output, lines, records, keep_reasoning=False):
 
 def report(output_file, rows):
     """Print the figures of all records of the file -> the same, JSON-able."""
-    answers = sum(len(row["answers"]) for row in rows)
+    retries = sum(len(row["answers"]) for row in rows) - len(rows)
     labels = Counter(row["label"] for row in rows if row["label"] is not None)
     reasons = Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None)
-    words = ", ".join(f"{printable(label, 40)} {n:,}" for label, n in labels.most_common())
-    print(f"labels     {labels.total():,} of {len(rows):,} lines: "
-          + (words if len(labels) <= 20 else f"{len(labels):,} different answers"))
-    print(f"answers    {100 * labels.total() / answers:.1f}% of them had a label; "
-          f"{answers - len(rows):,} retries, {reasons.total():,} lines rejected")
+    words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
+                  for found in (labels, reasons))
+    print(f"labels     {labels.total():,} of {len(rows):,} lines: {words}\n"
+          f"answers    {retries:,} retries, {reasons.total():,} lines rejected")
     if reasons:
-        why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in reasons.most_common(3))
-        print(f"notice     {reasons.total():,} lines without a label ({why}): "
-              f"{output_file.with_suffix('.rejected.jsonl')}")
+        print(f"notice     {output_file.with_suffix('.rejected.jsonl')} has them: {why}")
     return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
             "labels": dict(labels.most_common()), "reasons": dict(reasons.most_common()),
-            "parse_rate": labels.total() / answers, "retries": answers - len(rows),
-            "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
+            "retries": retries, "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
             "completion_tokens": sum(row["completion_tokens"] for row in rows)}
 
 
@@ -316,29 +277,30 @@ def report(output_file, rows):
 
 def draw_seed(seed, number, attempt):
     """Seed of one attempt for one line, the same in every process and after every restart."""
-    return int(digest(f"{seed}/{number}/{attempt}")[:8], 16) >> 1
+    return int(digest([seed, number, attempt])[:8], 16) >> 1
 
 
 def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
     """Ask until every line of `todo` has a label or no attempts left; note each in the journal.
     UserError when the teacher answers none of many lines one after the other.
 
-    answers: of open_teacher, with the Sampling `draw`. asked(number): (messages, tools) for the
-    teacher. answered: whether it has answered any line before.
+    answers: of open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the teacher.
+    answered: whether it has answered any line before.
     """
-    tries = {number: [] for number in todo}         # line: [(Answer, Found)]
+    tries = {number: [] for number in todo}         # line: [(Answer, label or None, why)]
     waiting, held = list(todo), []
-    random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may stand together
+    random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may be neighbours
     count, start = Counter(), time.monotonic()
     logged = start
 
     def request(number):
-        messages, tools = asked(number)
+        messages, tools = asked[number]
         seed = draw_seed(args.seed, number, len(tries[number]))
         return teachers.Request(number, messages, seed, tools)
 
-    def note(records):
-        for record in records:
+    def note(*numbers):
+        for number in numbers:
+            record = finished(number, tries.pop(number))
             journal.add(record)
             count.update({"lines": 1, "labelled": record["label"] is not None})
 
@@ -348,74 +310,66 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             for (number, *_), answer in answers(requests):
                 # where the whole answer counts, tool calls do as well
                 calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
-                must_think = draw.thinking == "on" and not answer.reasoning
-                found = Found(answer.text.strip()) if calls else read_label(
+                must_think = draw.thinking == "on" and not answer.thought
+                label, why = (answer.text.strip(), "") if calls else read_label(
                     parser, answer.text, answer.finish_reason, must_think)
-                tries[number].append((answer, found))
+                tries[number].append((answer, label, why))
                 count.update({"answers": 1, "in": answer.prompt_tokens,
                               "out": answer.completion_tokens})
-                unanswered = answer.finish_reason in UNANSWERED
-                if unanswered:      # the line's fault only if the teacher answers others
-                    held.append(finished(number, tries.pop(number)))
-                elif found.label is None and len(tries[number]) <= args.max_retries \
+                if answer.finish_reason in UNANSWERED:
+                    held.append(number)     # the line's fault only if the teacher answers others
+                    require(len(held) < REFUSED_IN_A_ROW, unanswered(held, why))
+                    continue
+                note(*held)
+                answered, held = True, []
+                if label is None and len(tries[number]) <= args.max_retries \
                         and answer.finish_reason != "too_long":
                     waiting.append(number)
                 else:
-                    note([finished(number, tries.pop(number))])
-                if not unanswered:
-                    note(held)
-                    answered, held = True, []
-                elif len(held) >= REFUSED_IN_A_ROW:
-                    waiting = []
-                    break
+                    note(number)
                 if time.monotonic() - logged > LOG_S:
                     logged = time.monotonic()
                     print(log_line(count, len(todo), logged - start))
         if count["answers"]:
             print(log_line(count, len(todo), time.monotonic() - start))
-        require(not held or answered and len(held) < REFUSED_IN_A_ROW, held and (
-            f"the server answers none of {len(held)} lines, the last being line "
-            f"{held[-1]['id'] + 1}: {held[-1]['answers'][-1]['text']}; what is finished is kept, "
-            "rerun the same command to resume"))
-        note(held)
+        require(not held or answered, held and unanswered(held, tries[held[-1]][-1][2]))
+        note(*held)
     finally:
         journal.sync()
 
 
+def unanswered(held, why):
+    return (f"the server answers none of {len(held)} lines, the last being line {held[-1] + 1}: "
+            f"{why}; what is finished is kept, rerun the same command to resume")
+
+
 def finished(number, tries):
-    """The journal's record of a line, from [(Answer, Found)] of its attempts."""
-    answer, found = tries[-1]
-    record = {"id": number, "label": found.label,
-              "prompt_tokens": sum(a.prompt_tokens for a, _ in tries),
-              "completion_tokens": sum(a.completion_tokens for a, _ in tries),
-              "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why}
-                          for a, f in tries]}
-    if found.label is not None:
-        reasoning = answer.reasoning or thoughts(answer.text, found.start)
-        record |= {"tool_calls": answer.tool_calls} if answer.tool_calls else {}
-        record |= {"reasoning": reasoning} if reasoning else {}
-    return record
+    """The journal's record of a line, from [(Answer, label, why)] of its attempts."""
+    answer, label, _ = tries[-1]
+    calls = {"tool_calls": answer.tool_calls} if label is not None and answer.tool_calls else {}
+    return {"id": number, "label": label, **calls,
+            "prompt_tokens": sum(a.prompt_tokens for a, *_ in tries),
+            "completion_tokens": sum(a.completion_tokens for a, *_ in tries),
+            "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": why}
+                        for a, _, why in tries]}
 
 
 def log_line(count, total, seconds):
-    done, speed = count["lines"], count["lines"] / seconds
-    parsed = 100 * count["labelled"] / count["answers"]
-    return (f"lines {done:>7,}/{total:,} | parsed {parsed:5.1f}% of {count['answers']:,} answers | "
-            f"rejected {done - count['labelled']:,} | {60 * speed:,.0f} lines/min | "
-            f"in {count['in'] / seconds:,.0f} tok/s | out {count['out'] / seconds:,.0f} tok/s | "
-            f"eta {(total - done) / max(speed, 1e-9):,.0f} s")
+    done = count["lines"]
+    return (f"lines {done:>7,}/{total:,} | rejected {done - count['labelled']:,} | "
+            f"{count['answers']:,} answers | in {count['in'] / seconds:,.0f} tok/s | "
+            f"out {count['out'] / seconds:,.0f} tok/s | "
+            f"eta {(total - done) * seconds / max(done, 1):,.0f} s")
 
 
 def leave_on_signals():
     """A signal ends this process as an exception would, so the engine ends its children."""
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    signals = [signal.SIGINT, signal.SIGTERM, *([] if nohup else [signal.SIGHUP])]
-
     def leave(number, frame):
         for other in signals:       # the first one counts
             signal.signal(other, signal.SIG_IGN)
         sys.exit(128 + number)
-    for number in signals:
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    for number in signals[:2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 3]:  # nohup
         signal.signal(number, leave)
 
 
@@ -425,20 +379,19 @@ def main(argv=None):
 
     # what is asked, and of whom
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
-    lines, notices = read_input(args.input_file)
-    prompt = teachers.read_prompt(args.prompt_file, args.prompt_role)
+    prompt, asked = teachers.read_prompt(args.prompt_file, args.prompt_role), []
+    lines = read_input(args.input_file)
     for number, line in enumerate(lines, 1):
         try:
-            teachers.with_prompt(prompt, line.messages)
+            asked.append((teachers.with_prompt(prompt, line.messages), line.tools))
         except ValueError as error:
             raise UserError(f"--input_file {args.input_file}: line {number} {error}")
-    print(*(f"notice     {notice}\n" for notice in notices), sep="", end="")
     weights = None
     if args.engine != "openai" and Path(args.model_name).is_dir():
         from distill.causal_lm import fingerprint_weights
         weights = fingerprint_weights(args.model_name)
-    header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
-              "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
+    header = {"input_file": f"{len(lines)} lines {digest(lines)}",
+              "prompt_file": digest(prompt), "model_name": args.model_name,
               "model": weights, "engine": args.engine,
               **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
@@ -447,7 +400,7 @@ def main(argv=None):
     require(not output.exists() or work.is_dir(), f"--output_file {output}: is there already, "
             f"without {work.name} to go on from; give another name, or move it away")
     checkpoint.prepare_folder(output.resolve().parent if args.dry_run else work, "--output_file")
-    shard, shards = shard_of(args.shard)
+    shard, shards = map(int, args.shard.split("/"))
     records = read_journals(work, header)
     todo = [number for number in range(shard, len(lines), shards) if number not in records]
     print(f"teacher    {args.model_name} ({args.engine})\n"
@@ -464,20 +417,17 @@ def main(argv=None):
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(row["answers"][-1]["finish_reason"] not in UNANSWERED
                        for row in records.values())
-        label_lines(args, answers, draw, parser, lambda number: (
-            teachers.with_prompt(prompt, lines[number].messages), lines[number].tools),
-            todo, journal, answered)
+        label_lines(args, answers, draw, parser, asked, todo, journal, answered)
     records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
         return
-    write_results(output, lines, records, args.keep_reasoning)
+    write_results(output, lines, records)
     stats = report(output, list(records.values()))
     checkpoint.write_json(output.with_suffix(".stats.json"), {"made_with": header, **stats})
     print(f"done       {output}")
-    require(stats["labelled"], f"no line has a label "
-            f"({printable(next(iter(stats['reasons']), ''), 60)}); see the raw answers in "
-            f"{output.with_suffix('.rejected.jsonl')}")
+    require(stats["labelled"], f"no line has a label; see the raw answers in "
+                               f"{output.with_suffix('.rejected.jsonl')}")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ questions of OUTPUT_DIR/held_out.jsonl greedily, as the student was trained; the
 the hash of that file, and none of them may have been trained.
 
     kl, nll         of the held-out answers, per token: KL(teacher, column), negative log-likelihood
-    agreement       with the label in the data; accuracy: with --truth_file, which no teacher made
+    accuracy        answers with the label of the data: the teacher's, or the truth if you give
+                    that as --eval_data_file
     follows         answers in which --follows is found
     exact           same words as the teacher's answer (the data's, without a teacher)
-    unrelated ...   --unrelated: KL(base, column) on other chats, answers that are the base's
+    unrelated kl    --unrelated: KL(base, column) on other chats, which the base answered
 "closed" is the part of the way from base to teacher that a student went.
 """
 import re
@@ -28,8 +29,8 @@ from distill.teachers import PARSERS, Parser, make_parser, read_label
 
 BASE, STUDENT, CONTROL = "base", "student", "control"
 PROMPTED, TEACHER = "base + prompt", "teacher"      # the base with the prompt, or another model
-TOPIC = "{topic}"
-SHARES = ("agreement", "accuracy", "follows", "exact", "labelled", "ended")
+TOPIC, WAYS = "{topic}", {"kl": "divergence", "follows": "following"}
+SHARES = ("accuracy", "follows", "exact")
 # flags of a run, by which it read its data
 RUN_FLAGS = ("train_data_file drop_bad enable_thinking train_turns max_length "
              "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
@@ -42,8 +43,7 @@ def build_parser():
     p.flag("--model_path", None, "base model the run started from (default: what its flags say)")
     p.flag("--control", None, "checkpoint of a run that held out the same questions")
     p.flag("--prompt_file", None, "the teacher's, for a run that learned answers alone")
-    p.flag("--prompt_role", "user", "with --prompt_file: around the last user message, or in a "
-           "system message", choices=("user", "system"))
+    p.flag("--prompt_role", "user", "in whose last message it goes", choices=("user", "system"))
     # data
     p.flag("--output_dir", None, "everything written goes here", required=True)
     p.flag("--eval_data_file", None, "judge by these instead of those that the run held out")
@@ -52,14 +52,11 @@ def build_parser():
     # answers
     p.flag("--max_new_tokens", 128, "tokens an answer may have")
     p.flag("--batch_size", 16, "answers generated together")
-    p.flag("--parser", "whole", "a label: the language line, --pattern, or the whole answer",
-           choices=PARSERS)
+    p.flag("--parser", "whole", "a label: language line, --pattern, whole answer", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, the label in its group")
     p.flag("--labels", None, "allowed labels, comma between them (default: those of the data)")
-    p.flag("--truth_file", None, 'JSONL {"id": id or line, "label": label or null}')
     p.flag("--follows", None, "regular expression found in answers that follow the prompt")
-    p.flag("--topic", None, "regular expression whose group, found in the question, stands for "
-           f"{TOPIC} in --follows")
+    p.flag("--topic", None, f"expression whose group, found in the question, is {TOPIC} in that")
     p.flag("--min_closed", 0.0, "share, 0 to 1; exit status 1 if less of the way was gone, in "
            "divergence or in following, or if the --control went this far in both")
     return p
@@ -69,20 +66,16 @@ def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     cli.at_least_one(args, "max_new_tokens batch_size")
     cli.share(args, "min_closed")
-    follows = (args.follows or "").replace(TOPIC, "x")
-    for flag, pattern in (("follows", follows), ("topic", args.topic or "()")):
-        try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
-            raise UserError(f"--{flag} {pattern!r}: is not a regular expression ({error})")
-        require(flag == "follows" or groups == 1,
-                f"--topic {pattern!r}: has {groups} groups; the topic is in one: (...)")
+    try:
+        re.compile((args.follows or "").replace(TOPIC, "x"))
+        groups = re.compile(args.topic or "()").groups
+    except re.error as error:
+        raise UserError(f"--follows or --topic: is not a regular expression ({error})")
+    require(groups == 1, f"--topic {args.topic!r}: has {groups} groups; the topic is in one: (...)")
     require((TOPIC in (args.follows or "")) == bool(args.topic),
             f"--topic and {TOPIC} in --follows belong together")
     require(args.prompt_file or args.prompt_role == "user", "--prompt_role needs --prompt_file")
     require(not args.control or args.follows, "--control needs --follows")
-    require(judges_labels(args) or not args.truth_file,
-            "--truth_file needs --labels, or --parser language or regex")
 
 
 def judges_labels(args):
@@ -96,10 +89,8 @@ import argparse
 import contextlib
 import hashlib
 import json
-import math
 import operator
 import statistics
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -109,7 +100,7 @@ from core import adapters, chat, checkpoint, dist, json_files, kernels, metrics
 from core.chat import THINKING
 from core.problems import settle
 from distill import causal_lm, packed_lm
-from distill.chat_data import HELD_OUT, LINES, Reading, collate, encode_chunk, kept, question_hash
+from distill.chat_data import HELD_OUT, Reading, collate, encode_chunk, kept, question_hash
 from distill.losses import chunked_loss
 
 THINKING_FLAG = {"template": "default", "true": "on", "false": "off"}       # of teachers.Sampling
@@ -160,17 +151,11 @@ class Column:
         self.packed = packed_lm.PackedLM(model).eval()
         self.native = self.packed.native
         self.usual = self.native.config._attn_implementation
-        self.device = model.get_input_embeddings().weight.device
 
     def switched(self, attention):
         """Within this context the model is this column's; it attends by the function named."""
         self.native.config._attn_implementation = attention
         return contextlib.nullcontext() if self.adapted else adapters.switched_off(self.model)
-
-    def rows(self, batch, behind):
-        """((R, H) what the head reads, (weight, bias) of the head). behind: the teacher's side."""
-        with self.switched(kernels.packed_documents()):
-            return self.packed.rows(batch, behind)
 
 
 def open_columns(args, run, prompt, device, dtype):
@@ -200,8 +185,7 @@ def read_chats(path):
     """[record {"messages", ..., "line"}] of a file; UserError with what cannot be used."""
     problems = []
     rows = [record | {"line": number} for number, record in chat.read_records(path, problems)]
-    require(rows and not problems,
-            str(problems[0]) if problems else f"{path}: holds no conversations")
+    require(rows and not problems, str([*problems, f"{path}: holds no conversations"][0]))
     return rows
 
 
@@ -225,58 +209,31 @@ def read_rows(args, run):
                 "--eval_data_file with lines it has not seen")
         text, count = json_files.read_text(path), about["trained"]
         require(hashlib.sha256(text.encode()).hexdigest() == about["hash"],
-                f"{path}: is not what the run of {run.folder} held out: it has changed since; put "
-                "back the file of then, or start the training command again, which writes it")
+                f"{path}: is not what the run of {run.folder} held out: it has changed since; "
+                "start the training command again, which writes it")
         rows = [json_files.loads(line) for line in text.removesuffix("\n").split("\n")]
     leaked = [number for number, row in enumerate(rows, 1) if "trained_as" in row]
-    require(args.drop_leaked or not leaked, leaked and (
+    require(not leaked or args.drop_leaked and len(leaked) < len(rows), leaked and (
         f"{path}:{leaked[0]}: its text was trained, as {rows[leaked[0] - 1]['trained_as']} "
         f"({len(leaked)} such lines of {len(rows)}); --drop_leaked leaves them out"))
-    require(len(leaked) < len(rows),
-            f"the texts of all {len(rows)} lines to judge were trained: none is left")
-    about = {"training_lines": count, "held_out_lines": len(rows),
+    about = {"training_lines": count, "held_out_lines": len(rows), "split": split,
              "leaked_lines_left_out": len(leaked), "files": [str(path)],
-             "enable_thinking": run.flags.enable_thinking, "split": split}
+             "enable_thinking": run.flags.enable_thinking}
     return [row for row in rows if "trained_as" not in row], about
-
-
-def read_truth(path, rows, labels):
-    """{id: label, None where it is not known} of the truth file; it must name all rows, by ids, or
-    by lines from 0 where all ids are of one input file of create_data.py. Raises UserError.
-    """
-    where, truth, ids = f"--truth_file {path}", {}, [row["id"] for row in rows]
-    text = json_files.read_text(path, "--truth_file ")
-    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
-        try:
-            row = json_files.loads(line)
-            key, label = row["id"], row["label"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{where}:{number}: is not a JSON object with id and label")
-        require(type(key) is int and key not in truth,
-                f"{where}:{number}: has the id {key!r}, not a whole number, or there twice")
-        require(label is None or label in labels, f"{where}: id {key} has the label {label!r}, "
-                f"which is not one of {', '.join(labels)}")
-        truth[key] = label
-    if max(truth) < LINES and len({i // LINES for i in ids}) == 1:
-        truth = {ids[0] // LINES * LINES + i: label for i, label in truth.items()}
-    missing = [i for i in ids if i not in truth]
-    require(not missing, f"{where}: lacks id {(missing or ids)[0]} ({len(missing)} of the "
-            f"{len(ids)} lines to judge); a label of null says that the truth is not known")
-    return truth
 
 
 def encode(run, rows, path, prompt=None, turns=None):
     """([sample as ChatSamples has them], ids that answers end with). path: of the rows."""
     around = prompt and prompt.role == "user"
     turns = turns or ("last" if around else run.flags.train_turns)
-    thinking, behind = THINKING[run.flags.enable_thinking], None
+    thinking, other = THINKING[run.flags.enable_thinking], None
     if prompt and run.teacher:
         theirs = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        behind = chat.Encoder(theirs, turns, thinking)
+        other = chat.Encoder(theirs, turns, thinking)
     config = causal_lm.load_config(run.base)
     limit = causal_lm.length_limit(config, run.flags.max_length, run.flags.max_tokens_per_batch)
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
-    reading = Reading(encoder, limit, prompt, behind=behind)
+    reading = Reading(encoder, limit, prompt, teacher=other)
     wrong, lines = [], [(row.get("line", number), row) for number, row in enumerate(rows, 1)]
     made = encode_chunk(lines, path, reading, wrong)
     settle(wrong, run.flags.drop_bad)
@@ -290,18 +247,22 @@ def encode(run, rows, path, prompt=None, turns=None):
 
 
 @torch.no_grad()
-def likelihoods(column, samples, batch_size, teacher=None, behind=False):
+def likelihoods(column, samples, batch_size, teacher=None, as_teacher=False):
     """(KL(teacher, column) or None, negative log-likelihood) per trained token, in nats.
 
-    samples: of encode. teacher: a Column. behind: the column reads the teacher's side.
+    samples: of encode. teacher: a Column. as_teacher: the column reads the teacher's side.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
         part = samples[start:start + batch_size]
         batch = collate(part, prompted=True) if len(part[0]) > 3 else kept(part)
-        batch = batch.to(column.device)
-        (rows,), head = column.rows(batch, behind)
-        taught = teacher.rows(batch, True) if teacher else ((), None)
+        batch = batch.to(column.native.get_input_embeddings().weight.device)
+        with column.switched(kernels.packed_documents()):
+            (rows,), head = column.packed.rows(batch.teacher if as_teacher else batch)
+        taught = (), None
+        if teacher:
+            with teacher.switched(kernels.packed_documents()):
+                taught = teacher.packed.rows(batch.teacher)
         loss, _, *more = chunked_loss(rows, head, batch.targets, column.packed.chunk, taught[0],
                                       packed_lm.KEPT if teacher else None, taught[1])
         ce, apart = more or (loss, loss)
@@ -333,43 +294,23 @@ def requests_of(rows, prompt=None):
 
 
 def follows_rule(pattern, topic=None):
-    """Function of question and answer, texts: does the answer follow the prompt? None: no rule.
-
-    topic: pattern whose group is searched in the question, UserError where it is not; it stands
-    for TOPIC in pattern. A question of None has any topic.
+    """Function of question and answer, texts: does the answer follow the prompt? TOPIC in pattern
+    is what the group of `topic` finds in the question, UserError without it; anything for None.
     """
     def follows(question, text):
-        word = ".+?"
-        if topic and question is not None:
-            found = re.search(topic, question)
-            require(found, f"--topic {topic!r}: is not in the question {question!r}")
-            word = re.escape(found[1])
-        return bool(re.search(pattern.replace(TOPIC, word) if topic else pattern, text))
-    return follows if pattern else None
+        found = re.search(topic, question) if topic and question is not None else None
+        require(found or not topic or question is None,
+                f"--topic {topic!r}: is not in the question {question!r}")
+        return bool(re.search(pattern.replace(TOPIC, re.escape(found[1]) if found else ".+?")
+                              if topic else pattern, text))
+    return follows
 
 
-def wilson(share, n, z=1.959963984540054):
-    """(low, high) bounds of a share of n, 95 %: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927)."""
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    low, high = max(0.0, centre - half), min(1.0, centre + half)
-    return low if share else 0.0, high if share < 1 else 1.0
-
-
-def measure_labels(parser, answers, given, truth, name, notes):
-    """{measure: value} of a column's answers against the data's labels and the truth, or None."""
-    def read_one(text, reason):     # the whole answer is a label, as students write it, or has one
-        line, whole = text.lower() if parser.lower else text, Parser(None, parser.labels)
-        found = read_label(whole, line, reason)
-        return read_label(parser, text, reason) if found.label is None and parser.line else found
-    read = [read_one(answer.text, answer.finish_reason) for answer in answers]
-    labels = [one.label for one in read]
-    if reasons := Counter(one.why for one in read if one.label is None).most_common(4):
-        words = ", ".join(f"{n:,} {why}" for why, n in reasons)
-        notes.append(f"{name}: no label in {labels.count(None)} answers: {words}")
-    found = {"labelled": statistics.fmean(label is not None for label in labels),
-             "agreement": same(labels, given)}
-    return found | ({"accuracy": known_share(labels, truth)} if truth else {})
+def label_of(parser, answer):
+    """The label of an Answer: the whole answer, as students write it, or its line; None."""
+    line = answer.text.lower() if parser.lower else answer.text
+    label, _ = read_label(Parser(None, parser.labels), line, answer.finish_reason)
+    return label or read_label(parser, answer.text, answer.finish_reason)[0]
 
 
 def same(some, others):
@@ -377,50 +318,31 @@ def same(some, others):
     return statistics.fmean(map(operator.eq, some, others))
 
 
-def known_share(labels, truth):
-    """same() of the labels whose truth is known; None: of none."""
-    known = [(label, true) for label, true in zip(labels, truth) if true is not None]
-    return same(*zip(*known)) if known else None
-
-
-def measure_forgotten(args, run, columns, found, ends, rule):
-    """Add what --unrelated says to the columns; None for a teacher."""
-    rows = read_chats(args.unrelated)
-    if run.flags.keep and Path(run.flags.keep).exists():
-        seen = {question_hash(row["messages"]) for row in read_chats(run.flags.keep)}
-        both = sum(question_hash(row["messages"]) in seen for row in rows)
-        require(not both, f"--unrelated {args.unrelated}: --keep {run.flags.keep} trained {both} "
-                          "of its questions; judge by others")
+def measure_forgotten(args, run, columns, found):
+    """Add KL(base, column) on the chats of --unrelated to student and control."""
+    rows, kept_file = read_chats(args.unrelated), run.flags.keep
+    seen = read_chats(kept_file) if kept_file and Path(kept_file).exists() else []
+    seen = {question_hash(row["messages"]) for row in seen}
+    both = sum(question_hash(row["messages"]) in seen for row in rows)
+    require(not both, f"--unrelated {args.unrelated}: --keep {kept_file} trained {both} of its "
+                      "questions; judge by others")
     samples, _ = encode(run, rows, args.unrelated, turns="last")
-    base = None
-    for name, column in columns.items():
-        if name in (PROMPTED, TEACHER):
-            continue
-        print(f"asking     {name}: {len(rows):,} unrelated questions")
-        answers = ask_column(column, ends, run.flags.enable_thinking, requests_of(rows),
-                             args.max_new_tokens, args.batch_size)
-        texts = [answer.text.strip() for answer in answers]
-        base = base or texts
-        kl, _ = likelihoods(column, samples, args.batch_size, columns[BASE])
-        found[name] |= {"unrelated": len(rows), "unrelated kl": kl,
-                        "unrelated same": same(texts, base)}
-        if rule:
-            found[name]["unrelated follows"] = statistics.fmean(rule(None, text) for text in texts)
+    for name in (STUDENT, CONTROL):
+        if name in columns:
+            found[name]["unrelated kl"], _ = likelihoods(columns[name], samples, args.batch_size,
+                                                         columns[BASE])
 
 
 # ---- Verdict
 
 
-def table_lines(found, n):
-    """The measures as text, a line each, a column for each model; shares with their interval."""
-    def cell(measure, value):
-        if value is None or measure not in SHARES:
-            return "-" if value is None else f"{value:.4g}"
-        return "{:.1f}% ({:.0f}-{:.0f})".format(*(100 * x for x in (value, *wilson(value, n))))
-    measures = dict.fromkeys(measure for row in found.values() for measure in row)
+def table_lines(found):
+    """The measures as text, a line each, a column for each model."""
     rows = [["", *found]]
-    rows += [[measure, *(cell(measure, row.get(measure)) for row in found.values())]
-             for measure in measures]
+    for measure in dict.fromkeys(measure for row in found.values() for measure in row):
+        form = "{:.1%}" if measure in SHARES else "{:.4g}"
+        rows.append([measure, *("-" if row.get(measure) is None else form.format(row[measure])
+                                for row in found.values())])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [first.ljust(widths[0]) + "".join(
         f"  {text:>{width}}" for text, width in zip(more, widths[1:])) for first, *more in rows]
@@ -429,49 +351,41 @@ def table_lines(found, n):
 def verdict_clauses(args, found, closed, n):
     """[clause] about what was learned and what was forgotten."""
     clauses = []
-    for measure, what in {"agreement": "agreement", "accuracy": "truth", "follows": "following",
+    for measure, what in {"accuracy": "accuracy", "follows": "following",
                           "exact": "word for word"}.items():
         if shares := [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
                       if row.get(measure) is not None]:
             clauses.append(f"{what} of {n} answers not trained: {', '.join(shares)}")
     for name, ways in closed.items():
-        words = [f"{metrics.percent(ways[measure])} of the way in {word}" for measure, word in (
-            ("kl", "divergence"), ("follows", "following")) if ways.get(measure) is not None]
+        words = [f"{metrics.percent(ways[measure])} of the way in {word}"
+                 for measure, word in WAYS.items() if ways.get(measure) is not None]
         clauses.append(f"the {name} went {' and '.join(words) or 'no way: there is no gap'}")
     if args.unrelated:
-        clauses.append("on {unrelated} unrelated questions the student is {unrelated kl:.3f} nats "
-                       "a token from the base".format_map(found[STUDENT]))
-    if (closed.get(CONTROL, {}).get("follows") or 0) >= (args.min_closed or 0.5):
-        clauses.append("the control follows the rule as well, which therefore shows nothing: the "
-                       "divergence decides")
+        clauses.append("on unrelated questions the student is {unrelated kl:.3f} nats a token from "
+                       "the base".format_map(found[STUDENT]))
     return clauses
 
 
 def check_learned(args, found, closed, goal):
     """UserError unless the student went --min_closed of the way, and the control did not."""
-    ways = {"kl": "divergence", **({"follows": "following rate"} if args.follows else {})}
-    for measure, words in ways.items():
+    for measure, part in closed[STUDENT].items():
         theirs, before = found[goal][measure], found[BASE][measure]
-        what = f"{args.checkpoint}: {words}: there is no gap to close"
-        require(theirs or measure == "kl", f"{what}: the teacher itself follows the rule in 0 % of "
-                f"its answers, the base in {100 * before:.0f} %")
-        require(theirs != before, f"{what}: {theirs:.3g} of the teacher, {before:.3g} of the base")
-    for measure, words in ways.items():
-        part = closed[STUDENT][measure]
-        require(part >= args.min_closed, f"{args.checkpoint}: {words}: {part:.3f} of the gap is "
-                                         f"closed, less than --min_closed {args.min_closed}")
+        require(part is not None and (theirs or measure == "kl"), f"{args.checkpoint}: "
+                f"{WAYS[measure]}: there is no gap to close: {theirs:.3g} of the teacher, "
+                f"{before:.3g} of the base")
+    for measure, part in closed[STUDENT].items():
+        require(part >= args.min_closed, f"{args.checkpoint}: {WAYS[measure]}: {part:.3f} of the "
+                                         f"gap is closed, less than --min_closed {args.min_closed}")
     if args.control:
-        kl, follows = closed[CONTROL]["kl"] or 0, closed[CONTROL]["follows"] or 0
-        require(min(kl, follows) < args.min_closed,
-                f"--control {args.control}: closed {kl:.3f} of the divergence and {follows:.3f} of "
-                f"the following rate, --min_closed {args.min_closed} of both: it learned as well")
+        least = min(closed[CONTROL][measure] or 0 for measure in WAYS)
+        require(least < args.min_closed, f"--control {args.control}: closed {least:.3f} of "
+                f"divergence and following, --min_closed {args.min_closed}: it learned as well")
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
 
     # everything is read and checked before the first question
-    rule = follows_rule(args.follows, args.topic)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = torch.bfloat16 if half else torch.float32
@@ -488,15 +402,12 @@ def main(argv=None):
             "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
     rows, about = read_rows(args, run)
     questions = [chat.question(row["messages"][:-1]) for row in rows]
-    given, truth = [chat.plain(row["messages"][-1]) for row in rows], None
+    given = [chat.plain(row["messages"][-1]) for row in rows]
     if judges_labels(args):
         parser = parser._replace(labels=parser.labels or tuple(sorted(set(given))))
         for row, label in zip(rows, given):
             require(label in parser.labels, f"id {row['id']} is labelled {label[:40]!r}, which is "
                     f"not one of {', '.join(parser.labels)}; see --parser and --labels")
-        if args.truth_file:
-            known = read_truth(args.truth_file, rows, parser.labels)
-            truth = [known[row["id"]] for row in rows]
     samples, ends = encode(run, rows, about["files"][0], prompt)
     checkpoint.claim_output(args.output_dir)
     print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge "
@@ -514,7 +425,7 @@ def main(argv=None):
         columns[CONTROL] = open_columns(args, other, None, device, dtype)[STUDENT]
 
     # answers, and what they are worth
-    found, answers, notes = {}, {}, []
+    found, answers = {}, {}
     for name, column in columns.items():
         print(f"asking     {name}: {len(rows):,} questions")
         taught = name == goal
@@ -522,30 +433,26 @@ def main(argv=None):
                                    requests_of(rows, prompt if taught else None),
                                    args.max_new_tokens, args.batch_size)
         kl, nll = likelihoods(column, samples, args.batch_size,
-                              None if taught else columns.get(goal), behind=taught)
+                              None if taught else columns.get(goal), as_teacher=taught)
         found[name] = {"kl": 0.0 if taught else kl, "nll": nll}
     texts = {name: [answer.text.strip() for answer in some] for name, some in answers.items()}
     for name, row in found.items():
-        row["ended"] = statistics.fmean(one.finish_reason == "stop" for one in answers[name])
         row["tokens in"] = statistics.fmean(answer.prompt_tokens for answer in answers[name])
         row["tokens out"] = statistics.fmean(answer.completion_tokens for answer in answers[name])
         row["exact"] = same(texts[name], texts.get(goal, given))
-        if rule:
+        if args.follows:
+            rule = follows_rule(args.follows, args.topic)
             row["follows"] = statistics.fmean(map(rule, questions, texts[name]))
         if judges_labels(args):
-            row |= measure_labels(parser, answers[name], given, truth, name, notes)
-    if truth:
-        notes.append(f"accuracy is over the {len(truth) - truth.count(None)} lines whose truth is "
-                     "known; that of the data's labels is "
-                     f"{metrics.percent(known_share(given, truth) or 0)}")
+            row["accuracy"] = same([label_of(parser, answer) for answer in answers[name]], given)
     if args.unrelated:
-        measure_forgotten(args, run, columns, found, ends, rule)
+        measure_forgotten(args, run, columns, found)
 
     # report
     closed = {}         # {student or control: {measure: share of the gap, None without a gap}}
     for name in [name for name in (STUDENT, CONTROL) if goal and name in found]:
         closed[name] = {}
-        for way in ("kl", "nll", "follows") if rule else ("kl", "nll"):
+        for way in WAYS if args.follows else ("kl",):
             before, reached, end = (found[each][way] for each in (BASE, name, goal))
             closed[name][way] = (reached - before) / (end - before) if end != before else None
     clauses = verdict_clauses(args, found, closed, len(rows))
@@ -553,23 +460,21 @@ def main(argv=None):
                for measure, value in row.items()}
     figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": value
                 for name, way in closed.items() for measure, value in way.items()}
+    shown = table_lines(found)
     if goal:
         saved = figures["tokens saved"] = found[goal]["tokens in"] - found[STUDENT]["tokens in"]
-        notes.append(f"{saved:.1f} tokens of prompt are saved a request")
-    if about["leaked_lines_left_out"]:
-        notes.append(f"{about['leaked_lines_left_out']:,} lines left out: their text was trained "
-                     "as well")
-    shown = [*table_lines(found, len(rows)), *(f"note       {note}" for note in notes),
-             metrics.verdict_line(clauses)]
+        shown.append(f"note       {saved:.1f} tokens of prompt are saved a request")
+    if gone := about["leaked_lines_left_out"]:
+        shown.append(f"note       {gone:,} lines left out: their text was trained as well")
+    shown.append(metrics.verdict_line(clauses))
     samples = [{"id": row["id"], "question": question, "held out": label,
-                **({"truth": truth[i]} if truth else {}),
                 **{name: answers[name][i].text for name in answers}}
                for i, (row, question, label) in enumerate(zip(rows, questions, given))]
     report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.stored(args),
               "data": about, "verdict": "; ".join(clauses), "samples": samples}
-    for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
-                       ("evaluation.txt", "\n".join(shown))):
-        checkpoint.write_text(Path(args.output_dir) / name, text + "\n")
+    checkpoint.write_text(Path(args.output_dir) / "evaluation.json",
+                          json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    checkpoint.write_text(Path(args.output_dir) / "evaluation.txt", "\n".join(shown) + "\n")
     print(*shown, f"done       {args.output_dir}/evaluation.json, evaluation.txt", sep="\n")
     if args.min_closed:
         check_learned(args, found, closed, goal)

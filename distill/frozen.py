@@ -1,26 +1,31 @@
-"""What scores answers beside the student: another model, the untouched base, vLLM's server; --keep.
+"""Whose scores and draws a student learns by: another model, the untouched base, vLLM's server.
 
-A frozen model stands outside of the module that DDP or FSDP2 wraps, so it has no gradients, no
+A frozen model is no part of the module that DDP or FSDP2 wraps, so it has no gradients, no
 optimizer and no place in a checkpoint; under FSDP2 it is sharded, too. The server scores by
 prompt_logprobs (vllm serve NAME --max-logprobs 64): what is scored goes there as ids. For each
-token come the K likeliest (--distill_topk) and the token itself; all others are one bucket, as with
+token come the K likeliest (--distill_topk) and that token; all others are one bucket, as with
 --teacher_path and the same K.
 """
+import contextlib
 import math
+import os
 import re
+import shutil
 import time
+import uuid
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from core import dist
+from core import checkpoint, dist, tensor_io
 from core.cli import UserError, printable, require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
-from distill.chat_data import ChatSamples, kept
+from distill.chat_data import collate, kept
 from distill.losses import FLOOR
-from distill.server import NOT_SET, Server
+from distill.teachers import MALFORMED, NOT_SET, Server
 
 ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 
@@ -28,9 +33,8 @@ ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 
 
 class Frozen(nn.Module):
-    """forward(batch): PackedLM.rows of the teacher's side. packed, parts: of packed_lm.build_empty.
-
-    Without dropout: eval mode is never left.
+    """forward(batch of the teacher's side): PackedLM.rows, without dropout: always in eval mode.
+    packed, parts: of packed_lm.build_empty.
     """
     lora = False        # for packed_lm.load
 
@@ -44,7 +48,7 @@ class Frozen(nn.Module):
 
     @torch.no_grad()
     def forward(self, batch):
-        return self.packed.rows(batch, behind=True)
+        return self.packed.rows(batch)
 
 
 def add(model, args):
@@ -53,9 +57,7 @@ def add(model, args):
     teacher = causal_lm.find_model(args.teacher_path or args.model_path, "--teacher_path")
     same = teacher.resolve() == base.resolve()
     if args.teacher_url:
-        model.frozen["teacher"] = Scorer(
-            args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
-            args.request_timeout, model.native.config.vocab_size)
+        model.frozen["teacher"] = Scorer(args, model.native.config.vocab_size)
     elif args.teacher_path and not (args.use_lora and same):
         model.frozen["teacher"] = Frozen(*packed_lm.build_empty(teacher, dtype))
     if args.keep and not args.use_lora:
@@ -104,7 +106,7 @@ def known_tokens(found, k, token):
     try:
         ranked = sorted((value["rank"], name, float(value["logprob"]))
                         for name, value in found.items())
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except MALFORMED:
         raise UserError(f"gave no prompt_logprobs of the {k} likeliest; vLLM's server does")
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
     require(not odd, f"names a token {printable(' '.join(odd[:1]), 20)}, which is not an id")
@@ -116,70 +118,202 @@ def known_tokens(found, k, token):
     total = sum(math.exp(min(value, 1)) for _, value in best)
     require(all(value <= ROUNDING for _, _, value in ranked) and total <= 1 + ROUNDING,
             "gave log-probabilities that are none: above 0, nan, or of more than 1 together")
-    return tuple(zip(*best))
+    return best
 
 
 class Scorer:
     """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
 
-    url, name: of the server and its model. timeout: seconds of a call; a batch has twice as many.
-    rows: of the student's head.
+    args: --teacher_url, ... of train_sft.py; its calls for a batch take twice --request_timeout at
+    most. rows: of the student's head.
     """
 
-    def __init__(self, url, name, k, timeout, rows):
-        self.server = Server(url, timeout, "--teacher_url")
-        self.name, self.k, self.rows = name, k, rows
+    def __init__(self, args, rows):
+        self.server = Server(args.teacher_url, args.request_timeout, "--teacher_url")
+        self.name, self.k = args.teacher_name or args.teacher_path, args.distill_topk
+        self.rows = rows
 
     async def ask(self, ids, end=math.inf):
-        """known_tokens of each place of a conversation; None of the first. end: of insist."""
+        """[known_tokens] of each place of a conversation but the first. end: of insist."""
         found = await self.server.insist("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
-        try:
+        rows = ()
+        with contextlib.suppress(*MALFORMED):
             _, *rows = found["choices"][0]["prompt_logprobs"]
-        except (ValueError, KeyError, TypeError, IndexError):
-            rows = []
         try:
             require(len(rows) == len(ids) - 1, f"gave prompt_logprobs of {len(rows)} places for "
                     f"{len(ids) - 1}; vLLM's server gives each")
-            known = [known_tokens(row, self.k, token) for row, token in zip(rows, ids[1:])]
+            return [known_tokens(row, self.k, token) for row, token in zip(rows, ids[1:])]
         except UserError as error:
             raise UserError(f"--teacher_url {self.server.url}/completions: {error}")
-        return [None, *known]
 
     def __call__(self, batch):
-        ids, bounds = batch.prompted_ids.tolist(), batch.prompted_cu_seqlens.tolist()
-        places = (batch.prompted_rows + 1).tolist()         # of the tokens that are predicted
+        ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
+        places = (batch.rows + 1).tolist()      # of the tokens that are predicted
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
                   if any(a < place < b for place in places)]
         end = time.monotonic() + 2 * self.server.timeout        # of them all: other ranks wait
         at = {a + i: row for (a, _), rows in self.server.each(
-            lambda part: self.ask(ids[slice(*part)], end), wanted) for i, row in enumerate(rows)}
-        tokens, logprobs = (
-            torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
-            for i, kind in ((0, torch.int64), (1, torch.float64)))
+            lambda part: self.ask(ids[slice(*part)], end), wanted)
+            for i, row in enumerate(rows, 1)}
+        known = torch.tensor([at[place] for place in places], dtype=torch.float64)
+        known = known.reshape(-1, self.k, 2)    # ids below 2**53 are exact
+        tokens, logprobs = known[..., 0].long(), known[..., 1]
         require((tokens < self.rows).all(), f"--teacher_url: names a token above the student's "
-                f"{self.rows:,}: serve a model of as many rows")
+                f"{self.rows:,}: serve a model of the same size")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-        both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR)
-        device = batch.prompted_ids.device
+        both, device = torch.cat([logprobs, rest], 1).clamp(min=FLOOR), batch.input_ids.device
         return (tokens.to(device), both.to(device)), None
+
+
+# ---- --on_policy: answers that the student draws, by a seed of (run, step, sample): a resumed run
+# draws the same. Here, each rank for itself, or with --base_url on a server, which gets the
+# adapters of each step under a new name, since its cache is by name. Prompts and answers travel as
+# ids: a text has several, and only those that were drawn have the student's probabilities.
+#     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank 32
+
+
+def draw_of(seed, step, number):
+    """numpy's generator of one sample at one step."""
+    return np.random.default_rng((seed, step, number, 3))
+
+
+def last_answer(trained):
+    """Place of the first token of the last trained turn. trained (n,) bool."""
+    places = np.flatnonzero(trained)
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    return int(places[gaps[-1] + 1] if len(gaps) else places[0])
+
+
+def own_answers(args, world, model, table, batches, ends, step, sampler=None):
+    """(PackedChats of the same samples with the student's answers in a share of them, targets of
+    all ranks). Collective. An answer that is cut off at --max_new_tokens is trained as far as it
+    goes. batches: this rank's of the step. ends: ids that end an answer. sampler: Sampler or None.
+    """
+    made, rows = [], [[table[i] for i in batch.samples] for batch in batches]
+    chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
+              if draw_of(args.seed, step, sample[0]).random() < args.on_policy]
+    prompts = []        # of student and teacher
+    for b, r in chosen:
+        _, ids, trained, own = rows[b][r]
+        prompts.append([side[:last_answer(mask)] for side, mask in (
+            (ids[:own], trained[:own]), (ids[own:], trained[own:]))])
+    limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30
+                for net in (model, *model.frozen.values()) if hasattr(net, "native"))
+    room = [min(args.max_new_tokens, limit - max(map(len, pair))) for pair in prompts]
+    seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
+    if sampler:
+        sampler.refresh(model, step)
+        made = sampler.draw([own for own, _ in prompts], seeds, room, ends)
+    else:
+        together = max(1, *map(len, rows))
+        with dist.gathered(model):
+            for start in range(0, len(chosen), together):
+                part = slice(start, start + together)
+                made += draw(model.native, [own for own, _ in prompts[part]], seeds[part],
+                             min(room[part]), ends, args)
+    for (b, r), (own, theirs), answer in zip(chosen, prompts, made):
+        ids = np.concatenate([own, answer, theirs, answer])
+        trained = np.zeros(len(ids), bool)
+        trained[len(own):len(own) + len(answer)] = trained[len(ids) - len(answer):] = True
+        rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
+    found = [collate(part, prompted=True).to(world.device) for part in rows]
+    targets = sum(batch.counts["targets"] for batch in found)
+    return found, dist.all_reduce(world, torch.tensor(float(targets), device=world.device)).item()
+
+
+def draw(model, prompts, seeds, tokens, ends, args):
+    """[ids (n,) of an answer], the token that ends it included, drawn at temperature 1."""
+    training, attention = model.training, model.config._attn_implementation
+    device = model.get_input_embeddings().weight.device
+    model.eval()
+    model.config._attn_implementation = "sdpa"      # the packed one has no cache
+    try:
+        with dist.autocast(device, causal_lm.half_dtype(args)):
+            answers = causal_lm.generate(model, prompts, tokens, ends, [causal_lm.Draw(seeds)])
+    finally:
+        model.config._attn_implementation = attention
+        model.train(training)
+    return [np.array(ids) for ids in answers]
+
+
+class Sampler:
+    """draw(...) asks the server for answers by the adapters of the last refresh(...)."""
+
+    def __init__(self, args, world):
+        """Collective. args: base_url, output_dir, which the server reads, request_timeout."""
+        self.world, self.server = world, Server(args.base_url, args.request_timeout)
+        self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
+
+        def begin():        # the server answers; what an earlier run has left goes
+            self.server.wait(self.server.insist("/models"))
+            self.folder.mkdir(exist_ok=True)
+            checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")    # of refresh()
+            return uuid.uuid4().hex[:8]
+        self.run = dist.rank0(world, begin)
+
+    def refresh(self, model, step):
+        """Have the server answer by a PackedLM's adapters of now. Collective."""
+        from core import adapters
+        dist.reshard(model)
+        weights = adapters.adapter_weights(model.net)
+        files = tensor_io.stage(self.world, "adapter_model", weights, spread=False)
+        before, self.name = self.name, f"student-{self.run}-{step}"
+
+        def load():
+            folder = self.folder / self.name
+            folder.mkdir()
+            adapters.save_config(model.net, folder)
+            for file, write in files.items():
+                write(folder / file)
+            end = time.monotonic() + 2 * self.server.timeout        # of both: other ranks wait
+            for call, body in (("load", {"lora_name": self.name, "lora_path": str(folder)}),
+                               ("unload", {"lora_name": before}))[:2 if before else 1]:
+                self.server.wait(self.server.insist(
+                    f"/{call}_lora_adapter", body, bytes, "; it needs --enable-lora, "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at least "
+                    "--lora_rank, and to read --output_dir", end))
+            if before:
+                shutil.rmtree(self.folder / before, ignore_errors=True)
+        dist.rank0(self.world, load)
+
+    def draw(self, prompts, seeds, limits, ends):
+        """[ids] of an answer to each prompt (ids), its end included, of at most limits[i]."""
+        # the draw is from the softmax, whatever the model's generation_config says; `ends` alone
+        # end an answer
+        drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
+                   "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
+                   "ignore_eos": True, "skip_special_tokens": False}
+        end = time.monotonic() + 2 * self.server.timeout        # of them all
+
+        async def ask(i):
+            found = await self.server.insist("/completions", {
+                **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
+                "seed": seeds[i]}, end=end)
+            ids = ()
+            with contextlib.suppress(*MALFORMED):
+                ids = found["choices"][0]["token_ids"]
+            require(isinstance(ids, list) and all(type(token) is int for token in ids)
+                    and 0 < len(ids) <= limits[i], f"--base_url {self.server.url}/completions: "
+                    f"gave no token_ids of 1 to {limits[i]} tokens; vLLM's server does")
+            return ids
+        found = dict(self.server.each(ask, range(len(prompts))))
+        return [found[i] for i in range(len(prompts))]
 
 
 # ---- --keep: chats whose answers are to stay as the untouched base makes them
 
 
 class Keeper:
-    """Every --keep_every steps all ranks take packs of --keep besides, as many as a step has, and
-    the loss is that step's plus --keep_weight x KL(base, student), averaged over the tokens of
-    those answers. Their order is a function of seed and step, so it is the same on any number of
-    ranks and after a stop. The base reads what the student reads.
+    """Every --keep_every steps all ranks take packs of --keep too, the number that a step has,
+    and the loss is that step's plus --keep_weight x KL(base, student), averaged over the tokens of
+    those answers. Their order is a function of seed and step. The base reads what the student does.
     """
 
     def __init__(self, args, world, table, model):
         """table: ChatTable. model: what training calls."""
         self.args, self.world, self.model, self.table = args, world, model, table
-        self.samples = ChatSamples(table)
         self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
@@ -196,7 +330,7 @@ class Keeper:
         plan, total = self.order.epoch(epoch), torch.zeros((), device=self.world.device)
         for micro in range(accumulation):
             pack = plan.pack(turn * per_step + micro * size + self.world.rank)
-            batch = kept([self.samples[int(i)] for i in pack]).to(self.world.device)
+            batch = kept([self.table[int(i)] for i in pack]).to(self.world.device)
             # the step's own are summed already: an average leaves what all ranks have alike
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):

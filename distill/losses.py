@@ -1,5 +1,4 @@
-"""Losses of a student's logits, a few rows at a time, so that the logits of a batch never exist
-whole.
+"""Losses of a student's logits, a few rows at a time: those of a batch never exist whole.
 
 Alone, a token's loss is cross-entropy. With a teacher, which scores the same tokens, it is (1 - w)
 CE + w divergence, where p is the teacher's distribution over the vocabulary, q the student's:
@@ -19,9 +18,6 @@ import torch
 import torch.nn.functional as F
 
 FLOOR = -1e4        # least log-probability, whose exponential is 0: logits of -inf would give nan
-
-
-# ---- Divergence from a teacher
 
 
 def log_probs(logits, ids=None):
@@ -97,12 +93,9 @@ def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teache
 
 
 def linear_loss(function, hidden, weight, bias, chunk, *rows):
-    """Sums over all rows of function(logits, *rows) of `chunk` rows each, 0-d fp32; the first is
-    the loss, which alone has gradients, to hidden, weight and bias (or None); its backward runs
-    once.
-
-    hidden (R, H), weight (V, H), bias (V,), each of rows (R, ...). function: (logits (n, V) fp32,
-    *rows) -> tuple of 0-d fp32 sums over the n rows. No rows give what function makes of none.
+    """Sums of function(logits (n, V) fp32, *rows), 0-d fp32, over all rows, `chunk` at a time. Only
+    the first, the loss, has gradients, to hidden (R, H), weight (V, H) and bias (V,) or None; its
+    backward runs once. rows: each (R, ...); none give what function makes of none.
     """
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad
                    for t in (hidden, weight, bias))
@@ -137,9 +130,8 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale, *_):
         grads, ctx.grads = ctx.grads, None      # scaled in place: once
-        return None, None, None, *(grad if grad is None else grad.mul_(scale)
-                                   for grad in grads), *[None] * (
-            len(ctx.needs_input_grad) - 6)
+        scaled = [grad if grad is None else grad.mul_(scale) for grad in grads]
+        return None, None, None, *scaled, *[None] * (len(ctx.needs_input_grad) - 6)
 
 
 def _chunk(function, chunk, hidden, matrix, offset, rows, grads):

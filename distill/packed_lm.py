@@ -1,10 +1,9 @@
 """transformers' causal language models on packed batches: attention inside each document, loss
 without logits.
 
-The model's own forward runs, on one flat axis of all conversations and with another attention
+transformers' forward runs, on one flat axis of all conversations and with another attention
 function; check_model refuses what cannot be packed so. The head reads the rows that predict a
-trained token, in pieces, so the logits of a batch never exist whole; inside the wrapped forward,
-where FSDP2 has gathered its weight once.
+trained token, in pieces, inside the wrapped forward, where FSDP2 has gathered its weight once.
 """
 import math
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from core import dist, kernels, metrics
-from core.cli import UserError
+from core.cli import require
 from distill import causal_lm
 from distill.chat_data import PackedChats
 from distill.losses import chunked_loss
@@ -22,8 +21,7 @@ LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
 KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
-# Settings that change logits or attention in a way that the packed forward would miss, and the
-# value that does nothing.
+# settings that the packed forward would miss, and the value that does nothing
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
            "logits_scaling": 1, "lm_head_multiplier": 1, "attention_dropout": 0,
            "attn_pdrop": 0, "attention_chunk_size": None,
@@ -35,30 +33,26 @@ MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout 
 def check_model(model):
     """UserError when packed documents would not be independent, or the loss not transformers'."""
     name, config = type(model).__name__, model.config
-    if not model._supports_attention_backend:
-        raise UserError(f"{name} has a custom attention that cannot be replaced: it cannot be "
-                        "packed")
-    other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
-    if getattr(model, "_is_stateful", False) or other:
-        raise UserError(f"{name} has layers that carry state from one packed document into the next"
-                        + (f" ({', '.join(sorted(other))})" if other else ""))
+    parameters = [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one, or one for each type of layer
-    if kinds := {part.get("rope_type") for part in (rope, *rope.values())
-                 if isinstance(part, dict)} & LENGTH_ROPE:
-        raise UserError(f"{name}: its {kinds.pop()} rotary embedding depends on the longest "
-                        "document of a pack")
-    for setting, neutral in NEUTRAL.items():
-        if getattr(config, setting, neutral) not in (neutral, None):
-            raise UserError(f"{name}: config.json has {setting} {getattr(config, setting)}, which "
-                            "is not supported")
-    if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
-        raise UserError(f"{name} has attention sinks, which are not supported")
-    if any(".experts." in name
-           for name, _ in model.named_parameters()) and config.model_type not in MIXTURES:
-        raise UserError(f"{name} is a mixture of experts of a kind that is not supported; "
-                        f"{', '.join(sorted(MIXTURES))} are")
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise UserError(f"{name} has no linear output head")
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    mixture = any(".experts." in name for name in parameters)
+    for bad, why in (
+            (not model._supports_attention_backend,
+             "has a custom attention that cannot be replaced: it cannot be packed"),
+            (getattr(model, "_is_stateful", False) or other, "has layers that carry state from one "
+             f"packed document into the next ({', '.join(sorted(other))})"),
+            (kinds & LENGTH_ROPE, f": its {' or '.join(kinds & LENGTH_ROPE)} rotary embedding "
+             "depends on the longest document of a pack"),
+            (any(name.endswith(".sinks") for name in parameters), "has attention sinks"),
+            (mixture and config.model_type not in MIXTURES, "is a mixture of experts of a kind "
+             f"that is not supported; {', '.join(sorted(MIXTURES))} are"),
+            (not isinstance(model.get_output_embeddings(), nn.Linear), "has no linear output head"),
+            *((getattr(config, setting, neutral) not in (neutral, None),
+               f": config.json has {setting} {getattr(config, setting, None)}")
+              for setting, neutral in NEUTRAL.items())):
+        require(not bad, f"{name} {why}, so it is not supported".replace(" :", ":"))
 
 
 # ---- Model and loss
@@ -80,11 +74,10 @@ class Sums(NamedTuple):
 class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, so that any split of a batch adds up.
 
-    net: a causal LM built with kernels.packed_documents() as attention, or the PeftModel around it.
+    net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
     recompute: a mode of kernels.set_mode. prompted: (share in the loss, kind, beta, k) of
     losses.divergence where a teacher scores the answers: frozen["teacher"], or this model without
-    its adapters. frozen: {name: frozen.Frozen or Scorer}, no part of this module; "base": for
-    batches that are `kept`.
+    its adapters. frozen: {name: frozen.Frozen or Scorer}; "base": for batches that are `kept`.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
@@ -116,32 +109,29 @@ class PackedLM(nn.Module):
         targets = torch.full_like(right, len(batch.targets))
         return Sums(loss, right, targets, *taught)
 
-    def rows(self, batch, behind=False):
+    def rows(self, batch):
         """(((R, H) what the head reads where a trained token is predicted,), (weight, bias) of the
-        head). behind: of the same tokens after the teacher's prompt.
+        head).
         """
-        ids, positions, bounds, longest, places = (
-            (batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
-             batch.prompted_longest, batch.prompted_rows) if behind else
-            (batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.longest, batch.rows))
-        embedded = self.native.get_input_embeddings()(ids[None])
+        embedded = self.native.get_input_embeddings()(batch.input_ids[None])
+        bounds, longest = batch.cu_seqlens, batch.longest
         found = self.native.base_model(
-            inputs_embeds=embedded.to(kernels.stream_dtype(embedded)), position_ids=positions[None],
-            use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest,
-            max_length_k=longest).last_hidden_state[0]
+            inputs_embeds=embedded.to(kernels.stream_dtype(embedded)), use_cache=False,
+            position_ids=batch.position_ids[None], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
+            max_length_q=longest, max_length_k=longest).last_hidden_state[0]
         head = self.native.get_output_embeddings()
-        return (found.index_select(0, places),), (head.weight, head.bias)
+        return (found.index_select(0, batch.rows),), (head.weight, head.bias)
 
     @torch.no_grad()
     def taught(self, batch):
         """(the teacher's rows of the same tokens, without dropout; its head, None: this one's)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
-            return other(batch)
+            return other(batch.teacher)
         from core import adapters
         training = self.net.training
         self.net.eval()
         with adapters.switched_off(self.net):
-            rows, _ = self.rows(batch, behind=True)
+            rows, _ = self.rows(batch.teacher)
         self.net.train(training)
         return rows, None
 
@@ -191,17 +181,11 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def loss_report(sums, prefix):
-    """Sums of python numbers, over all ranks -> {metric name: float}.
-
-    nan when every step was skipped: no loss to claim.
-    """
-    def mean(total, count):
-        return total / count if count else math.nan
-    found = {"loss": mean(sums.loss, sums.targets), "accuracy": mean(sums.right, sums.targets)}
-    if sums.ce is not None:
-        found |= {"ce_loss": mean(sums.ce, sums.targets),
-                  "kl_loss": mean(sums.divergence, sums.targets)}
-    return {f"{prefix}/{name}": value for name, value in found.items()}
+    """Sums over all ranks -> {metric name: float}, nan where every step was skipped."""
+    names = {"loss": sums.loss, "accuracy": sums.right, "ce_loss": sums.ce,
+             "kl_loss": sums.divergence}
+    return {f"{prefix}/{name}": total / sums.targets if sums.targets else math.nan
+            for name, total in names.items() if total is not None}
 
 
 def train_line(step, total_steps, values):
@@ -217,8 +201,8 @@ def train_line(step, total_steps, values):
 
 def eval_line(step, values):
     """One aligned line of a validation."""
-    line = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
-    return line.format(step, **values)
+    return "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
+        step, **values)
 
 
 def decays(name, parameter):
@@ -231,41 +215,23 @@ def layer_weights(model):
 
     model: transformers'. Of a mixture of experts those of the experts that a token goes to.
     """
-    four_bits = sum(module.in_features * module.out_features for module in model.modules()
-                    if hasattr(module, "nf4"))
-    return four_bits + sum(
-        parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
-        // (parameter.shape[0] if parameter.ndim == 3 else 1)
-        for layer in causal_lm.decoder_layers(model)
-        for name, parameter in layer.named_parameters() if parameter.ndim > 1
-        and ".lora_" not in name)
+    total = sum(module.in_features * module.out_features for module in model.modules()
+                if hasattr(module, "nf4"))
+    matrices = [parameter for layer in causal_lm.decoder_layers(model)
+                for name, parameter in layer.named_parameters() if ".lora_" not in name]
+    return total + sum(
+        parameter.numel() * model.config.num_experts_per_tok // len(parameter)
+        if parameter.ndim == 3 else parameter.numel() * (parameter.ndim > 1)
+        for parameter in matrices)
 
 
 def step_work(table, samples, sizes, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. sizes:
-    [(layer_weights, config)] of the student, and of what reads the teacher's side.
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks: of N values in
+    matrices 2N a token forward, 2N for the input's gradient and 2N for theirs if trained; head,
+    adapters, attention and recomputation aside. sizes: [layer_weights] of student and teacher.
     """
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
-    own, total = table.own[samples] if table.prompted else lengths, 0
-    for size, part, forward_only in zip(sizes, (own, lengths - own), (False, True)):
-        if part.any():
-            pairs = int((part * (part + 1) // 2).sum())
-            total += flops(*size, int(part.sum()), targets, pairs, lora, forward_only)
+    own = table.own[samples] if table.prompted else lengths
+    flops = (4 if lora else 6) * sizes[0] * own.sum() + 2 * sizes[1] * (lengths - own).sum()
     return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
-            "flops": total}
-
-
-def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
-    """Model FLOPs of forward and backward, or of forward alone; recomputation, adapters and sliding
-    windows aside.
-
-    values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input
-    gradient and, when it is trained, 2N for its gradient; the head runs on trained rows only.
-    pairs: attended ones, each 4 * heads * head_dim forward and twice that backward.
-    """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = tokens * values + targets * config.hidden_size * config.vocab_size
-    attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
-    if forward_only:
-        return 2 * rows + 4 * attended
-    return (4 if lora else 6) * rows + 12 * attended
+            "flops": int(flops)}

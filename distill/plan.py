@@ -15,11 +15,12 @@ def loss(model, tokens, targets, kept=False):
     """Loss of a PackedLM on this many tokens, of which some are trained. kept: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
-    places, rows, teacher = numbers(tokens), numbers(targets), ()
+    places, rows, teacher = numbers(tokens), numbers(targets), None
     if model.prompted or kept:  # the teacher's forward keeps only what the head reads: two tokens
-        teacher = (places[:2], places[:2], places[:2].int(), rows, 2)
-    batch = PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), {}, *teacher)
-    return model(replace(batch, kept=kept)).loss
+        two = places[:2]
+        teacher = PackedChats(two, two, two.int(), rows, rows, 2, (), {})
+    return model(PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), {}, teacher,
+                             kept)).loss
 
 
 def step_of(model):

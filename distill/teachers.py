@@ -8,21 +8,25 @@ transformers   generate() of transformers; slow, but runs anywhere
 All send messages and tools through the model's chat template, and draw from a seed of each request:
 an answer does not depend on which others are asked, up to rounding of sums.
 """
+import asyncio
 import itertools
 import json
+import math
+import os
 import re
+import ssl
+import threading
 import time
-from dataclasses import dataclass
+import urllib.parse
+from concurrent.futures import wait
 from typing import NamedTuple
 
 from core import json_files
-from core.cli import UserError, require
+from core.cli import UserError, printable, require, require_package
 
 PLACE = "{text}"        # where the line goes in the prompt
 LONGEST = 32768         # tokens of prompt and answer: a model's own 262,144 take a GPU's memory
 WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
-UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|"
-                     "not allowed|invalid")
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
@@ -35,28 +39,25 @@ UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer
 
 
 class Request(NamedTuple):
-    """One question to the teacher."""
-    id: int                     # of the line
-    messages: list              # as OpenAI's API has them, the teacher's prompt among them
-    seed: int = 0               # of the draws
+    """One question to the teacher: the line's number, messages with its prompt, seed, tools."""
+    id: int
+    messages: list
+    seed: int = 0
     tools: list = None
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """What came back. text holds thoughts as well, where the engine leaves them there."""
     text: str
-    # stop: by itself; length: cut off; too_long: the prompt leaves no room; refused, no_answer:
-    # text says why
+    # stop: complete; length: cut off; too_long: the prompt leaves no room; UNANSWERED: text says
     finish_reason: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    reasoning: str = ""         # closed thoughts that the engine has taken out of the text
+    thought: bool = False       # closed thoughts that the engine has taken out of the text
     tool_calls: list = None     # that a server has taken out of the text
 
 
-@dataclass
-class Sampling:
+class Sampling(NamedTuple):
     """How answers are drawn."""
     max_tokens: int             # an answer may have, thoughts included
     temperature: float = 0.0    # 0: always the likeliest token
@@ -66,7 +67,7 @@ class Sampling:
 
     @property
     def template_flags(self):
-        """Arguments of the chat template besides messages and tools."""
+        """Arguments of the chat template, other than messages and tools."""
         return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
 
 
@@ -95,9 +96,8 @@ def read_prompt(path, role="user"):
         require(len(parts) == 1, f"{where}: has {PLACE}, which --prompt_role system does not "
                                  "fill in")
         return Prompt(role, text)
-    other = ", or give --prompt_role system" if len(parts) == 1 else ""
     require(len(parts) == 2, f"{where}: has {PLACE} {len(parts) - 1} times; write it once, where "
-                             f"the line goes{other}")
+                             "the line goes, or give --prompt_role system")
     return Prompt(role, *parts)
 
 
@@ -117,23 +117,16 @@ def with_prompt(prompt, messages):
     return [*messages[:-1], messages[-1] | {"content": text}]
 
 
-# ---- Labels. One counts only if the teacher ended by itself, and if it is an allowed one after
+# ---- Labels. One counts only if the teacher ended it, and if it is an allowed one after
 # the last closing thinking tag, on the last line that has the wanted form as a whole. A quoted
 # example of the form, a thought that was cut off and a line of two labels give none.
 
 
 class Parser(NamedTuple):
-    """What counts as an answer."""
-    line: re.Pattern | None         # form of the label's line, None: the whole answer
-    labels: tuple | None = None     # None allows any
+    """What counts as an answer: form of the label's line (None: all of it), labels (None: any)."""
+    line: re.Pattern | None
+    labels: tuple | None = None
     lower: bool = False
-
-
-class Found(NamedTuple):
-    """A label that begins at text[start], or None and why."""
-    label: str | None
-    start: int = 0
-    why: str = ""
 
 
 def make_parser(name, pattern=None, labels=None):
@@ -154,49 +147,35 @@ def make_parser(name, pattern=None, labels=None):
 
 
 def read_label(parser, text, finish_reason, must_think=False):
-    """Found of one answer. must_think: without a closed thought it is not an answer."""
+    """(label of one answer, "") or (None, why). must_think: without a closed thought it is none."""
     if finish_reason in UNANSWERED:
-        return Found(None, why=text)
+        return None, text
     if finish_reason != "stop":
-        return Found(None, why=ENDINGS.get(finish_reason, f"ended by {finish_reason}"))
+        return None, ENDINGS.get(finish_reason, f"ended by {finish_reason}")
     begin, open_thought = 0, False
     for tag in THOUGHT.finditer(text):
         begin, open_thought = tag.end(), not tag[1]
     if open_thought or (must_think and not begin):
-        return Found(None, why="its thoughts have no end")
+        return None, "its thoughts have no end"
     if parser.line is None:
-        found = Found(text[begin:].strip(), begin)
-        if not found.label:
-            return Found(None, why="is empty")
+        label = text[begin:].strip()
     else:
-        match = None
-        for line in re.finditer(r"\S[^\n]*", text[begin:]):
-            end = begin + line.start() + len(line[0].rstrip())
-            match = parser.line.fullmatch(text, begin + line.start(), end) or match
-        if match is None or not match[1]:
-            return Found(None, why="has no line of the wanted form")
-        found = Found(match[1].lower() if parser.lower else match[1], match.start(1))
-    if parser.labels and found.label not in parser.labels:
-        return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
-    return found
-
-
-def thoughts(text, end):
-    """What an answer thinks before its label, which begins at text[end]; "" without a thought."""
-    tags = [tag for tag in THOUGHT.finditer(text[:end]) if tag[1]]
-    return THOUGHT.sub("", text[:tags[-1].start()]).strip() if tags else ""
+        matches = [match for line in text[begin:].split("\n")
+                   if (match := parser.line.fullmatch(line.strip()))]
+        label = matches[-1][1] if matches else None
+        label = label.lower() if label and parser.lower else label
+    if not label:
+        return None, "is empty" if parser.line is None else "has no line of the wanted form"
+    if parser.labels and label not in parser.labels:
+        return None, f"{label[:40]!r} is not one of the labels"
+    return label, ""
 
 
 # ---- In this process
 
 
 def opens_thought(tokenizer, flags):
-    """What an answer begins with that no teacher wrote: a thought that the template opens.
-
-    UserError without a chat template: most answers to raw prompts could not be read.
-    """
-    require(tokenizer.chat_template,
-            "--model_name: its tokenizer has no chat template; take a chat model")
+    """What an answer begins with that no teacher wrote: a thought that the template opens."""
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
                                            add_generation_prompt=True, **flags)
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -218,8 +197,7 @@ def chunks(requests, size, tokenizer, flags, limit):
 
 def longest_of(config):
     """Tokens of prompt and answer that a model is used for: its positions, at most LONGEST."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or LONGEST, LONGEST)
+    return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
@@ -237,6 +215,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
     tokenizer, flags = llm.get_tokenizer(), draw.template_flags
+    require(tokenizer.chat_template, f"--model_name {name}: its tokenizer has no chat template")
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
     def answers(requests):
@@ -258,25 +237,18 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
     """`answers` by generate(), on the GPU or the CPU. The others: of answers_of."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar()
+
+    from core import chat
+    from distill import causal_lm
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        # many CPUs are slow in bfloat16
-        dtype = "auto" if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model_name {name}: cannot be loaded "
-                        f"({str(error).splitlines()[0][:200]}); give a folder, or a hub name when "
-                        "online")
+    # many CPUs are slow in bfloat16
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    folder = causal_lm.find_model(name, "--model_name")
+    tokenizer, model = chat.load_tokenizer(folder), causal_lm.load_whole(folder, dtype, device)
     ends = model.generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return answers_of(model.to(device).eval(), tokenizer, draw,
-                      ends if isinstance(ends, list) else [ends], max_model_len, batch_size,
-                      chunk_size)
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return answers_of(model, tokenizer, draw, ends if isinstance(ends, list) else [ends],
+                      max_model_len, batch_size, chunk_size)
 
 
 def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
@@ -310,64 +282,190 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
     return answers
 
 
-# ---- On a server
+# ---- On a server: httpx, one loop that repeats
+
+TRANSIENT = (408, 409, 425, 429, *range(500, 600))
+NOTICE_S = 10           # seconds between notices of calls that failed
+# what a server would else take from generation_config, at the value that changes nothing; the seed
+NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+           "frequency_penalty": 0.0}
+# what a failed call, or an answer of another form, raises
+MALFORMED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
-def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
-                server_patience=600.0):
+class Refused(OSError):
+    """The server's answer is an error. code: HTTP status."""
+
+    def __init__(self, code, message):
+        super().__init__(f"HTTP {code} {message}")
+        self.code = code
+
+
+class Server:
+    """An address with its client. The calls run in an event loop of a daemon thread: a time limit
+    there holds for a whole call, and waiting for the server does not delay the end of the process.
+    """
+
+    def __init__(self, base_url, timeout, flag="--base_url"):
+        """timeout: seconds that one attempt of a call may take. flag: that gave the address."""
+        require_package("httpx", flag)
+        import httpx
+        self.flag, self.timeout, self.noticed = flag, timeout, -math.inf
+        self.url, self.failures = address(base_url, flag), (httpx.HTTPError, httpx.InvalidURL)
+        # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key := os.environ.get("OPENAI_API_KEY", "").strip():
+            require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
+                                                        "key has, such as a space or a line feed")
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
+                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+                verify=ssl.create_default_context())
+        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
+            raise UserError(f"{flag} {self.url}, by a proxy of the environment: {error}")
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def wait(self, coroutine):
+        """The result of a coroutine that the thread runs."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def each(self, ask, jobs, limit=64):
+        """Yield (job, result of the coroutine ask(job)) as they end, `limit` under way at once."""
+        jobs, under_way = iter(jobs), {}
+        try:
+            while True:
+                for job in itertools.islice(jobs, limit - len(under_way)):
+                    under_way[asyncio.run_coroutine_threadsafe(ask(job), self.loop)] = job
+                if not under_way:
+                    return
+                for future in wait(under_way, return_when="FIRST_COMPLETED").done:
+                    yield under_way.pop(future), future.result()        # an error ends the run
+        finally:
+            for future in under_way:
+                future.cancel()
+
+    async def fetch(self, path, body=None, end=math.inf):
+        """GET, or POST of a JSON body -> bytes, before time.monotonic() is `end`. Raises OSError;
+        Refused for an error status, a redirection, to which the key must not go, and an answer that
+        is too long or compressed.
+        """
+        found, within = bytearray(), max(0.01, min(self.timeout, end - time.monotonic()))
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
+        try:
+            async with asyncio.timeout(within), self.client.stream(
+                    method, self.url + path, content=data) as response:
+                packed = response.headers.get("Content-Encoding", "identity")
+                if packed != "identity":
+                    raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for "
+                                       "as it is")
+                async for part in response.aiter_raw():
+                    found += part
+                    if len(found) > json_files.LONGEST:
+                        raise Refused(413, "its answer is too long")
+        except TimeoutError:
+            raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
+        except self.failures as error:
+            raise ConnectionError(str(error) or type(error).__name__)
+        if not response.is_success:
+            words = found[:2000].decode("utf-8", "replace").split() or [response.reason_phrase]
+            raise Refused(response.status_code, printable(" ".join(words), 500))
+        return bytes(found)
+
+    async def call(self, path, body=None, read=json_files.loads, end=math.inf):
+        """read(what fetch gives), tried again until twice the timeout or `end` is over, where it
+        failed for a reason that may pass. Raises MALFORMED.
+        """
+        pause, until = 0.5, min(end, time.monotonic() + 2 * self.timeout)
+        while True:
+            try:
+                return read(await self.fetch(path, body, end))
+            except MALFORMED as error:
+                if (isinstance(error, Refused) and error.code not in TRANSIENT
+                        or time.monotonic() + pause > until):
+                    raise
+                if time.monotonic() - self.noticed > NOTICE_S:
+                    self.noticed = time.monotonic()
+                    print(printable(f"notice     waiting for {self.url}: {explain(error)}"))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 30)
+
+    async def insist(self, path, body=None, read=json_files.loads, hint="", end=math.inf):
+        """call(); UserError instead, with the hint where the server refuses."""
+        try:
+            return await self.call(path, body, read, end)
+        except MALFORMED as error:
+            hint = hint if isinstance(error, Refused) else ""
+            raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
+
+
+def address(base_url, flag):
+    """The address of a flag. Raises UserError, which shows no part that may be secret."""
+    try:
+        parts = urllib.parse.urlsplit(base_url)
+    except ValueError as error:
+        raise UserError(f"{flag}: is not an address ({error})")
+    require("@" not in base_url and not parts.query and not parts.fragment,
+            f"{flag}: holds a name and password (@), ?... or #..., which no call would carry; give "
+            "the key in OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
+    return base_url.rstrip("/")
+
+
+def explain(error):
+    """A failed call in a few words."""
+    if isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    return (f"its answer is not what OpenAI's API gives ({type(error).__name__} "
+            f"{str(error)[:80]})")
+
+
+def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     """`answers` by a server that knows the model as `name`; the rest: create_data.py's flags."""
-    from distill.server import MALFORMED, Server, explain
     server, refused = Server(base_url, request_timeout), set()
     try:
         listed = json_files.loads(server.wait(server.fetch("/models")))["data"]
-        models = [str(model["id"]) for model in listed]
+        models = [model["id"] for model in listed]
+        require(name in models, f"--model_name {name}: the server has {', '.join(models)}")
     except MALFORMED as error:
         raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or correct "
                         "the address (it mostly ends in /v1)")
-    require(name in models,
-            f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
-    return lambda requests: server.each(lambda request: ask_server(
-        server, name, draw, refused, request, server_patience), requests, concurrency)
+    return lambda requests: server.each(
+        lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
 
 
-async def ask_server(server, name, draw, refused, request, patience):
-    """Answer to one request; for a line that the server refuses, or does not answer in `patience`
-    seconds, one that says so. UserError when the server is gone, or refuses more than the line.
+async def ask_server(server, name, draw, refused, request):
+    """Answer to one request; for a line that the server refuses, or does not answer in time, one
+    that says so. UserError when the server is gone, or refuses more than the line.
 
     refused: fields that the server takes no requests with; grows. "max_tokens": by that name.
     """
-    from distill.server import MALFORMED, NOT_SET, TRANSIENT, Refused, explain
-    until, line = time.monotonic() + patience, f"line {request.id + 1}"
-    # what the user has set is never left out
-    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())
+    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())   # what the user sets is sent
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
-        body = {"model": name, "messages": [as_sent(message) for message in request.messages],
+        body = {"model": name, "messages": list(map(as_sent, request.messages)),
                 limit: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
                 **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
                 "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
         body = {field: value for field, value in body.items()
                 if field not in refused and value not in (None, [])}
         try:
-            return await server.call("/chat/completions", body, read_answer, until)
+            return await server.call("/chat/completions", body, read_answer)
         except Refused as error:
-            why = explain(error)
+            why = str(error)
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
-            names = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
-            if not UNKNOWN.search(why.lower()):
-                names = set()
+            named = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
             if limit == "max_tokens" and "max_completion_tokens" in why:
-                names.add("max_tokens")
-            if error.code in (400, 422) and names:
-                for field in sorted(names - refused - {"max_tokens"}):
-                    print(f"notice     the server takes no {field}: " + (
-                        "answers cannot be drawn again alike" if field == "seed"
-                        else "it uses its own"))
-                refused |= names
+                named.add("max_tokens")
+            if error.code in (400, 422) and named:
+                if not named <= refused:
+                    print(f"notice     the server takes no {', '.join(sorted(named))}; without a "
+                          "seed answers cannot be drawn again alike")
+                refused |= named
                 continue
             require(error.code not in WHOLE_RUN and error.code >= 400,
-                    f"{line}: the server at {server.url} refuses it: {why}")
+                    f"line {request.id + 1}: the server at {server.url} refuses it: {why}")
             if error.code not in TRANSIENT:
                 return Answer(why, "refused")
         except MALFORMED as error:
@@ -375,9 +473,9 @@ async def ask_server(server, name, draw, refused, request, patience):
         try:
             await server.fetch("/models")
         except MALFORMED:
-            raise UserError(f"{line}: no answer from {server.url} in {patience:g} s: {why}; "
-                            "finished lines are kept, rerun the same command to resume")
-        return Answer(f"no answer in {patience:g} s: {why}", "no_answer")
+            raise UserError(f"line {request.id + 1}: no answer from {server.url}: {why}; finished "
+                            "lines are kept, rerun the same command to resume")
+        return Answer(f"no answer in {2 * server.timeout:g} s: {why}", "no_answer")
 
 
 def as_sent(message):
@@ -401,16 +499,11 @@ def read_answer(data):
     calls = [{"type": "function", "function": {
         "name": call["function"]["name"], "arguments": json_files.loads(
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
-    # a call is what a model ends by itself
+    # a call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))
-    return Answer(plain_text(message["content"]), reason, usage.get("prompt_tokens") or 0,
-                  usage.get("completion_tokens") or 0, reasoning.strip(), calls or None)
-
-
-def plain_text(content):
-    """Text of a message's content: a text, None, or parts such as {"type": "text", ...}."""
-    if isinstance(content, list):
-        content = "".join(part if isinstance(part, str) else part.get("text") or ""
-                          for part in content)
-    return json_files.HALF_CHARACTER.sub("\ufffd", content or "")     # no file can hold halves
+    # of a text or its parts; no file can hold half a character
+    text = "".join(part if isinstance(part, str) else part["text"]
+                   for part in message["content"] or "")
+    return Answer(json_files.HALF_CHARACTER.sub("\ufffd", text), reason,
+                  usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0,
+                  bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)

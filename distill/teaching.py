@@ -9,10 +9,11 @@ from pathlib import Path
 from core import cli
 from core.cli import UserError, require
 
-OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy",
-              "max_new_tokens", "base_url")
+# {flag: those of which it needs one}
 NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",
-          "keep_every": "keep"}
+          "keep_every": "keep", "request_timeout": "base_url teacher_url", **dict.fromkeys((
+              "divergence", "js_beta", "distill_topk", "distill_weight", "on_policy",
+              "max_new_tokens", "base_url"), "prompt_file teacher_path")}
 
 
 def check_flags(args, parser):
@@ -20,10 +21,9 @@ def check_flags(args, parser):
     def given(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
-    for flag, other in NEEDED.items():
-        require(getattr(args, other) or not given(flag), f"--{flag} needs --{other}")
-    require(args.base_url or args.teacher_url or not given("request_timeout"),
-            "--request_timeout needs --base_url or --teacher_url")
+    for flag, others in NEEDED.items():
+        require(not given(flag) or any(getattr(args, other) for other in others.split()),
+                f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
         require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name loads weights
                 "--teacher_url needs --teacher_path, a folder with the server's config.json and "
@@ -31,32 +31,27 @@ def check_flags(args, parser):
         require(args.distill_topk, "--teacher_url needs --distill_topk, as servers give no others")
         require(args.divergence != "reverse", "--divergence reverse needs the teacher's smallest "
                 "probabilities, which a server rounds: take forward or js, or --teacher_path alone")
-    if args.teacher_url or args.base_url:
-        from distill.server import address
-        for flag in ("teacher_url", "base_url"):
-            address(getattr(args, flag) or "", f"--{flag}")
-        require(0 < 2 * args.request_timeout < args.collective_timeout, f"--request_timeout: twice "
-                f"{args.request_timeout:g} s must end before --collective_timeout "
-                f"({args.collective_timeout} s)")
+    for flag in ("teacher_url", "base_url"):
+        if getattr(args, flag):
+            from distill.teachers import address
+            address(getattr(args, flag), f"--{flag}")
+            require(0 < 2 * args.request_timeout < args.collective_timeout, "--request_timeout: "
+                    f"twice {args.request_timeout:g} s must end before --collective_timeout "
+                    f"({args.collective_timeout} s)")
     if args.keep:
         cli.at_least_one(args, "keep_every")
         cli.above_zero(args, "keep_weight")
-        require(args.compile is not True, "--compile and --keep exclude each other: shapes change")
+    require(args.compile is not True or not (args.keep or args.teacher_path),
+            "--compile and a teacher exclude each other, as --keep does: shapes change")
     if not args.teacher_path:
-        for flag in OF_TEACHER:
-            require(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
         return
     args.distill_weight = 1.0 if args.distill_weight is None else args.distill_weight
     cli.above_zero(args, "distill_weight js_beta")
     cli.share(args, "distill_weight on_policy")
     cli.at_least_one(args, "max_new_tokens")
     cli.below_one(args, "js_beta")
-    if args.base_url:
-        require(args.on_policy, "--base_url needs --on_policy")
-        require(args.use_lora, "--base_url needs --use_lora: the server is given adapters")
-        require(not args.use_dora, "--base_url: vLLM loads no DoRA adapters; drop --use_dora")
-    require(args.compile is not True,
-            "--compile and a teacher exclude each other: the shapes change with every step")
+    require(not args.base_url or args.on_policy and args.use_lora and not args.use_dora,
+            "--base_url needs --on_policy and --use_lora, without --use_dora: vLLM loads adapters")
     require(not args.on_policy or args.distill_weight == 1,
             "--on_policy needs --distill_weight 1: the student's own answers are no targets")
     if args.prompt_file and args.prompt_role == "user":
@@ -107,21 +102,18 @@ def open_side(args, config, tokenizer):
 
 
 def check_lesson(args, table, numbers):
-    """UserError where the base teaches itself what it already says: the divergence is 0 for good.
+    """UserError where the base would learn what it already says: the divergence is 0 for good.
 
-    numbers: of the samples trained. Beside targets of their own (--distill_weight) it is a pull
-    back to the base.
+    numbers: of the samples trained. With the data's targets (--distill_weight) it is a pull back
+    to the base.
     """
     same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
-    if not same or args.teacher_url or args.prompt_file or args.distill_weight < 1:
-        return
-    for i in numbers:
-        ids, own = table.tokens[table.offsets[i]:table.offsets[i + 1]], table.own[i]
-        if ids[:own].tolist() != ids[own:].tolist():
-            return
-    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the "
-                    "student reads, so there is nothing to learn: give --prompt_file, records with "
-                    '"teacher_messages", or --distill_weight below 1')
+    if same and not args.teacher_url and not args.prompt_file and args.distill_weight == 1:
+        samples = (table[i] for i in numbers)
+        require(any(ids[:own].tolist() != ids[own:].tolist() for _, ids, _, own in samples),
+                f"--teacher_path {args.teacher_path} is --model_path and reads what the student "
+                "reads, so there is nothing to learn: give --prompt_file, records with "
+                '"teacher_messages", or --distill_weight below 1')
 
 
 def context(record):
@@ -132,8 +124,7 @@ def context(record):
     if given is None:
         return messages[:-1], messages[-1]
     try:
-        whole = [*given, messages[-1]] if isinstance(given, list) and given else given
-        check_messages({"messages": whole})
+        check_messages({"messages": given}, answered=False)
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := given[-1]["role"]) not in ("user", "tool"):
@@ -143,26 +134,25 @@ def context(record):
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given], messages[-1]
 
 
-def behind_prompt(prompt, encoder, records, results):
+def after_prompt(prompt, encoder, records, results):
     """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
     each followed by the teacher's, which has its context and the very tokens of the answers.
     """
+    from core.chat import attempt
     from distill.teachers import with_prompt
-    asked, taught = {}, {}
-    for i, record in enumerate(records):
-        try:
-            before, answer = context(record)
-            asked[i] = [*with_prompt(prompt, before), answer]
-        except ValueError as error:
-            taught[i] = error
-    encoded = encoder.encode(list(asked.values()), [records[i].get("tools") for i in asked])
-    taught |= dict(zip(asked, encoded))
+    def asked(record):
+        before, answer = context(record)
+        return [*with_prompt(prompt, before), answer]
+    talks = [attempt(asked, record) for record in records]
+    good = [i for i, talk in enumerate(talks) if isinstance(talk, list)]
+    encoded = dict(zip(good, encoder.encode([talks[i] for i in good],
+                                            [records[i].get("tools") for i in good])))
     found = []
     for i, own in enumerate(results):
-        if bad := [result for result in (own, taught[i]) if isinstance(result, ValueError)]:
+        theirs = encoded.get(i, talks[i])
+        if bad := [result for result in (own, theirs) if isinstance(result, ValueError)]:
             found.append(bad[0])
             continue
-        theirs = taught[i]
         if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
             hint = "; with teacher_messages give --train_turns last"
             found.append(ValueError("the teacher's template gives the answer other tokens"

@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
 from core.cli import require
@@ -44,8 +44,8 @@ switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) in
 switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
-flag("--train_data_file", None, 'JSONL, a line {"messages": [{"role": ..., "content": ...}, ...]}, '
-     "ShareGPT, prompt and completion; .parquet; folder or pattern of such files", required=True)
+flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern of such files;"
+     " forms: docs/distillation.md", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by seeded shuffle")
 flag("--group_size", 1, 'neighbours by "id" or line that are held out together')
@@ -69,8 +69,8 @@ flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or 
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of the samples whose answer the student draws at each step")
 flag("--max_new_tokens", 128, "tokens an answer drawn for --on_policy may have")
-flag("--base_url", None, "vLLM server that draws them, by adapters (on_policy.py)")
-flag("--request_timeout", 240.0, "seconds that one request may take in all")
+flag("--base_url", None, "vLLM server that draws them, by adapters (frozen.py)")
+flag("--request_timeout", 240.0, "seconds of one request; a step's are repeated for twice as long")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens, others as one", metavar="K")
 flag("--distill_weight", None, "share of the divergence in the loss (default: 1)", type=float)
 flag("--keep", None, "chats whose answers are to stay as likely as the base makes them")
@@ -128,7 +128,7 @@ flag("--resume", "auto", "auto (newest whole checkpoint), none, or the folder of
      type=cli.alias(true="auto", false="none"))
 DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
               "on_policy max_new_tokens base_url request_timeout distill_topk distill_weight keep "
-              "keep_weight keep_every").split()
+              "keep_weight keep_every")
 
 
 def check_flags(args, world_size):
@@ -146,7 +146,7 @@ def check_flags(args, world_size):
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
-    if any(getattr(args, name) != p.get_default(name) for name in DISTILLING):
+    if any(getattr(args, name) != p.get_default(name) for name in DISTILLING.split()):
         from distill import teaching
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
@@ -215,20 +215,19 @@ tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
 causal_lm.check_vocabulary(tokenizer, config)
 encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking],
                        split=not args.teacher_path)
-prompt = behind = kept = None
+prompt = theirs = kept = None
 if args.teacher_path or args.keep:
-    from distill import frozen
+    from distill import frozen, teaching
 if args.teacher_path:
-    from distill import teaching
-    prompt, behind, config = teaching.open_side(args, config, tokenizer)
+    prompt, theirs, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, behind)
+reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, theirs)
 table, n_train, ends = chat_data.prepare_table(
     world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
     None if dry else args.output_dir)
 if args.keep:
     kept, *_ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
-                                       reading._replace(prompt=None, behind=None))
+                                       reading._replace(prompt=None, teacher=None))
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
 if args.teacher_path:
@@ -326,18 +325,14 @@ new_ends = causal_lm.stop_at(model.native, ends)        # generate stops where t
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), packed_lm.decays)
-scaler = None
-if args.fp16:
-    scaler = optim.Scaler(device, state.get("scaler"))
+scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
 dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
-if args.on_policy:
-    from distill import on_policy
-    sampler = on_policy.Sampler(args, world) if args.base_url else None     # draws instead
-nets = model.native, getattr(model.frozen.get("teacher"), "native", model.native)
-sizes = [(packed_lm.layer_weights(net), net.config) for net in nets]
+sampler = frozen.Sampler(args, world) if args.base_url else None        # draws instead
+sizes = [packed_lm.layer_weights(net) for net in (
+    model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
 
 
 # ---- Validation and checkpoints
@@ -443,7 +438,7 @@ while step < total_steps and not stopping:
     drawn = None
     if args.on_policy:      # before the first loss: all are divided by the tokens of all answers
         given = [next_batch() for _ in range(accumulation)]
-        drawn, work["targets"] = on_policy.own_answers(
+        drawn, work["targets"] = frozen.own_answers(
             args, world, model, table, given, ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):

@@ -110,8 +110,7 @@ def pack_text(args):
 
 
 def codec(group):
-    group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name "
-                       "(default: the codec inside a Higgs TTS 3 checkpoint)")
+    group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name")
 
 
 def base_dtype(group, help):
@@ -134,8 +133,6 @@ def recognisers(group):
         "transformers model, or pocketsphinx")
     add("--asr_command", help="the same by a command that gets paths of wav files after its "
         "words and prints a line of text for each")
-    add("--asr_time_limit", type=float, default=3600.0,
-        help="seconds that one start of --asr_command may take; then the run ends")
     add("--language", help="language code, for Whisper and for the rules by which texts are "
         "compared; en unifies numbers and contractions (default: Whisper finds out, plain rules)")
 
@@ -146,12 +143,7 @@ def speakers(group):
 
 
 def check_recognisers(args):
-    limit, most = args.asr_time_limit, getattr(args, "wait_timeout", float("inf"))
     require(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
-    require(limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
-    cli.above_zero(args, "asr_time_limit")
-    require(not args.asr_command or limit < most, f"--asr_time_limit {limit:g} must be below "
-            f"--wait_timeout {most}, for which other processes wait; lower it")
     require(not args.language or args.asr_model or args.asr_command,
             "--language: only --asr_model and --asr_command make use of it")
 

@@ -7,13 +7,13 @@
 
 A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or
 "length"), and maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text,
-truly spoken): all of the file, or "target_seconds" ("reference_seconds") of it from "target_offset"
-("reference_offset") on. Prints a table; each folder gets evaluation.json.
+truly spoken), each with or without "..._offset" and "..._seconds". Prints a table; each folder gets
+evaluation.json.
 
     wer, cer             errors per word or character of "text", all samples together, as heard by
                          --asr_model or --asr_command; texts are compared by whisper's rules. An
                          error of the recogniser counts too: judge the true recordings once as well
-    wer_mean             mean of the samples' own wer, as Seed-TTS-eval counts
+    wer_mean             mean of the samples' wer, as Seed-TTS-eval counts
     speaker_similarity   cosine of --speaker_model's embeddings of the sample and of
                          reference_audio, else of the target
     dnsmos               naturalness from 1 to 5 as DNSMOS estimates it (--mos)
@@ -54,7 +54,7 @@ def check_flags(args, world_size):
 args = cli.parse(build_parser(), check_flags)
 
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 
@@ -69,13 +69,8 @@ METRICS = {"wer": "errors/word", "wer_mean": "errors/word", "cer": "errors/char"
 HZ = 24000
 
 
-class Sample(NamedTuple):
-    """One generated clip. target, voice: arguments of read_audio to compare with, or None."""
-    audio: Path
-    facts: dict     # of its JSON
-    target: tuple | None
-    voice: tuple | None
-
+# a generated clip, its JSON, and what it compares with: arguments of read_audio or None
+Sample = namedtuple("Sample", "audio facts target voice")
 
 # ---- Samples
 
@@ -102,10 +97,8 @@ def read_samples(folder):
 
 
 def find_audio(facts, what, path):
-    """(path, offset, seconds) of the recording that a JSON names, or None. Raises UserError.
-
-    The path is relative to here or to the JSON. offset, seconds: None for all of it.
-    """
+    """(path, offset, seconds; None for all of it) of the recording that a JSON names, or None. The
+    path is relative to here or to the JSON. Raises UserError."""
     name, *stretch = (facts.get(f"{what}_{key}") for key in ("audio", "offset", "seconds"))
     if name is None:
         return None
@@ -116,9 +109,7 @@ def find_audio(facts, what, path):
 
 
 def check_same_prompts(found):
-    """Raise UserError unless all folders hold the same prompts by name: else a difference would
-    mean nothing.
-    """
+    """Raise UserError unless all folders hold the same prompts: a difference would mean nothing."""
     # normalised: with one checkpoint they may be, with the other not
     first, *others = [{sample.audio.stem: normalise(sample.facts.get("text") or "")
                        for sample in samples} for samples in found]
@@ -134,10 +125,8 @@ def check_same_prompts(found):
 
 
 def evaluate(folder, samples, by, settings):
-    """The contents of evaluation.json for one folder and its [Sample].
-
-    by: judges.Judges, on their device. settings: {flag: value}, noted in the file.
-    """
+    """evaluation.json of a folder and its [Sample], as a dict. by: judges.Judges, on their device.
+    settings: {flag: value}, noted in the file."""
     rows, voices, notes, transcripts, total = [], {}, [], [], {}
     for sample in samples:
         wave, ended_by = judges.read_audio(sample.audio), sample.facts.get("ended_by")
@@ -202,7 +191,7 @@ check_same_prompts(found)
 for folder in args.folders:
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
-                        args.language, args.batch_size, args.asr_time_limit)
+                        args.language, args.batch_size)
 settings = {key: value for key, value in cli.stored(args).items() if key != "folders"}
 with by.on(args.device):
     runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]

@@ -1,10 +1,9 @@
 """Write a checkpoint again, an adapter folded in or not: native, or the layout that servers read.
 
 Higgs-Audio V2 has two layouts: transformers' native one, and that of 2025, which boson-ai's own
-code serves. Higgs TTS 3 has one, with its codec and both copies of the tied tables inside, which
-sglang-omni and vllm-omni serve. Weights go from file to file tensor by tensor, so no more than one
-output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at
-all.
+code serves. Higgs TTS 3 has one, with its codec and both copies of the tied tables inside, for
+sglang-omni and vllm-omni. No more than one output file (and the largest tensor in fp32) is ever in
+memory. The folder appears whole or not at all.
 """
 import json
 import math
@@ -14,9 +13,9 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from core import adapters, tensor_io
-from core.cli import UserError
+from core.cli import UserError, require
 from core.checkpoint import new_folder
-from speech import conversations, versions, weights
+from speech import conversations, weights
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
@@ -24,23 +23,22 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     """Write the checkpoint `source` (folder or hub name, either layout) -> lines to print.
 
     layout: native or 2025. dtype: a name, or None: as the files have it, but float32 where an
-    adapter is folded in, since bf16 rounds away most of what a small update changed. shard_bytes:
-    limit of one weight file. adapter: folder or None. codec: see weights.save_config. base_dtype
-    nf4: the base is rounded as an adapter of such a run has seen it. Raises UserError, also when
-    output_dir holds something.
+    adapter is folded in, since bf16 rounds most of a small update away. shard_bytes: limit of a
+    file. codec: see weights.save_config. base_dtype nf4: the base is rounded as the adapter's run
+    has seen it. Raises UserError, also when output_dir holds something.
     """
     folder, config = weights.find_model(source)
-    version, third = versions.module(config), versions.is_third(config["model_type"])
+    version, third = weights.module(config), weights.is_third(config["model_type"])
     original = layout == "2025" and not third
-    if codec and original:
-        raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+    require(not (codec and original),
+            "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
     tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
     model = version.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
     layers = {module for layer in version.layers(model) for module in layer.modules()}
-    in_layers = [f"{name}.weight" for name in linear if model.get_submodule(name) in layers]
+    in_layers = [f"{name}.weight" for name, module in model.named_modules()
+                 if module in layers and type(module) is torch.nn.Linear]
     folds = find_folds(model, adapter) if adapter else {}
     updated = len(folds)
     if base_dtype == "nf4":
@@ -86,9 +84,6 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     lines = [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
              f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {len(files)} "
              f"file{'s'[:len(files) > 1]}"]
-    if joined := sum(len(found) > 1 for found in parts.values()):
-        lines.append(f"{joined} tensors that the source splits into a frozen and a trainable part "
-                     "are joined")
     return [*lines, *[version.LICENCE] * bool(version.LICENCE),
             *(f"{name}: {what}" for name, what in made.items()),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
@@ -109,7 +104,7 @@ def find_folds(model, adapter):
     model: on the meta device. Raises UserError when the adapter's files and the model do not fit
     together exactly: PeftModel.from_pretrained would only warn about weights that are missing.
     """
-    whole = versions.module(model.config).WHOLE_MODULES
+    whole = weights.module(model.config).WHOLE_MODULES
     net = adapters.add_saved(model, adapter, whole=whole)
     stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
@@ -140,7 +135,7 @@ def find_folds(model, adapter):
 
 
 def read(parts, dtype, fold):
-    """One whole tensor from its Slices, in `dtype`; fold works on it in fp32."""
+    """A whole tensor from its Slices, in `dtype`; fold works on it in fp32."""
     tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
 

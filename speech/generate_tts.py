@@ -40,20 +40,15 @@ flag("--reference_audio", None, "clip whose voice is taken, for texts and lines"
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
 flag("--scene", None, "scene description for texts and lines, e.g. 'Audio is recorded from a quiet "
      "room.'")
-flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inference gives them to "
-     "the model (default: as the checkpoint was trained; on for a base model)",
-     choices=choices.ON_OFF)
+flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inference has them "
+     "(default: as the checkpoint was trained; on for a base model)", choices=choices.ON_OFF)
 # how
-flag("--temperature", None, "of the draws; 0 = greedy (default: 1 for V2, 0.8 for TTS 3)",
+flag("--temperature", None, "0 = greedy (default: 1, TTS 3: 0.8)", type=float)
+flag("--top_k", None, "draw from this many codes, 0 = all (default: 50, TTS 3: 30)", type=int)
+flag("--top_p", None, "draw from codes of this total probability (default: 0.95, TTS 3: 0.8)",
      type=float)
-flag("--top_k", None, "draw from this many likeliest codes, 0 = all (default: 50 for V2, 30 for "
-     "TTS 3)", type=int)
-flag("--top_p", None, "draw from the likeliest codes of this total probability (default: 0.95 for "
-     "V2, 0.8 for TTS 3)", type=float)
-flag("--ras_window", None, "V2's repetition-aware sampling: rows looked back at, 0 = off (default: "
-     "7)", type=int)
-flag("--ras_repeats", None, "repeats in those rows that make a code be drawn again, 0 = off "
-     "(default: 2)", type=int)
+flag("--ras_window", None, "V2: rows that repetition-aware sampling looks back at, 0 = off "
+     "(default: 7); a code that is in them twice is drawn again", type=int)
 flag("--max_seconds", 30.0, "of speech; longer speech is cut, and says so")
 flag("--seed", 42, "of the draws")
 flag("--batch_size", 4, "prompts generated together on each device")
@@ -88,7 +83,7 @@ def check_flags(args, world_size):
                 f"--{name} is for texts and lines; a ChatML prompt says so itself")
     require(args.reference_audio or not args.reference_text,
             "--reference_text is the transcript of --reference_audio")
-    cli.zero_or_more(args, "temperature top_k ras_window ras_repeats seed split_text")
+    cli.zero_or_more(args, "temperature top_k ras_window seed split_text")
     cli.check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
     cli.check_values(args, "top_p", lambda top_p: 0 < top_p <= 1, "be more than 0 and at most 1")
     cli.above_zero(args, "max_seconds")
@@ -127,7 +122,7 @@ import torch
 from tqdm import tqdm
 
 from core import checkpoint, dist
-from speech import conversations, speak, versions
+from speech import conversations, speak, weights
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import system_parts
 
@@ -165,9 +160,9 @@ if args.device != "auto":
     world.device = torch.device(args.device)
 device, main_rank = world.device, world.is_main
 old = dist.rank0(world, earlier_results)
-folder, config_dict, codec_dir = versions.find_files(
-    world, args.model_path, args.audio_tokenizer_path, args.output_dir)
-module, third = versions.module(config_dict), versions.is_third(config_dict["model_type"])
+folder, config_dict, codec_dir = weights.find_files(
+    world, args.model_path, args.audio_tokenizer_path)
+module, third = weights.module(config_dict), weights.is_third(config_dict["model_type"])
 require(args.reference_text or not args.reference_audio or third, "--reference_audio and "
         "--reference_text go together: the model needs to know what the clip says")
 normalize, why = conversations.setting_to_speak(
@@ -208,11 +203,9 @@ native = speak.load_model(folder, config_dict, args.adapter, dtype, device, args
 listeners = None
 if args.best_of > 1:
     from speech import judges
-    flags = args.asr_model, args.asr_command, args.speaker_model
-    limits = {"language": args.language, "asr_time_limit": args.asr_time_limit}
-    # one downloads for all
-    dist.rank0(world, lambda: judges.load_judges(*flags, **limits) and None)
-    listeners = judges.load_judges(*flags, **limits)
+    flags = args.asr_model, args.asr_command, args.speaker_model, False, args.language
+    dist.rank0(world, lambda: judges.load_judges(*flags) and None)      # one downloads for all
+    listeners = judges.load_judges(*flags)
 for path in old if main_rank else ():       # only now that nothing can be wrong any more
     path.unlink()
 dist.all_gather(world, None)        # nobody writes before that is done

@@ -4,8 +4,8 @@
     errors, words = judges.word_errors(["one two", "two"], heard)
     voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
 
-Waves are (n,) float32 mono in -1..1. No model named here is a requirement of training; each is
-imported, or reported missing, where it is used.
+Waves are (n,) float32 mono in -1..1. Each model is imported, or reported missing, where it is
+used: training needs none.
 """
 import contextlib
 import functools
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from core import lifetime
-from core.cli import UserError, require_package
+from core.cli import UserError, require, require_package
 
 RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
@@ -37,11 +37,9 @@ def read_audio(path, offset=None, seconds=None, rate=24000):
     import soundfile
     try:
         wave, own = soundfile.read(path, dtype="float32", always_2d=True)
-    except (OSError, RuntimeError) as error:        # soundfile's own errors are RuntimeErrors
+        require(np.isfinite(wave).all(), "samples that are not numbers")
+    except (OSError, RuntimeError, UserError) as error:     # soundfile's are RuntimeErrors
         raise UserError(f"{path}: cannot be read as audio ({error}); generate it again or take it "
-                        "out")
-    if not np.isfinite(wave).all():
-        raise UserError(f"{path}: has samples that are not numbers; generate it again or take it "
                         "out")
     if offset is not None:
         end = None if seconds is None else round((offset + seconds) * own)
@@ -62,11 +60,10 @@ def resample(wave, rate, wanted):
 
 @functools.cache
 def normaliser(language):
-    """text -> text as it is compared, by whisper's own rules (Radford et al. 2022, appendix C).
+    """text -> text as it is compared, by whisper's rules (Radford et al. 2022, appendix C).
 
-    All lose case, punctuation and words in brackets. "en": numbers become digits, contractions
-    are written out, "uh" and "um" go; whisper's list of British spellings is not applied.
-    LETTERS_APART: every character is a word. None: of another, or an unknown, language.
+    All lose case, punctuation and words in brackets. "en": numbers become digits, contractions are
+    written out, "uh" and "um" go. LETTERS_APART: every character is a word. None: unknown.
     """
     from transformers.models.whisper import english_normalizer
     if language == "en":
@@ -85,10 +82,8 @@ def edit_distance(a, b):
 
 
 def word_errors(references, hypotheses, language=None, split=str.split):
-    """(errors, words of the references) over all texts; errors / words is the WER.
-
-    language: of normaliser. split: a text -> its words, or its characters.
-    """
+    """(errors, words of the references) over all texts; errors / words is the WER. language: of
+    normaliser. split: a text -> its words, or its characters."""
     clean, errors, length = normaliser(language), 0, 0
     for reference, heard in zip(references, hypotheses, strict=True):
         reference, heard = split(clean(reference).strip()), split(clean(heard).strip())
@@ -147,12 +142,9 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
     return heard
 
 
-def recognise_command(waves, rate, command, time_limit=None):
-    """[text] by a command that gets paths of wav files and prints a line for each.
-
-    time_limit: seconds, after which all its processes are killed. Raises UserError then, and with
-    the last line that it printed when it fails.
-    """
+def recognise_command(waves, rate, command, time_limit=3600):
+    """[text] by a command that gets paths of wav files and prints a line for each. After time_limit
+    seconds its processes are killed. Raises UserError then, and with its last line if it fails."""
     import soundfile
     with tempfile.TemporaryDirectory() as folder:
         paths = []
@@ -169,7 +161,7 @@ def recognise_command(waves, rate, command, time_limit=None):
             output, messages = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
             raise UserError(f"--asr_command {command}: has not heard {len(paths)} files in "
-                            f"{time_limit:g} s (--asr_time_limit)")
+                            f"{time_limit:g} s")
         finally:        # what it started may outlive it
             lifetime.end(process)
     lines = output.splitlines()
@@ -181,9 +173,8 @@ def recognise_command(waves, rate, command, time_limit=None):
 
 
 def load_model(flag, path, class_name=None, unused=()):
-    """(transformers model, its feature extractor, its tokenizer): of any recogniser, or of a class,
-    which has no tokenizer. unused: beginnings of weights that may be missing. Raises UserError.
-    """
+    """(transformers model, feature extractor, tokenizer or None): any recogniser, or of a class.
+    unused: beginnings of weights that may be missing. Raises UserError."""
     tokenizer, recogniser = None, class_name is None
     try:
         import transformers
@@ -212,9 +203,8 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
                            notes=None):
     """[text] by load_model's, greedy. Raises UserError for a language unknown to Whisper.
 
-    language: for Whisper, None: it finds out. Whisper hears the first 30 s: notes gets a line with
-    the name of a longer clip. Others hear one clip at a time: padding would change what group norms
-    see.
+    language: for Whisper. It hears the first 30 s: notes gets a line with the name of a longer
+    clip. Others hear one clip at a time: padding would change their group norms.
     """
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
@@ -251,10 +241,8 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
 
 
 def load_x_vectors(path):
-    """(embed(wave at RATE) -> unit (D,) float64, its model) of a transformers x-vector model.
-
-    One clip at a time: padding would change what group norms see. Raises UserError.
-    """
+    """(embed(wave at RATE) -> unit (D,) float64, its model) of a transformers x-vector model. One
+    clip at a time: padding would change its group norms. Raises UserError."""
     model, extractor, _ = load_model("--speaker_model", path, "AutoModelForAudioXVector",
                                      ("classifier.", "objective."))
 
@@ -267,10 +255,7 @@ def load_x_vectors(path):
 
 
 def voice(wave, rate, embed):
-    """embed's vector, or None for a wave shorter than SHORTEST_VOICE_S.
-
-    embed: of load_x_vectors.
-    """
+    """Vector by load_x_vectors' embed, or None for a wave shorter than SHORTEST_VOICE_S."""
     if len(wave) < SHORTEST_VOICE_S * rate:
         return None
     return embed(resample(np.asarray(wave, np.float32), rate, RATE))
@@ -282,11 +267,8 @@ def cosine(a, b):
 
 
 def dnsmos(waves, rate):
-    """[overall quality, 1 to 5] by DNSMOS P.835 (Reddy et al. 2022), of the speechmos package.
-
-    None for an empty wave. It judges noise and distortion, not words; short clips are repeated up
-    to 9 s. Raises UserError.
-    """
+    """[overall quality, 1 to 5, or None of an empty wave] by DNSMOS P.835 (Reddy et al. 2022): of
+    noise and distortion, not words. Raises UserError without the speechmos package."""
     for package in ("speechmos", "onnxruntime"):
         require_package(package, "--mos", "speechmos onnxruntime")
     from speechmos import dnsmos as model
@@ -321,12 +303,12 @@ class Judges:
 
 @functools.cache
 def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None,
-                batch_size=8, asr_time_limit=None):
+                batch_size=8):
     """Judges of the flags of these names, loaded on the host, once in a process. UserError."""
     hear, embed, models = None, None, []
     if asr_command:
         def hear(waves, rate, names, notes):
-            return recognise_command(waves, rate, asr_command, asr_time_limit)
+            return recognise_command(waves, rate, asr_command)
         hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # a wrong path is found now
     elif asr_model == "pocketsphinx":
         require_package("pocketsphinx", "--asr_model")

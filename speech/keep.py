@@ -20,13 +20,12 @@ from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
-from speech import speak, versions
+from speech import speak, weights
 from speech.loss import total_loss
 from speech.labels import IGNORE, TokenIds
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # that a row's speech may take
-BATCH = 8               # rows spoken together
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
@@ -36,7 +35,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
         samples = speak.read_prompts(args.keep, args.normalize_text == "on")
         for sample in samples:      # the base says it
             sample.turns[-1].parts[-1] = Clip("")
-        longest = args.max_length or versions.module(config).positions(config)
+        longest = args.max_length or weights.module(config).positions(config)
         longest = min(longest, args.max_tokens_per_batch or longest)
         # half of a small pack is left to the prompt
         settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
@@ -87,7 +86,7 @@ class Keeper:
         """Have the base speak the rows, unless OUTPUT_DIR has its codes -> a line about it.
         Collective: rank 0 speaks, the others wait.
 
-        model: a versions.packed with adapters. Raises UserError when too little speech comes to an
+        model: a weights.packed with adapters. Raises UserError when too little speech comes to an
         end, and Stopped.
         """
         model.eval()
@@ -128,10 +127,11 @@ class Keeper:
                 move_aside(path, f"cannot be read ({error}), so the base speaks again")
         found = []
         with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
-            for first in range(0, len(self.prompts), BATCH):
+            for first in range(0, len(self.prompts), speak.BATCH):
                 found += speak.generate(
-                    model.base_model, self.prompts[first:first + BATCH], self.ids, self.settings,
-                    self.args.seed + first // BATCH, world.device, asked=stop_requested)
+                    model.base_model, self.prompts[first:first + speak.BATCH], self.ids,
+                    self.settings, self.args.seed + first // speak.BATCH, world.device,
+                    asked=stop_requested)
                 if stop_requested():
                     return None
         # without its end, or too short for the model to end it: nothing to learn from

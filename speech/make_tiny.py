@@ -8,13 +8,11 @@ spoken clips.
     OUT_DIR/speech      sentences in toy voices, wav files in mixed sample rates, mono and stereo
     OUT_DIR/train.json  one ChatML voice-cloning sample per clip, paths relative to OUT_DIR
 
-The same seed writes the same files again. The weights are random, so the model cannot speak before
-it is trained: only file formats, shapes, token names and the codec's geometry are those of the real
-one. OUT_DIR/model names the codec by its absolute path, so make it again rather than move it. With
---higgs3 OUT_DIR/model is a Higgs TTS 3 in the published names instead, the codec's weights inside
-as there.
+The same seed writes the same files again. The weights are random: only file formats, shapes, token
+names and the codec's geometry are the real ones. OUT_DIR/model names the codec by its absolute
+path, so make it again rather than move it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 in the
+published names instead, with the codec's weights inside.
 """
-
 import sys
 from pathlib import Path
 
@@ -27,15 +25,13 @@ def build_parser():
     p = cli.Parser(__doc__.partition("\n")[0])
     p.usage = "%(prog)s OUT_DIR [--flag value ...]"
     p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all of it")
-    p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
-    p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
-    p.add_argument("--seed", type=int, default=0,
-                   help="weights, codebooks and the voices' noise")
-    cli.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
+    p.flag("--clips", 48, "wav files, and samples in train.json")
+    p.flag("--speakers", 4, "voices that share the clips")
+    p.flag("--seed", 0, "weights, codebooks and the voices' noise")
+    p.switch("--higgs3", "a model of Higgs TTS 3's form, not of V2's")
     return p
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
     cli.at_least_one(args, "speakers")
     cli.zero_or_more(args, "seed")
@@ -44,10 +40,10 @@ def check_flags(args, world_size):
                "one is a reference")
 
 
+# parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
-import math
 import re
 import stat
 
@@ -58,68 +54,58 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from core import tensor_io
 from speech import v3, weights  # first: weights explains a broken torchaudio
 
-from transformers import GenerationConfig, HiggsAudioV2Config  # isort: skip
-from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2  # isort: skip
-from transformers import PreTrainedTokenizerFast  # isort: skip
+from transformers import (DacConfig, GenerationConfig, HiggsAudioV2Config,  # isort: skip
+                          HiggsAudioV2ForConditionalGeneration, HiggsAudioV2TokenizerConfig,
+                          HiggsAudioV2TokenizerModel, HubertConfig, PreTrainedTokenizerFast)
 
 VOCAB_SIZE = 600
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
 CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
 
 # The first 17 are in the order of ids 128000 to 128016 of the released tokenizer.
-SPECIAL_TOKENS = [
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>",
-    "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
-    "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|reserved_special_token_6|>",
-    "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>", "<|scene_desc_start|>", "<|scene_desc_end|>",
-    "<|reserved_special_token_3|>", "<|reserved_special_token_4|>", "<|reserved_special_token_5|>",
-    "<|reserved_special_token_7|>"]
+RESERVED = "reserved_special_token_"
+SPECIAL_TOKENS = [f"<|{name}|>" for name in (
+    f"begin_of_text end_of_text {RESERVED}0 {RESERVED}1 finetune_right_pad_id {RESERVED}2 "
+    "start_header_id end_header_id eom_id eot_id python_tag audio_bos audio_eos audio_out_bos "
+    f"{RESERVED}6 AUDIO AUDIO_OUT recipient scene_desc_start scene_desc_end {RESERVED}3 "
+    f"{RESERVED}4 {RESERVED}5 {RESERVED}7").split()]
 
 # Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
-SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>",
-                    "<|audio_end|>", "<|text|>", "<|text_end|>", "<|eoc|>", "<|ref_audio|>",
-                    "<|ref_text|>", "<|emotion:elation|>", "<|style:whispering|>",
-                    "<|sfx:laughter|>", "<|prosody:pause|>"]
+SPECIAL_TOKENS_3 = [f"<|{name}|>" for name in (
+    "endoftext im_start im_end tts audio audio_end text text_end eoc ref_audio ref_text "
+    "emotion:elation style:whispering sfx:laughter prosody:pause").split()]
 
-# How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three
-# digits, signs, space.
+# how the Llama 3 family cuts text before byte-pair merging
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
                 r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 STORY = """\
-The kettle is singing on the stove. Please leave the window open tonight.
-Remember this: the door is never locked. A small boat drifted past the lighthouse.
-My sister plays the cello every morning. The bakery sells warm bread before dawn.
-He counted the coins twice and sighed. Our train was late because of the snow.
-She asked one question: where is the map? The garden smells of mint after the rain.
-Nobody expected the old clock to work. They painted the fence a bright yellow.
-Keep your gloves dry on the way up. The river is wider than it looks.
-There are two rules: listen, then answer. Could you pass me the blue notebook?
-Winter arrived early in the valley. The violin was hidden behind the piano.
-I would rather walk than take the bus. Seven geese crossed the empty field.
-Her answer was short: maybe tomorrow. The library closes at six on Fridays.
-We found a fossil under the bridge. His coat was too thin for the wind.
-Turn left where the road meets the mill. A quiet voice came from the next room.
-The recipe is simple: flour, salt and water. Both brothers became excellent sailors.
-The moon rose slowly over the harbour. Someone left a note under the vase.
-Fresh paint makes the hallway look larger. The fox waited until the lamps went out.
-Write the number down before you forget. It was the warmest evening of the year.
-The teacher smiled and closed the book. One thing is certain: the bridge will hold.
-Every window in the tower was glowing. The puppy chewed on a wooden spoon.
-Do not worry, the storm has passed. An honest friend is hard to replace.
-The market opens when the bell rings. Grandfather keeps his letters in a tin.
-You can hear the sea from the attic. The last page of the diary was missing.
-We shared an orange on the station steps. The captain gave one order: hold the course.
-Thick fog covered the airport all day. A single candle lit the whole kitchen.
-The children built a castle of wet sand. She repairs bicycles in a narrow street.
-His laughter carried across the lake. The orchestra tuned and fell silent.
-Take the umbrella, just to be safe. Golden leaves gathered by the gate.
-The museum bought a very strange lamp. Even the cat refused to go outside.
-Her plan had a flaw: nobody could swim. The mountain path is steep but short.
+The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is
+never locked. A small boat drifted past the lighthouse. My sister plays the cello every morning. The
+bakery sells warm bread before dawn. He counted the coins twice and sighed. Our train was late
+because of the snow. She asked one question: where is the map? The garden smells of mint after the
+rain. Nobody expected the old clock to work. They painted the fence a bright yellow. Keep your
+gloves dry on the way up. The river is wider than it looks. There are two rules: listen, then
+answer. Could you pass me the blue notebook? Winter arrived early in the valley. The violin was
+hidden behind the piano. I would rather walk than take the bus. Seven geese crossed the empty field.
+Her answer was short: maybe tomorrow. The library closes at six on Fridays. We found a fossil under
+the bridge. His coat was too thin for the wind. Turn left where the road meets the mill. A quiet
+voice came from the next room. The recipe is simple: flour, salt and water. Both brothers became
+excellent sailors. The moon rose slowly over the harbour. Someone left a note under the vase. Fresh
+paint makes the hallway look larger. The fox waited until the lamps went out. Write the number down
+before you forget. It was the warmest evening of the year. The teacher smiled and closed the book.
+One thing is certain: the bridge will hold. Every window in the tower was glowing. The puppy chewed
+on a wooden spoon. Do not worry, the storm has passed. An honest friend is hard to replace. The
+market opens when the bell rings. Grandfather keeps his letters in a tin. You can hear the sea from
+the attic. The last page of the diary was missing. We shared an orange on the station steps. The
+captain gave one order: hold the course. Thick fog covered the airport all day. A single candle lit
+the whole kitchen. The children built a castle of wet sand. She repairs bicycles in a narrow street.
+His laughter carried across the lake. The orchestra tuned and fell silent. Take the umbrella, just
+to be safe. Golden leaves gathered by the gate. The museum bought a very strange lamp. Even the cat
+refused to go outside. Her plan had a flaw: nobody could swim. The mountain path is steep but short.
 I will call you as soon as we land. Good night, and thank you for the soup.
 """
-SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
+SENTENCES = re.split(r"(?<=[.?]) ", " ".join(STORY.split()))
 
 
 def allow_others(folder):
@@ -139,9 +125,7 @@ def make_tokenizer(out_dir, sentences=SENTENCES):
 
 
 def train_bpe(special_tokens, sentences=SENTENCES):
-    """Returns a byte-level BPE Tokenizer of at most 600 ids, trained on sentences; the special
-    tokens come last.
-    """
+    """A byte-level BPE Tokenizer of at most 600 ids, special_tokens last, trained on sentences."""
     bpe = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -156,8 +140,7 @@ def train_bpe(special_tokens, sentences=SENTENCES):
 
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     """Saves a random float32 language model, its text head included, with its processor in
-    OUT_DIR/model and returns it. config_overrides: fields of HiggsAudioV2Config.
-    """
+    OUT_DIR/model and returns it. config_overrides: fields of HiggsAudioV2Config."""
     token_id = tokenizer.convert_tokens_to_ids
     special = {name: getattr(tokenizer, name)
                for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -171,7 +154,8 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
               "audio_delay_token_id": token_id("<|reserved_special_token_6|>"), **config_overrides}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = HiggsAudioV2(HiggsAudioV2Config(**config), use_text_head=True).eval()
+        model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config),
+                                                     use_text_head=True).eval()
     special = {name: config[name] for name in special}
     model.generation_config = GenerationConfig(
         **special, do_sample=True, temperature=1.0, top_k=50, top_p=0.95, ras_win_len=7,
@@ -185,17 +169,13 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
 
 def make_codec(out_dir, seed=0):
     """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
-    about n / 960) codes. It resamples with torchaudio: ImportError where that is missing.
-    """
-    from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HubertConfig
-    from transformers import HiggsAudioV2TokenizerModel
-    sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
+    about n / 960) codes. It resamples with torchaudio: ImportError where that is missing."""
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES,
-                         **sizes)
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16,
-             "num_attention_heads": 2}
-    position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
-    semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
+                         encoder_hidden_size=2, decoder_hidden_size=64, hidden_size=16)
+    semantic = HubertConfig(
+        conv_dim=(8,) * 7, mask_time_prob=0.0, num_hidden_layers=1, hidden_size=16,
+        intermediate_size=16, num_attention_heads=2, num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2)
     # the last bandwidth, kbit/s, is 8 codebooks of 10 bits
     config = HiggsAudioV2TokenizerConfig(
         target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=8,
@@ -215,8 +195,7 @@ def make_codec(out_dir, seed=0):
 
 def make_model3(out_dir, codec, seed=0, **text_overrides):
     """Saves a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files;
-    returns its folder. codec: of make_codec, for the same file. text_overrides: of text_config.
-    """
+    returns its folder. codec: of make_codec, for the same file. text_overrides: of text_config."""
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
     train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
@@ -251,10 +230,9 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
 
 
 def synthesise(text, speaker, sample_rate, rng):
-    """Speaks text with a toy voice: a tone and two overtones for each letter, a pause for others.
+    """Text in a toy voice, (n,) float32 mono, 1.6 to 4 s: a tone and overtones for each letter.
 
     speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise.
-    Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
     """
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # they spread evenly over 0..1
     hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
@@ -269,8 +247,7 @@ def synthesise(text, speaker, sample_rate, rng):
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0):
     """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), a sentence a clip, speakers in
-    turn -> [{"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}].
-    """
+    turn -> [{"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}]."""
     import soundfile
     (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
     speech = []
@@ -327,20 +304,11 @@ def main(argv=None):
     dataset = make_dataset(args.out_dir, speech)
     codec = make_codec(args.out_dir, args.seed)
     if args.higgs3:
-        folder = make_model3(args.out_dir, codec, args.seed)
-        parts = v3.weight_parts(folder).values()
-        size = sum(math.prod(tensor_io.shape_of(part)) for part in parts)
-        made = f"Higgs TTS 3 of {size:,} parameters"
+        make_model3(args.out_dir, codec, args.seed)
     else:
-        tokenizer = make_tokenizer(args.out_dir)
-        model = make_model(args.out_dir, tokenizer, args.seed)
-        made = f"{model.num_parameters():,} parameters, {len(tokenizer)} token ids"
-    print(f"{args.out_dir / 'speech'}: {len(speech)} clips, "
-          f"{sum(clip['seconds'] for clip in speech):.0f} s of speech")
-    print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers")
-    print(f"{args.out_dir / 'model'}: {made}")
-    print(f"{args.out_dir / 'codec'}: {codec.num_parameters():,} parameters, "
-          f"{codec.config.num_quantizers} codebooks")
+        make_model(args.out_dir, make_tokenizer(args.out_dir), args.seed)
+    print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers, "
+          f"{sum(clip['seconds'] for clip in speech):.0f} s of speech; model and codec next to it")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ from speech import judges
 
 dist.single_process()
 if args.asr_command:        # a wrong path is found now, not after the first checkpoint
-    judges.load_judges(asr_command=args.asr_command, asr_time_limit=args.asr_time_limit)
+    judges.load_judges(asr_command=args.asr_command)
 out, (metric, name, form, more) = Path(args.output_dir), MEASURES[args.by]
 
 
@@ -104,10 +104,8 @@ def judge(folder, place):
                 "--overwrite", "--max_seconds", args.max_seconds, "--batch_size", args.batch_size,
                 "--seed", args.seed, "--device", args.device, "--normalize_text",
                 run.get("normalize_text") or "on")
-        given = ["asr_command", "asr_model", *["asr_time_limit"] * bool(args.asr_command),
-                 "language", "speaker_model"]
-        listeners = [word for flag in given if getattr(args, flag)
-                     for word in (f"--{flag}", getattr(args, flag))]
+        listeners = [word for flag in ("asr_command", "asr_model", "language", "speaker_model")
+                     if getattr(args, flag) for word in (f"--{flag}", getattr(args, flag))]
         command("evaluate_tts.py", samples, *listeners, "--device", args.device)
     return json_files.read_object(samples / "evaluation.json")["metrics"].get(metric)
 

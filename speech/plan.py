@@ -7,7 +7,7 @@ import torch
 
 from core import memory as plans
 from core.packing import PackOrder
-from speech import v2, versions
+from speech import v2, weights
 from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
 from speech.labels import PackedBatch
@@ -22,8 +22,8 @@ class Data(NamedTuple):
     ids: object             # labels.TokenIds
     train: np.ndarray       # numbers of samples
     held_out: np.ndarray
-    speakers: list          # sample_prompts.Speaker and keep.Keeper, where there are such
-    keeper: object = None   # the latter
+    prompts: object = None  # speak.Speaker
+    keeper: object = None   # keep.Keeper
 
 
 def rows_by_kind(table, ids):
@@ -54,7 +54,7 @@ def kept_rows(keeper):
 
 
 def loss(model, text, audio, audio_rows, text_rows, keep=False):
-    """Loss of a versions.packed on a pack of this many rows. keep: of --keep."""
+    """Loss of a weights.packed on a pack of this many rows. keep: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, books = text + audio, model.base_model.config.num_codebooks
@@ -68,7 +68,7 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
 
 
 def layers_of(model):
-    return versions.module(model.base_model.config).layers(model.base_model)
+    return weights.module(model.base_model.config).layers(model.base_model)
 
 
 def step_of(model):
@@ -77,7 +77,7 @@ def step_of(model):
 
 def speaking_bytes(native, setup, speaker):
     """Bytes of a batch of sample prompts: keys, values, and whole weights to compute on."""
-    from speech.sample_prompts import BATCH
+    from speech.speak import BATCH
     config, value = native.config, 2 if setup.bf16 else 4
     rows = max(len(prompt.tokens) for prompt in speaker.prompts) + speaker.settings.max_new_tokens
     row = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * value
@@ -102,10 +102,10 @@ def memory(args, model, setup, data, order, epochs=range(1)):
         packs.append((*worst(order, range(20), kept, setup.budget), True))
     found, pack = max(((plans.estimate(step_of(model), setup, pack, held_out), pack)
                        for pack in packs), key=lambda one: one[0].peak)
-    if data.speakers:
+    if speakers := [speaker for speaker in (data.prompts, data.keeper) if speaker]:
         state = sum(found.parts[name] for name in ("weights", "gradients", "optimizer", "fixed"))
         found.stages["speaking samples"] = state + max(
-            speaking_bytes(model.base_model, setup, one) for one in data.speakers)
+            speaking_bytes(model.base_model, setup, speaker) for speaker in speakers)
     return found, pack[0] + pack[1]
 
 

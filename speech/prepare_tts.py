@@ -85,7 +85,7 @@ import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems, problem
-from speech import versions
+from speech import weights
 from speech.codes import FRAME_RATE, MEASURES, Encoding, ensure_codes, measures_of
 from speech.dataset import (TABLE, TableBuilder, file_of, new_table, own_references, places,
                             write_prepared)
@@ -249,9 +249,9 @@ def main():
     require(args.device != "cuda" or world.device.type == "cuda",
             "--device cuda: there is no GPU here")
     dist.rank0(world, checkpoint.claim_output, args.output_dir)
-    folder, config_dict, codec_dir = versions.find_files(
-        world, args.model_path, args.audio_tokenizer_path, args.output_dir)
-    module = versions.module(config_dict)
+    folder, config_dict, codec_dir = weights.find_files(
+        world, args.model_path, args.audio_tokenizer_path)
+    module = weights.module(config_dict)
     args.normalize_text = module.text_setting(args.normalize_text or "")
     tokenizer = module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, module.read_config(config_dict))

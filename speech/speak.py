@@ -1,9 +1,8 @@
 """Speak with Higgs-Audio: prompts as in training, generation, the best of several takes, files.
 
-A prompt takes the trainer's path from conversation to tokens (conversations.py, builder.py,
-labels.py) and is cut off after the last <|audio_out_bos|>, so the model hears what it was trained
-on. Generation is the native class' (V2) or v3.generate, with what it needs beyond its defaults: the
-end-of-stream id, repetition-aware sampling, room for the delay pattern, and a time limit.
+A prompt takes the trainer's path from conversation to tokens and is cut off after the last
+<|audio_out_bos|>, so the model hears what it was trained on. Generation is the native class' (V2)
+or v3.generate.
 
     prompts = prepare(text_prompts([("1", "Good morning.")], normalize=True), tokenizer, ids, ...)
     codes, ended_by = generate(native, prompts, ids, sampling(config, 30.0), seed, device)[0]
@@ -14,6 +13,7 @@ import io
 import json
 import os
 import re
+import shutil
 import struct
 import tempfile
 import textwrap
@@ -26,13 +26,15 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from core import dist
 from core.checkpoint import write_atomically
 from core.cli import UserError, problem_text, require
-from core.dist import error_names_file
+from core.dist import error_names_file, gathered
 from core.json_files import read_text
-from speech import versions, weights    # weights explains a torchaudio that breaks transformers
+from core.watchdog import stop_requested
+from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          filled, holds_codes, open_sound, read_codes, readable)
+                          filled, holds_codes, load_codec, open_sound, read_codes, readable)
 from speech.dataset import TableBuilder, read_samples
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
                                   heard, mark_trained, normalise_requests, system_parts, trimmed)
@@ -42,7 +44,7 @@ from core import adapters  # isort: skip      # after weights
 from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
 MIN_TOKENS = 8          # transformers' delay processor miscounts on shorter prompts
-DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window", "ras_repeats")
+DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
 PAUSE_S = 0.12          # of silence between parts of a long text
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
@@ -67,11 +69,7 @@ class Prompt:
 
 def read_prompts(path, normalize):
     """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), else one
-    text a line.
-
-    normalize: the texts to speak, by conversations.normalise. Raises UserError with every
-    prompt that cannot be used.
-    """
+    text a line. normalize: the texts to speak. Raises UserError with every unusable prompt."""
     path, problems = Path(path), []
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
@@ -84,11 +82,9 @@ def read_prompts(path, normalize):
 
 def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken; its last turn is the assistant's and ends with the
-    clip to generate.
+    clip to generate: the one that the sample holds, else Clip(""). Raises BadSample.
 
-    The sample may hold that clip already, as training data does; else it is Clip(""). normalize:
-    the text to speak, and those before it that training on this sample would normalise. Raises
-    BadSample.
+    normalize: the text to speak, and those before it that training would normalise.
     """
     turns, rewritten, recognised = canonical_turns(entry, paths)
     asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
@@ -174,7 +170,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         for number in builder.clips_of(i)[:-1]:
             users.setdefault(number, {})[builder.names[i].tobytes().decode()] = True
     for number in sorted(users):
-        clip, why = builder.clips[number], ""
+        clip = builder.clips[number]
         try:
             if holds_codes(clip.path):          # heard as they are, without a way through sound
                 codes[number] = read_codes(clip.path)[1].astype(np.int64)
@@ -184,11 +180,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth,
                                         ids.num_codebooks)
-        except ValueError as error:
-            why = str(error)
-        except torch.OutOfMemoryError:
-            why = f"{len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
-        problems += [f"{name}: its audio {clip.path}: {why}" for name in users[number] if why]
+        except (ValueError, torch.OutOfMemoryError) as error:
+            problems += [f"{name}: its audio {clip.path}: {error}" for name in users[number]]
     if problems:
         raise UserError(problem_text(problems))
     prompts = []
@@ -229,9 +222,7 @@ def clip_seconds(clip):
 
 
 def prompt_batch(prompts, ids):
-    """Keyword arguments of native generate, int64 on the CPU: tokens padded on the left, rows of
-    codes on the right.
-    """
+    """Arguments of native generate, int64 on the CPU: tokens padded left, rows of codes right."""
     def pad(arrays, value, side):
         return pad_sequence(list(map(torch.as_tensor, arrays)), True, value, side)
     tokens, codes = ([getattr(p, name) for p in prompts] for name in ("tokens", "audio_ids"))
@@ -250,10 +241,9 @@ def prompt_batch(prompts, ids):
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
     """Native model for generate on the device, in eval mode; an adapter stays apart, in fp32.
 
-    config: the folder's config.json dict. adapter: PEFT folder or None. four_bits: the base's
-    layers as quantized.py has them. Raises UserError.
+    config: of config.json. adapter: PEFT folder or None. four_bits: of NF4. Raises UserError.
     """
-    module = versions.module(config)
+    module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
     parts = module.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
@@ -280,29 +270,28 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
 def draws(config, given):
     """{name of DRAW_FLAGS: value}: the flag's, else the model's default. UserError."""
     given = {name: value for name, value in given.items() if value is not None}
-    own = versions.module(config).DRAWS
-    require(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
+    own = weights.module(config).DRAWS
+    require(given.keys() <= own.keys(), "--ras_window: not of Higgs TTS 3")
     return {**own, **given}
 
 
 def sampling(config, max_seconds, **given):
-    """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling.
+    """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
 
     max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of
-    repetition-aware sampling. ras_window, ras_repeats: a code that is ras_repeats times among the
-    ras_window codes before it is drawn again from the untempered distribution (0 = off). Raises
-    UserError. Never without an end-of-stream id: generation would not stop.
+    repetition-aware sampling: a code that is twice among the ras_window codes before it is drawn
+    again from the untempered distribution (0 = off).
     """
     how, frames = draws(config, given), max(1, round(max_seconds * FRAME_RATE))
-    if versions.is_third(config.model_type):
-        return versions.module(config).Sampling(
+    if weights.is_third(config.model_type):
+        return weights.module(config).Sampling(
             **how, max_new_tokens=frames + config.num_codebooks - 1)
-    ras = how["temperature"] and how["ras_window"] and how["ras_repeats"]
+    ras = how["ras_window"] if how["temperature"] else None
     drawn = {"do_sample": False}
     if how["temperature"]:
         drawn = {"do_sample": True, **{name: how[name] for name in DRAW_FLAGS[:3]}}
-    return GenerationConfig(**drawn, ras_win_len=how["ras_window"] if ras else None,
-                            ras_win_max_num_repeat=how["ras_repeats"] if ras else None,
+    return GenerationConfig(**drawn, ras_win_len=ras or None,
+                            ras_win_max_num_repeat=2 if ras else None,
                             max_new_tokens=frames + config.num_codebooks + 1,
                             eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
@@ -316,17 +305,16 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
     draws depend on seed and batch alone, and leave torch's random state as it was. Ends at the
     time.monotonic() `moment`, or when asked() says so.
     """
-    def is_over(input_ids, scores, **kwargs):
-        over = bool(time.monotonic() > moment or asked())
-        return torch.full((len(input_ids),), over, device=device)
+    def is_over():
+        return bool(time.monotonic() > moment or asked())
 
-    if versions.is_third(native.config.model_type):
+    if weights.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
-        spoken = versions.module(native.config).generate(
-            native, inputs, settings, seed, lambda: time.monotonic() > moment or asked())
+        spoken = weights.module(native.config).generate(native, inputs, settings, seed, is_over)
         # a row cut off early may hold special codes; the servers decode those as code 0, too
         return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how)
                 for codes, how in spoken]
+    stops = [lambda tokens, scores, **_: torch.full((len(tokens),), is_over(), device=device)]
     batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}
     before = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
     # else unset values come from the model's
@@ -336,7 +324,7 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
             torch.manual_seed(seed)
             # synced_gpus would ask every rank at each step, by default whenever FSDP2 is seen
             out = native.generate(**batch, return_dict_in_generate=True, synced_gpus=False,
-                                  stopping_criteria=StoppingCriteriaList([is_over]))
+                                  stopping_criteria=StoppingCriteriaList(stops))
     finally:
         native.generation_config = own
     rows, most = out.audio_sequences[:, before:].cpu().numpy(), settings.max_new_tokens
@@ -372,12 +360,9 @@ def decode(codec, codes):
 
 
 def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
-    """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes.
-
-    A take ranks by its end (by itself or not), then by character errors, then by likeness to the
-    voice. listeners: judges.Judges or None. A faultless take ends the search, unless likeness is
-    asked for.
-    """
+    """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes, by its end,
+    then character errors, then likeness to the voice. listeners: judges.Judges; without likeness
+    among them a faultless take ends the search."""
     if takes == 1:
         spoken = generate(native, prompts, ids, settings, seed, codec.device)
         return [(codes, ended_by, decode(codec, codes), {}) for codes, ended_by in spoken]
@@ -399,10 +384,8 @@ def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
 
 
 def listen(prompts, waves, listeners, device):
-    """[{fact: value}] of what judges.Judges find in each Prompt's wave.
-
-    Likeness is to the voice to be cloned, else to the true recording.
-    """
+    """[{fact: value}] that judges.Judges find in each Prompt's wave; likeness is to the voice to be
+    cloned, else to the true recording."""
     from speech import judges
     facts = [{} for _ in prompts]
     with listeners.on(device):
@@ -604,3 +587,104 @@ def write_sample(folder, name, wave, about):
                          ("json", (json.dumps(about, indent=1) + "\n").encode())):
         write_atomically(folder / f"{name}.{suffix}", lambda path,
                          data=data: path.write_bytes(data))
+
+
+# ---- --sample_prompts: rank 0 speaks them at every validation while the others wait. The draws are
+# seeded apart, so a run with samples trains exactly as one without.
+
+TIME_LIMIT = 120    # seconds that speaking may take at one validation
+BATCH = 8           # prompts generated together
+MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
+
+
+def load(args, tokenizer, ids, config, codec_dir, world):
+    """Speaker of --sample_prompts, on every rank; its prompts are checked and encoded before
+    training starts. Raises UserError."""
+    def encode_prompts():
+        samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
+        require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
+                f"{len(samples)} prompts; each validation speaks all of them, so at most "
+                f"{MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
+        settings = sampling(config, args.sample_seconds)
+        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+        room = weights.module(config).positions(config) - settings.max_new_tokens
+        return prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+
+    prompts, settings = dist.rank0(world, encode_prompts)
+    return Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir, args.seed)
+
+
+@dataclass
+class Speaker:
+    """Speaks the prompts of a run. settings: of sampling(). seed: of the draws."""
+    prompts: list
+    settings: object
+    ids: object
+    codec_dir: Path
+    device: torch.device
+    output_dir: str
+    seed: int
+
+    def speak(self, world, model, step, log, autocast):
+        """{eval/...: float} of the prompts spoken by model, of weights.module().packed. Collective:
+        rank 0 speaks and writes to log, the others wait."""
+        model.eval()
+        with gathered(model), autocast():
+            values = dist.rank0(world, self.speak_all, model.base_model, step, log)
+        model.train()
+        return values
+
+    def speak_all(self, native, step, log):
+        """Speak and record every prompt -> {metric: float}. native: whole weights, in eval mode.
+
+        After a request to stop or TIME_LIMIT seconds the prompts not yet spoken are left out, and
+        the printed line says so. Speech cut by the time limit counts in the stop rate alone.
+        """
+        root, start, spoken = Path(self.output_dir) / "samples", time.monotonic(), []
+        for folder in root.glob("step-*"):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and int(number) > step:     # lost work, or an earlier run's
+                shutil.rmtree(folder)
+        try:
+            # each new length would compile the layers once more
+            with torch.compiler.set_stance("force_eager"):
+                for first in range(0, len(self.prompts), BATCH):
+                    if time.monotonic() < start + TIME_LIMIT and not stop_requested():
+                        spoken += generate(
+                            native, self.prompts[first:first + BATCH], self.ids, self.settings,
+                            self.seed + first // BATCH, self.device, start + TIME_LIMIT,
+                            stop_requested)
+            # building the codec draws numbers, dropout must not feel it
+            with torch.random.fork_rng(devices=[]):
+                codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
+            waves = [decode(codec, codes) for codes, _ in spoken]
+        except torch.OutOfMemoryError:
+            print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer "
+                  "prompts or a shorter --sample_seconds")
+            return {}
+        took, values, ratios = time.monotonic() - start, {}, []
+        total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
+        for number, (prompt, (codes, ended_by), wave) in enumerate(
+                zip(self.prompts, spoken, waves)):
+            about = record(prompt, codes, ended_by, self.seed + number // BATCH,
+                           took / total if total else None)
+            write_sample(root / f"step-{step}", prompt.name, wave, {**about, "step": step})
+            log.write_speech(step, f"samples/{prompt.name}", wave, SAMPLE_RATE)
+            if about["target_seconds"] and ended_by != "time":
+                ratios.append(about["seconds"] / about["target_seconds"])
+        ends, why, stopping = [ended_by for _, ended_by in spoken], "", stop_requested()
+        whole = len(ends) - ends.count("time")
+        if whole < len(self.prompts):       # values of some prompts alone do not compare
+            why = " (asked to stop)" if stopping else " (time limit)"
+            values["eval/spoken"] = whole / len(self.prompts)
+        if total:
+            values["eval/real_time_factor"] = took / total
+        if ends and not stopping:
+            values["eval/stop_rate"] = ends.count("eos") / len(ends)
+            why += f" | stop rate {values['eval/stop_rate']:6.1%}"
+        if ratios:
+            values["eval/length_ratio"] = sum(ratios) / len(ratios)
+            why += f" | length ratio {values['eval/length_ratio']:5.2f}"
+        print(f"speech step {step:>6} | {whole} of {len(self.prompts)} prompts, {total:.1f} s in "
+              f"{took:.1f} s{why}")
+        return values

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from core.cli import UserError
 from core import kernels
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
-from speech.labels import IGNORE, token_ids  # noqa: F401  (of versions.module)
+from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
@@ -29,9 +28,9 @@ licensed from Boson AI USA, Inc. ...")."""       # of a model card
 LORA_TARGETS = "attention"      # its four layers, where --lora_target_modules says nothing
 WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
 # the released model's
-DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}
+DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7}
 
-# ---- What speech/versions.py's module() promises, besides the imports above and the code below
+# ---- What weights.module() promises, besides the imports above and the code below
 
 load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
 read_config, save_config = weights.native_config, weights.save_config
@@ -42,11 +41,6 @@ def text_setting(wanted):
     """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does.
     """
     return wanted or "on"
-
-
-def unpack_codec(folder, config_dict, into):
-    """The codec inside a model folder. Raises UserError: a V2 folder has none."""
-    raise UserError("give --audio_tokenizer_path: a Higgs-Audio V2 checkpoint holds no codec")
 
 
 def empty_model(config_dict, dtype, folder):

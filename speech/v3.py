@@ -11,12 +11,8 @@ A prompt has neither roles nor a system text:
 
 T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k
 end-of-codes (EOC). The hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last
-row is never an input. Trained are the codes and all EOC: a model that was not taught to fill the
-codebooks that have ended never stops, since nothing fills them for it when it speaks. The layout is
-what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
-
-The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of
-this project.
+row is never an input. Trained are the codes and all EOC: nothing fills the codebooks that have
+ended when the model speaks. The layout is what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
 """
 import re
 import shutil
@@ -31,12 +27,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
 from core.cli import UserError, require
-from core.checkpoint import new_folder
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
 from speech.labels import IGNORE, delay_rows
 
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model,
+                          TopKLogitsWarper, TopPLogitsWarper)
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}
@@ -62,20 +58,11 @@ HEADS = {"tied.head.text_head.weight": TEXT_TABLE,      # copies of the tables i
          "tied.head.modality_heads.0.weight": AUDIO_TABLE}
 WHOLE_MODULES = ("audio_embedding",)    # modules that an adapter may hold as a whole
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
-# where transformers' defaults for HiggsAudioV2TokenizerConfig differ: 25 frames a second
-RELEASED_CODEC = {
-    "target_bandwidths": [0.5, 1, 1.5, 2], "acoustic_model_config": {
-        "model_type": "dac", "encoder_hidden_size": 64, "downsampling_ratios": [8, 5, 4, 2, 3],
-        "hidden_size": 256, "decoder_hidden_size": 1024, "upsampling_ratios": [8, 5, 4, 2, 3],
-        "hop_length": 960},
-    "semantic_model_config": {"model_type": "hubert", "mask_time_prob": 0.0}}    # 5.17 has 0.05
-# weight norm as older torch names it
-NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weight.original1"}
 # files next to the weights
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
              "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")
 
-# ---- What speech/versions.py's module() promises, besides the imports above and follows below
+# ---- What weights.module() promises, besides what follows below
 
 
 def text_setting(wanted):
@@ -119,7 +106,7 @@ def save_config(native, tokenizer, folder, source, codec=None):
 
 @dataclass(frozen=True)
 class Ids:
-    """Special token ids and codes, with labels.TokenIds' methods. ref_text: None if it has none."""
+    """As labels.TokenIds: ids, codes and the layout they make. ref_text: None if it has none."""
     tts: int
     text: int
     audio: int
@@ -142,7 +129,6 @@ class Ids:
         return frozenset(filter(TAG.fullmatch, tokenizer.get_added_vocab()))
 
     def streams(self, sample):
-        """[(name, pieces)] of a Sample, one for each trained clip, and what had to be left out."""
         return streams(sample, self)
 
     def rows(self, frames, trained):
@@ -161,8 +147,8 @@ class Ids:
         """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
 
         tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-        input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,),
-        audio_targets (R, 8); text is never a label.
+        input_ids (n,), is_audio (n,), text_labels (n,) all IGNORE, audio_ids (a, 8), and by the
+        places that predict (V2 has labels at the rows) audio_at (R,), audio_targets (R, 8).
         """
         places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
         repeats, rows = np.ones(len(tokens), np.int64), []
@@ -179,7 +165,6 @@ class Ids:
         is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
         input_ids = np.where(is_audio, self.pad, np.repeat(tokens, repeats))
         empty = np.empty((0, self.num_codebooks), np.int64)
-        # targets are at the places that predict them; V2's are at their rows
         return {"input_ids": input_ids, "is_audio": is_audio,
                 "text_labels": np.full(len(input_ids), IGNORE),
                 "audio_ids": np.concatenate([empty, *rows]), "audio_at": at,
@@ -209,43 +194,37 @@ def label_mask(frames, books=8):
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for
-    speech.dataset.
+    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample.
 
     One stream for each trained clip: its text, and as its reference the assistant's clip before it
     with that one's text. Raises BadSample for a text of several speakers, or a clip without text.
     """
-    found, left_out = [], []
-    reference, asked = None, ""
-    for number, turn in enumerate(sample.turns):
-        # a prompt has no place for what V2 puts into its system turn
-        if turn.role == "system":
-            if turn.clips:
-                left_out.append("lose their scene's clip")
-            if turn.text.strip():
-                left_out.append("lose their system or scene text")
+    found, left_out, reference, asked = [], [], None, ""
+    several = sum(turn.trained for turn in sample.turns) > 1
+    for turn in sample.turns:
+        if turn.role == "system":       # a prompt has no place for it
+            left_out += ["lose their scene's clip"] * bool(turn.clips)
+            left_out += ["lose their system or scene text"] * bool(turn.text.strip())
         elif turn.role == "user":
             asked = turn.text.strip()
-        spoken = said_by_clip(turn, asked) if turn.role == "assistant" else []
-        for place, (text, clip) in enumerate(spoken):
+        clips = turn.clips if turn.role == "assistant" else []
+        if len(clips) > 1:
+            raise BadSample("has several clips in one message; give each clip a message after "
+                            "its text")
+        for clip in clips:
+            text = turn.text.strip() or asked
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
                 raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
                                 "for")
-            # [SPEAKER0] would be read aloud: the model has never seen it
-            if SPEAKER.search(text):
+            if SPEAKER.search(text):    # it would be read aloud
                 left_out.append("lose a speaker's mark")
                 text = SPEAKER.sub("", text)
             if turn.trained:
                 if not text:
                     raise BadSample("the trained clip has no text")
-                name = sample.name
-                if sum(t.trained for t in sample.turns) > 1:
-                    name += f" message {turn.source}"
-                if len(turn.clips) > 1:
-                    name += f" clip {place}"
+                name = sample.name + f" message {turn.source}" * several
                 found.append((name, pieces(text, clip, reference, ids.ref_text is not None)))
-            # the model has one reference: the clip before, whether trained or given
-            if reference and not turn.trained and number:
+            elif reference:     # the model has one: the clip before, whether trained or given
                 left_out.append("lose an earlier reference: the last one stays")
             reference = (text, clip)
     if not found:
@@ -253,37 +232,16 @@ def streams(sample, ids):
     return found, sorted(set(left_out))
 
 
-def said_by_clip(turn, asked):
-    """[(text, Clip)] of an assistant's turn. Of several clips each says the text between it and
-    the clip before.
-
-    asked: the user's text before the turn, which the first clip says where no text precedes
-    that.
-    """
-    if len(turn.clips) < 2:
-        return [(turn.text.strip() or asked, clip) for clip in turn.clips]
-    found, words = [], ""
-    for part in turn.parts:
-        if isinstance(part, str):
-            words += part
-        else:
-            found.append((words.strip() or ("" if found else asked), part))
-            words = ""
-    if words.strip() and turn.trained:
-        raise BadSample("has text after the last of several clips: put each text before its clip")
-    return found
-
-
 def pieces(text, clip, reference, marks_text):
     """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None."""
-    stream = [(TOKENS["tts"], False)]
+    stream = [TOKENS["tts"]]
     # text of the reference only where the tokenizer can mark it
     if reference and reference[0] and marks_text:
-        stream += [(TOKENS["ref_text"], False), (reference[0], False)]
-    if reference:
-        # short references are filled up with silence, as the servers do
-        stream += [(TOKENS["ref_audio"], False), (replace(reference[1], filled=True), False)]
-    return [*stream, (TOKENS["text"], False), (text, False), (TOKENS["audio"], False), (clip, True)]
+        stream += [TOKENS["ref_text"], reference[0]]
+    if reference:       # short ones are filled up with silence, as the servers do
+        stream += [TOKENS["ref_audio"], replace(reference[1], filled=True)]
+    stream += [TOKENS["text"], text, TOKENS["audio"]]
+    return [*((piece, False) for piece in stream), (clip, True)]
 
 
 # ---- Ids and configuration
@@ -305,9 +263,8 @@ def token_ids(tokenizer, config):
     vocabulary = tokenizer.get_vocab()
     found = {name: vocabulary.get(token) for name, token in TOKENS.items()}
     missing = [TOKENS[name] for name, i in found.items() if i is None and name != "ref_text"]
-    require(not missing,
-            f"the tokenizer in --model_path has no token {''.join(missing[:1])}: it is "
-            "not that of Higgs TTS 3")
+    require(not missing, f"the tokenizer in --model_path has no token {''.join(missing[:1])}: it "
+            "is not that of Higgs TTS 3")
     last = max(vocabulary.values())
     require(last < config.vocab_size,
             f"tokenizer and model disagree: token {last}, {config.vocab_size} rows")
@@ -321,29 +278,23 @@ def read_config(config):
     Raises UserError for another model type and for variants whose sequences would be others.
     """
     audio, text = config.get("audio_encoder_config") or {}, config.get("text_config") or {}
-
-    def need(fits, what):
+    rope, books = text.get("rope_parameters") or {}, audio.get("num_codebooks")
+    size, encoder = audio.get("vocab_size"), audio.get("encoder_type")
+    for fits, what in (
+            (config.get("model_type") == MODEL_TYPE, f"model_type is not {MODEL_TYPE!r}"),
+            (encoder == "discrete", f"encoder_type is {encoder!r}, not 'discrete'"),
+            (audio.get("use_delay_pattern") is True, "use_delay_pattern is not true"),
+            (audio.get("tie_word_embeddings") is True, "the audio table and its head are not tied"),
+            (text.get("tie_word_embeddings") is True, "the text table and its head are not tied"),
+            (not text.get("rope_scaling") and rope.get("rope_type", "default") == "default",
+             "its rotary embedding is scaled"),
+            (isinstance(books, int) and books > 0 and isinstance(size, int) and size > 2,
+             f"num_codebooks is {books!r} and vocab_size of the audio table {size!r}")):
         require(fits, f"config.json: {what}; only the released form of Higgs TTS 3 is read")
-    kind, encoder = config.get("model_type"), audio.get("encoder_type")
-    need(kind == MODEL_TYPE, f"model_type is {kind!r}, not {MODEL_TYPE!r}")
-    need(encoder == "discrete", f"encoder_type is {encoder!r}, not 'discrete'")
-    need(audio.get("use_delay_pattern") is True, "use_delay_pattern is not true")
-    for what, of in (("audio", audio), ("text", text)):
-        need(of.get("tie_word_embeddings") is True, f"the {what} table and its head are not tied")
-    rope = text.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
-    need(not text.get("rope_scaling") and kind == "default",
-         f"its rotary embedding is scaled ({kind})")
     theta = rope.get("rope_theta") or text.get("rope_theta") or ROPE_THETA
-    books, size = audio.get("num_codebooks"), audio.get("vocab_size")
-    need(isinstance(books, int) and books > 0 and isinstance(size, int) and size > 2,
-         f"num_codebooks is {books!r} and vocab_size of the audio table {size!r}")
-    plain = {key: value for key, value in text.items()
-             if key not in ("rope_theta", "rope_scaling", "rope_parameters")}
+    plain = {key: value for key, value in text.items() if not key.startswith("rope_")}
     native = Qwen3Config(**plain, rope_parameters={"rope_theta": float(theta),
                                                    "rope_type": "default"})
-    need(audio.get("out_dim", native.hidden_size) == native.hidden_size,
-         "the audio table is not as wide as the body")
     native.num_codebooks, native.codebook_size = books, size
     native.audio_stream_bos_id, native.audio_stream_eos_id = size - 2, size - 1
     return native
@@ -409,9 +360,7 @@ def loss_report(sums, text_weight, prefix):
 
 def empty_model(config_dict, dtype, folder=None):
     """Higgs3 on the meta device: names, shapes and dtypes, no memory; reset_buffers is to follow.
-
-    config_dict: of config.json. folder: its folder; nothing else is read there.
-    """
+    config_dict: of config.json."""
     config = read_config(config_dict)
     with torch.device("meta"):
         model = Higgs3(config).to(dtype)
@@ -465,11 +414,10 @@ def whole_files(tensors, folder, codec=None):
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
         tensors[head] = (parts, dtype, fold or torch.clone)     # a copy: both are written
-    if codec:
-        files = tensor_io.files_of(weights.find_codec(codec)[0], "model")
-        inside = tensor_io.open_tensors(files)
-    else:
-        inside = codec_parts(folder)
+    source, prefix = (weights.find_codec(codec)[0], "") if codec else (folder, CODEC)
+    found = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
+    inside = {name.removeprefix(prefix): part for name, part in found.items()
+              if name.startswith(prefix)}
     require(inside, f"{folder}: holds no codec, which the servers read from there; give "
             "--audio_tokenizer_path, or merge the adapter into the released folder")
     return tensors | {CODEC + name: (
@@ -477,62 +425,13 @@ def whole_files(tensors, folder, codec=None):
         for name, part in inside.items()}
 
 
-def codec_parts(folder):
-    """{codec's own name: Slice} of the codec inside a folder's weights; {} if none. UserError."""
-    found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
-    return {name.removeprefix(CODEC): found[name] for name in found if name.startswith(CODEC)}
-
-
-def unpack_codec(folder, config_dict, into):
-    """Write the codec inside a checkpoint to the folder `into` as a native one in fp32 -> into.
-
-    Its configuration is that of the released tokenizer, which the servers ship, unless config.json
-    has another under "audio_tokenizer_config". A folder that is there must hold the same. Raises
-    UserError unless every weight is there.
-    """
-    from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
-    into, parts, other = Path(into), codec_parts(folder), "give --audio_tokenizer_path"
-    require(parts, f"{folder}: holds no codec weights; {other}")
-    config = HiggsAudioV2TokenizerConfig(
-        **config_dict.get("audio_tokenizer_config", RELEASED_CODEC))
-    with torch.device("meta"):
-        state = HiggsAudioV2TokenizerModel(config).state_dict()
-    for name in parts.keys() - state.keys():
-        stem, _, half = name.rpartition(".weight_")
-        parts[f"{stem}.{NORMED[half]}" if half in NORMED else name] = parts.pop(name)
-    if extra := sorted(parts.keys() - state.keys()):
-        print(f"codec      {len(extra)} tensors of the checkpoint's codec are not used, first "
-              f"{', '.join(extra[:3])}")
-    parts = {name: parts[name] for name in state.keys() & parts.keys()}
-    problem = tensor_io.mismatch({name: value.shape for name, value in state.items()},
-                                 {name: [part] for name, part in parts.items()})
-    require(not problem,
-            f"{folder}: its codec is another one than the released: {problem}; {other}")
-    if into.exists():
-        there = {}
-        if (into / "config.json").is_file():
-            there = tensor_io.open_tensors(tensor_io.files_of(into, "model"))
-        require(there.keys() == parts.keys() and all(
-            torch.equal(there[name][:], part[:].float()) for name, part in parts.items()),
-            f"{into}: is not the codec inside {folder}; delete that folder, or give another "
-            "--output_dir")
-        return into
-    with new_folder(into) as building:
-        config.save_pretrained(building)
-        tensor_io.save({name: part[:].float().contiguous() for name, part in parts.items()},
-                       building / "model.safetensors")
-    return into
-
-
 # ---- Speaking
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a code is drawn, in each codebook by itself; defaults of sglang-omni's speech endpoint.
-
-    temperature 0: the likeliest. top_k 0 and top_p 1: off. max_new_tokens: rows per prompt.
-    """
+    """How a code is drawn, in each codebook by itself. temperature 0: the likeliest. top_k 0 and
+    top_p 1: off. max_new_tokens: rows per prompt."""
     temperature: float = DRAWS["temperature"]
     top_p: float = DRAWS["top_p"]
     top_k: int = DRAWS["top_k"]
@@ -547,22 +446,16 @@ class State:
 
 
 def draw(logits, sampling, generator=None):
-    """(..., V) logits -> (...) int64 codes."""
+    """(N, V) logits -> (N,) int64 codes."""
     logits = torch.as_tensor(logits).float()
     if not sampling.temperature:
         return logits.argmax(-1)
     logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    probabilities = logits.softmax(-1)
+    if sampling.top_k:
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
     if sampling.top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        # the first one stays
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0)
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    flat = probabilities.reshape(-1, probabilities.shape[-1])
-    return torch.multinomial(flat, 1, generator=generator).view(logits.shape[:-1])
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
 def step(logits, state, sampling, generator=None):

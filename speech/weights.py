@@ -1,17 +1,18 @@
-"""Higgs-Audio V2 checkpoints: find, check, load into any sharding, save what from_pretrained reads.
+"""Checkpoints: choose V2 or TTS 3, find, check, load into any sharding, save as transformers reads.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than it trains. Native checkpoints and the original 2025 format of boson-ai's code are read;
-missing, unexpected or misshapen weights stop the run.
+more than it trains. V2 is read in its native and 2025 formats; missing, unexpected or misshapen
+weights stop the run.
 """
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from core import checkpoint, cli, dist, json_files, tensor_io
-from core.cli import UserError
+from core.cli import UserError, require
 
 try:
     import torchaudio  # noqa: F401  (transformers imports it if it finds it, and dies with it)
@@ -46,14 +47,38 @@ TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
              "max_position_embeddings")
 
 
+# ---- Higgs-Audio V2 or Higgs TTS 3: chosen once, and only the chosen one is imported
+
+
+def is_third(model_type):
+    """Whether a model_type, of config.json or of read_config, is that of Higgs TTS 3."""
+    return model_type in ("higgs_multimodal_qwen3", "qwen3")
+
+
+def module(config):
+    """speech.v3 or v2, which have the same functions and constants. config: config.json as a dict,
+    or the result of read_config."""
+    kind = config["model_type"] if isinstance(config, dict) else config.model_type
+    return import_module("speech.v3" if is_third(kind) else "speech.v2")    # both import this file
+
+
+def find_files(world, model_path, codec_path):
+    """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective."""
+    require(codec_path, "give --audio_tokenizer_path, such as bosonai/higgs-audio-v2-tokenizer")
+    for find, path in ((find_model, model_path), (find_codec, codec_path)):
+        dist.rank0(world, find, path)       # hub names are downloaded before the others look
+    folder, config = find_model(model_path)
+    if world.is_main and module(config).LICENCE:
+        print(f"licence    {module(config).LICENCE}", flush=True)
+    return folder, config, find_codec(codec_path)[0]
+
+
 # ---- Folders and configuration
 
 
 def find_checkpoint(name, flag, model_types, advice):
     """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError.
-
-    advice: {model_type of another checkpoint: advice to the user who gave it}.
-    """
+    advice: {model_type of another checkpoint: advice to the user who gave it}."""
     folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
@@ -66,10 +91,8 @@ def find_checkpoint(name, flag, model_types, advice):
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
     kind = config.get("model_type")
-    if kind not in model_types:
-        raise UserError(f"{flag} {name}: is a {kind!r} checkpoint, not "
-                        f"{' or '.join(map(repr, model_types))}"
-                        + (f"; {advice[kind]}" if kind in advice else ""))
+    require(kind in model_types, f"{flag} {name}: is a {kind!r} checkpoint, not "
+            f"{' or '.join(map(repr, model_types))}" + f"; {advice.get(kind)}" * (kind in advice))
     return folder, config
 
 
@@ -92,10 +115,9 @@ def native_config(config):
         native = HiggsAudioV2Config.from_dict(config)
     else:
         native = HiggsAudioV2Config(**native_settings(config))
-    if native.codebook_size <= native.audio_stream_eos_id:
-        raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream "
-                        f"is code {native.audio_stream_eos_id}: it must be "
-                        f"{native.audio_stream_eos_id + 1}")
+    end = native.audio_stream_eos_id
+    require(native.codebook_size > end, f"config.json has codebook_size {native.codebook_size}, "
+            f"but end-of-stream is code {end}: it must be {end + 1}")
     return native
 
 
@@ -123,10 +145,8 @@ def native_settings(config):
 
 
 def native_names(names):
-    """{native name: [2025 names to join along dimension 0]}; some are split in two there.
-
-    Names: transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError.
-    """
+    """{native name: [2025 names to join along dimension 0]}; some are split in two there. As in
+    transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError."""
     parts = {}
     for original in names:
         if any(drop in original for drop in DROPPED):
@@ -159,8 +179,7 @@ def empty_model(config, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
     config: HiggsAudioV2Config. folder: its generation_config.json is used if it is a native one.
-    The 2025 format's ends at a token that speech never reaches and has no repetition guard:
-    generate would run to its limit.
+    The 2025 format's ends at a token that speech never reaches: generate would run to its limit.
     """
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
@@ -184,9 +203,7 @@ def released_generation(config):
 def open_model(folder):
     """{name in the files: Slice} of a folder's model weights. Raises UserError."""
     files = tensor_io.files_of(folder, "model")
-    if not files:
-        raise UserError(f"{folder}: holds no weights (model.safetensors, or "
-                        "model-*-of-*.safetensors)")
+    require(files, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     return tensor_io.open_tensors(files)
 
 
@@ -236,10 +253,8 @@ def reset_buffers(model, device):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint besides its weights -> {file: why it had to be made}.
-
-    codec: folder or hub name that the processor names; None: what source names, else the hub's.
-    """
+    """The files of a native checkpoint besides its weights -> {file: why it had to be made}. codec:
+    folder or hub name that the processor names; None: what source names, else the hub's."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,17 +1,11 @@
-"""What the machine lacks is one line that names it: full disks, a disk that does not answer, read-only folders.
-
-The trainers run for real, in ranks of the pool; disks and folders are changed in a mount namespace of such a rank.
-"""
+"""A full /dev/shm is one line that names it, in a mount namespace of a rank that trains for real."""
 import ctypes
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
-import torch
 
-from core import checkpoint, dist, tensor_io
 from tests.helpers.trainer import speech_main, trainer_arguments
 
 NO_NAMESPACE = 77       # exit status of a rank that may not have one
@@ -40,18 +34,6 @@ def with_a_disk(size, folder, *argv):
     speech_main(list(argv))
 
 
-def save_on_a_full_disk(folder, name):
-    """One of a checkpoint's files, of 4 MB."""
-    own_mounts()
-    mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", folder)
-    dist.single_process()
-    state = torch.zeros(10**6)
-    data = checkpoint.pickled(state)
-    write = (lambda path: path.write_bytes(data)) if name == "rng.pt" else next(iter(
-        tensor_io.stage(dist.World(device=torch.device("cpu")), "model", {"state": torch.nn.Parameter(state)}).values()))
-    checkpoint.write_files(Path(folder), {name: write})
-
-
 def error_of(pool, function, *args, ranks=1):
     """The one line that a trainer ends with; nobody else prints an error, and no traceback is shown."""
     statuses, output = pool.run(ranks, f"{__name__}.{function}", *args)
@@ -68,9 +50,3 @@ def test_a_full_dev_shm(pool, tiny, tmp_path):
     line = error_of(pool, "with_a_disk", 4, "/dev/shm", *argv)
     assert (pool.run(1, f"{__name__}.with_a_disk", 256, "/dev/shm", *argv)[0]) == [0]
     assert line.startswith("error: /dev/shm is full; ") and "--shm-size" in line and "--num_workers 0" in line
-
-
-@pytest.mark.parametrize("name", ["rng.pt", "model.safetensors"])
-def test_a_full_disk_names_the_file_of_a_checkpoint(pool, tmp_path, name):
-    line = error_of(pool, "save_on_a_full_disk", str(tmp_path), name)
-    assert f"{tmp_path}/{name}" in line and "No space left on device" in line

@@ -128,15 +128,6 @@ def test_the_page(run):
     assert all(text.replace("\ud800", "?") in page.texts for text in TEXTS)
 
 
-def test_long_curves_are_thinned_and_keep_their_peaks(tmp_path):
-    values = [1.0 + (step == 7001) for step in range(10_000)]
-    (tmp_path / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": step, "train/loss": value}) + "\n" for step, value in enumerate(values)))
-    assert make_report(tmp_path).returncode == 0
-    line = re.search(r'points="(.*?)"', (tmp_path / "report.html").read_text())[1].split()
-    assert 100 < len(line) <= 500 and {point.split(",")[1] for point in line} == {"10.0", "170.0"}
-
-
 GOOD = '{"step": 1, "train/loss": 2.0}\n'
 
 

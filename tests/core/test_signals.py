@@ -41,8 +41,7 @@ def is_python(pid, name):
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_during_the_imports_asks_for_requeue(start, tmp_path, number):
+def test_a_signal_during_the_imports_asks_for_requeue(start, tmp_path, number=signal.SIGUSR1):
     job = start("--use_lora", "--max_steps", 3)
     wait_until(lambda: is_python(job.pid, "libtorch_python"), "import of torch", lambda: job.poll() is None)
     job.send_signal(number)

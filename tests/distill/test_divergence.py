@@ -2,8 +2,6 @@
 import json
 import math
 import shutil
-import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,14 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import adapters, chat, dist
 from core.cli import UserError
-from distill import causal_lm, evaluate, on_policy, packed_lm
-from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
+from distill import causal_lm, evaluate, frozen, packed_lm
+from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
 from tests.helpers import chats, students
 from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
-from tests.helpers.progress import PATIENCE_S
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
@@ -157,7 +154,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     chosen = [3, 0, 7, 11]
     state = torch.get_rng_state()
-    batch = collate([ChatSamples(table)[n] for n in chosen], prompted=True)
+    batch = collate([table[n] for n in chosen], prompted=True)
     passes = []
     causal_lm.decoder_layers(model.native)[0].register_forward_pre_hook(
         lambda layer, _: passes.append((layer.training, torch.is_grad_enabled())))
@@ -252,31 +249,6 @@ def test_answers_of_a_server_are_the_same(train, made, tmp_path):
             train(2, tmp_path / "refused", *share, "--base_url", server.url)
 
 
-def test_both_calls_of_a_refresh_have_one_time_limit(made, tmp_path):
-    """The first takes longer than one request may: the second gets what is left of twice that."""
-    world, over = dist.World(device=torch.device("cpu")), threading.Event()
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, (4, 4, 0.0, "all-linear", "x"), None)
-    packed_lm.load(model, parts, world)
-    adapters.init_adapters(model.net, 0)
-
-    def answer(path, body):
-        server.calls.append(path)
-        loads = server.calls.count("/v1/load_lora_adapter")
-        if "unload" in path:
-            over.wait(PATIENCE_S)
-        elif loads == 4:
-            time.sleep(2)       # behind the 1.5 seconds before a call is repeated twice
-        return 503 if loads in (2, 3) else 200, "{}"
-    with LoraServer(made / "smollm2") as server:
-        server.answer = answer
-        sampler = on_policy.Sampler(SimpleNamespace(
-            base_url=server.url, output_dir=tmp_path, request_timeout=3.2), world)
-        sampler.refresh(model, 0)
-        with pytest.raises(UserError, match=r"/unload_lora_adapter: no whole answer in ([0-2](\.\d+)?|3|3\.0\d?|3\.1) s"):
-            sampler.refresh(model, 1)
-        over.set()
-
-
 def test_drawn_answers_are_draws(made, tmp_path):
     """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")
@@ -285,11 +257,11 @@ def test_drawn_answers_are_draws(made, tmp_path):
     packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     world, ends = dist.World(device=torch.device("cpu")), [2]
-    batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
+    batches = [collate([table[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
 
     def own_answers(batches, share, step):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
-        return on_policy.own_answers(args, world, model, table, batches, ends, step)
+        return frozen.own_answers(args, world, model, table, batches, ends, step)
     (first, second), targets = own_answers(batches, 1.0, 7)
     assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
     same, _ = own_answers(batches[1:], 1.0, 7)
@@ -301,15 +273,15 @@ def test_drawn_answers_are_draws(made, tmp_path):
     assert model.native.config._attn_implementation != "sdpa"
 
     reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "smollm2"), tmp_path)
-    ids = ChatSamples(table)[0]
-    prompt = ids[1][:on_policy.last_answer(ids[2][:ids[3]])]
+    ids = table[0]
+    prompt = ids[1][:frozen.last_answer(ids[2][:ids[3]])]
     share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
     end = share.argmax().item()
-    drawn = on_policy.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], SimpleNamespace(bf16=False))
+    drawn = frozen.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], SimpleNamespace(bf16=False))
     assert {len(answer) for answer in drawn if end not in answer} == {3}, "what is cut off gets no end"
     ended = [answer.tolist() for answer in drawn if end in answer]
     assert ended and all(answer.index(end) == len(answer) - 1 for answer in ended), "an end belongs to its answer"
-    drawn = on_policy.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], SimpleNamespace(bf16=False))
+    drawn = frozen.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], SimpleNamespace(bf16=False))
     for token in share.topk(4).indices.tolist():
         p = share[token].item()
         assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5

@@ -53,7 +53,6 @@ def made(tmp_path_factory):
     ends = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>")}       # not what answers end with
     (folder / "lora-base" / "generation_config.json").write_text(json.dumps(ends))
     write(folder / "labels.jsonl", [record(i) for i in range(N) if i not in REJECTED])
-    write(folder / "truth.jsonl", [{"id": i, "label": truth_of(i)} for i in reversed(range(N))])
     (folder / "prompt.txt").write_text(PROMPT)
     return folder
 
@@ -128,7 +127,7 @@ def whole(made, full, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         printed = []
         patch.setattr("builtins.print", lambda *words, sep=" ", **_: printed.append(sep.join(map(str, words))))
-        found = evaluate(made, out, full, "--truth_file", made / "truth.jsonl", "--prompt_file", made / "prompt.txt",
+        found = evaluate(made, out, full, "--prompt_file", made / "prompt.txt",
                          "--batch_size", 5)
     return found, "\n".join(printed), out
 
@@ -169,20 +168,18 @@ def test_answers_are_those_of_each_line_alone(made, full, whole):
             assert row[name] == raw, name
 
 
-def test_agreement_and_accuracy_are_two_numbers(whole):
+def test_accuracy_is_that_of_the_rows(whole):
     """Counted again from the rows and the rules that made the data; divergence and likelihood go with them."""
     found, printed, out = whole
     rows, measured = found["samples"], found["metrics"]
     for row in rows:
-        assert (row["held out"], row["truth"]) == (label_of(row["id"]), truth_of(row["id"]))
+        assert row["held out"] == label_of(row["id"])
     for name in ("base", "base + prompt", "student"):
         labels = [row[name] if row[name] in WORDS else (re.findall("Final Answer: (de|en|fr)$", row[name]) or [None])[0]
                   for row in rows]
-        for measure, right in (("agreement", label_of), ("accuracy", truth_of)):
-            share = np.mean([label == right(row["id"]) for label, row in zip(labels, rows)])
-            assert measured[f"{name}: {measure}"] == pytest.approx(share), (name, measure)
-    assert measured["student: agreement"] != measured["student: accuracy"]
-    assert measured["student: agreement"] > 0.6 > 0.2 > measured["base: agreement"], "it learnt"
+        share = np.mean([label == label_of(row["id"]) for label, row in zip(labels, rows)])
+        assert measured[f"{name}: accuracy"] == pytest.approx(share), name
+    assert measured["student: accuracy"] > 0.6 > 0.2 > measured["base: accuracy"], "it learnt"
     assert measured["base + prompt: tokens in"] > measured["student: tokens in"] + 20
     assert measured["base + prompt: kl"] == 0 < measured["student: kl"]
     assert re.search(r"\n {9,}base  +base \+ prompt  +student\n", printed) and "\naccuracy" in printed
@@ -191,13 +188,12 @@ def test_agreement_and_accuracy_are_two_numbers(whole):
 
 @pytest.mark.slow
 def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
-    found = evaluate(made, tmp_path, lora, "--truth_file", made / "truth.jsonl")
+    found = evaluate(made, tmp_path, lora)
     tokenizer = AutoTokenizer.from_pretrained(lora)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "lora-base"), lora)
     for row in found["samples"]:
         assert alone(model, tokenizer, row["question"], {tokenizer.convert_tokens_to_ids("<|im_end|>")},
                      enable_thinking=False)[0] == row["student"]
-        assert row["truth"] == truth_of(row["id"])
     assert len({row["student"] for row in found["samples"]} - {row["base"] for row in found["samples"]}) > 1
     assert found["data"]["enable_thinking"] == "false"
 
@@ -259,8 +255,6 @@ def spoiled(made, full, tmp_path, kind):
     ("weights", [], "its files do not hold the weights under the names of Qwen3ForCausalLM"),
     ("", ["--eval_data_file", "labels.jsonl"], "its text was trained"),
     ("", ["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
-    ("", ["--truth_file", "short.jsonl"], "lacks id "),
-    ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr"),
     ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
     ("", ["--min_closed", "0.5"], "--min_closed needs a teacher"),
     ("", ["--topic", "x"], "has 0 groups"),
@@ -268,8 +262,6 @@ def spoiled(made, full, tmp_path, kind):
 ])
 def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, monkeypatch, kind, flags, part):
     monkeypatch.chdir(made)
-    write(made / "short.jsonl", [{"id": 0, "label": "de"}])
-    write(made / "odd.jsonl", [{"id": i, "label": "es" if i == 1 else "de"} for i in range(N)])
     checkpoint = full if kind in ("", "none") else train("nothing", "--validation_split", 0) if kind == "nothing" else \
         spoiled(made, full, tmp_path, kind)
     if kind == "none":
@@ -281,13 +273,4 @@ def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, 
 def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, capsys):
     error = refusal(capsys, made, tmp_path, full, "--prompt_file", made / "prompt.txt", "--follows", "^never$",
                     "--min_closed", 0.01)
-    assert ("following rate: there is no gap to close: the teacher itself follows the rule in 0 % of its answers, the "
-            "base in 0 %") in error
-
-
-@pytest.mark.parametrize("right, n", [(0, 1), (30, 30), (7, 30)])
-def test_interval_is_all_shares_that_the_count_does_not_contradict(right, n):
-    low, high = judge.wilson(right / n, n)
-    shares = np.linspace(0, 1, 400001)
-    inside = shares[np.abs(right - n * shares) <= 1.96 * np.sqrt(n * shares * (1 - shares)) + 1e-9]
-    assert (low, high) == pytest.approx((inside.min(), inside.max()), abs=1e-4)
+    assert "following: there is no gap to close: 0 of the teacher, 0 of the base" in error

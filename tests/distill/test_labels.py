@@ -16,8 +16,5 @@ from distill.teachers import make_parser, read_label
     ("Final Answer: sw", "stop", None), ("fr", "stop", None), ("th -> hi", "stop", None),
 ])
 def test_what_counts_as_a_label(text, reason, expected):
-    found = read_label(make_parser("language"), text, reason)
-    assert found.label == expected
-    assert bool(found.why) == (expected is None)
-    if expected:
-        assert text[found.start:].lower() == expected
+    label, why = read_label(make_parser("language"), text, reason)
+    assert label == expected and bool(why) == (expected is None)

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from core import chat, dist
 from core.cli import UserError
-from distill import frozen, on_policy, packed_lm, teaching
-from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
+from distill import frozen, packed_lm, teaching
+from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.teachers import Prompt
 from tests.helpers import chats, students
 
@@ -48,7 +48,7 @@ def made(tmp_path_factory):
 
 def table_of(made, folder, teacher, prompt, turns="all"):
     student, own = (chat.Encoder(chat.load_tokenizer(made / name), turns) for name in ("student", teacher))
-    write_table(folder, [made / "chats.jsonl"], Reading(student, 512, prompt=prompt, behind=own))
+    write_table(folder, [made / "chats.jsonl"], Reading(student, 512, prompt=prompt, teacher=own))
     return ChatTable(folder)
 
 
@@ -109,7 +109,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, 
     model = model_of(made, "teacher", (kind, 0.5, k))
     model.chunk = 7
     chosen = [0, 3, 5, 7]
-    loss, _, n, _, total = model(collate([ChatSamples(table)[i] for i in chosen], prompted=True))
+    loss, _, n, _, total = model(collate([table[i] for i in chosen], prompted=True))
     loss.backward()
     student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "teacher"))
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
@@ -129,7 +129,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, 
 
 def test_a_teacher_has_no_dropout(made, tmp_path):
     table = table_of(made, tmp_path / "table", "dropping", Prompt("none", ""))
-    batch = collate([ChatSamples(table)[i] for i in (1, 5)], prompted=True)
+    batch = collate([table[i] for i in (1, 5)], prompted=True)
     model = model_of(made, "dropping", ("forward", 0.5, 0))
     student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "dropping"))
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
@@ -167,7 +167,7 @@ def test_contexts_of_records(made):
 
     def behind(**record):
         record = {"messages": talk} | record
-        return teaching.behind_prompt(Prompt("none", ""), encoder, [record], encoder.encode([record["messages"]]))[0]
+        return teaching.after_prompt(Prompt("none", ""), encoder, [record], encoder.encode([record["messages"]]))[0]
     ids, mask, own = behind(teacher_messages=[{"role": "system", "content": "fox"}, talk[0]])
     assert ids[own:] != ids[:own] and [t for t, m in zip(ids[own:], mask[own:]) if m] == [
         t for t, m in zip(ids[:own], mask[:own]) if m]
@@ -215,7 +215,7 @@ def own_loss(made, student, step, fault=None):
         before = [{"role": "system", "content": PROMPT.strip()}, *record["teacher_messages"]]
         prompt = own.apply_chat_template(record["messages"][:-1], add_generation_prompt=True, return_dict=False)
         behind = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
-        seed = int(on_policy.draw_of(5, step, number).integers(2**31))
+        seed = int(frozen.draw_of(5, step, number).integers(2**31))
         answer = complete(student, prompt, seed, 6, own.convert_tokens_to_ids("<|im_end|>"))
         with torch.no_grad():
             rows = student(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]

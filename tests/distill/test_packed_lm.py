@@ -11,7 +11,7 @@ from core import adapters, kernels
 from core.cli import UserError
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
-from distill.chat_data import ChatSamples, collate
+from distill.chat_data import collate
 from distill.losses import chunked_loss
 from tests.helpers.students import sample_loss
 
@@ -35,7 +35,7 @@ def test_packed_is_unpacked(made, data, student, recompute):
     theirs = AutoModelForCausalLM.from_pretrained(
         made / student, **({"experts_implementation": "eager"} if student == "moe" else {}))
     chosen = [train[i] for i in (3, 0, 7, 4)]
-    batch = collate([ChatSamples(table)[n] for n in chosen], pad_to=700)
+    batch = collate([table[n] for n in chosen], pad_to=700)
     model.chunk = 3
     loss, right, _ = model(batch)[:3]
     loss.backward()
@@ -98,7 +98,7 @@ def test_static_packs_compile_no_more_after_two(made, data, method):
     for layer in causal_lm.decoder_layers(model.native):
         layer.compile(backend="aot_eager")
     order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
-    samples, counts = ChatSamples(table), set()
+    samples, counts = table, set()
     for epoch in range(2):
         plan = order.epoch(epoch)
         for p in range(len(plan)):

@@ -149,20 +149,6 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
 
 
 @pytest.mark.slow
-def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared, pool, made, tmp_path):
-    """Files as without it: only the frozen base is rounded, in memory. test_float8 compiles a layer."""
-    plain = shared("sixteen lora ddp 1x8x1 --bf16")
-    one, two = (complete(pool, made, tmp_path / name, f"sixteen lora ddp {name} --bf16 --float8 --compile",
-                         main="tests.helpers.uncompiled.train_sft") for name in ("1x8x1", "2x2x2"))
-    losses = [run.metrics("train/loss") for run in (plain, one, two)]
-    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.02)
-    assert losses[2] == pytest.approx(losses[1], rel=0.01)      # an order of sums moves some over a step of float8
-    adapters_of = [tensors(run) for run in (plain, one, two)]
-    assert adapters_of[0].keys() == adapters_of[1].keys() == adapters_of[2].keys()
-    assert all(tensor.dtype == torch.float32 for tensor in adapters_of[1].values())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
                                   "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
                                   "qwen full fsdp 2x2x2 --cpu_offload"])
@@ -222,7 +208,7 @@ def test_a_checkpoint_is_what_people_use(shared, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "qwen lora fsdp 2x4x1"])
+@pytest.mark.parametrize("name", ["qwen lora fsdp 2x4x1"])
 def test_bf16_stays_near(shared, name):
     ours, exact = shared(name + " --bf16"), shared(name)
     assert ours.metrics("train/loss") != exact.metrics("train/loss"), "it does something"
@@ -350,42 +336,26 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
     (["--eval_data_file", "x", "--validation_split", "0.1"], "give one of --eval_data_file and --validation_split"),
     (["--gradient_accumulation_steps", "0", "--global_batch_size", "24"], "24 is not a multiple of 16"),
-    (["--gradient_accumulation_steps", "0", "--per_device_train_batch_size", "9"], "128 is not a multiple of 18"),
     (["--global_batch_size", "16"], "give one of --global_batch_size and --gradient_accumulation_steps"),
-    (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
+    (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"),
     (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must lie between 0 and 1"),
-    (["--teacher_path", "t", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
-    (["--base_url", "http://x"], "--base_url needs --prompt_file"),
     (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
     (["--keep_every", "2"], "--keep_every needs --keep"),
     (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
-    (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --use_lora"),
+    (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --on_policy and --use_lora"),
     (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
     (["--teacher_url", "u"], "--teacher_url needs --teacher_path, a folder"),
-    (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
     (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
     ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
     ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0"),
-    (["--distill_weight", "0.9"], "--distill_weight needs --prompt_file or --teacher_path"),
-    (["--distill_topk", "-1"], "must be 0 or more"), (["--distill_topk", "9"], "--distill_topk needs --prompt_file"),
-    (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
-    (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
-    (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
-    (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be above 0"),
-    (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
+    (["--group_size", "24"], "all samples are one group"),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
     (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
         planned(made, tmp_path, *[flag.replace("MOE", f"{made}/moe") for flag in flags])
-
-
-def test_what_only_goes_with_a_dry_run(made, tmp_path):
-    line = arguments(made, tmp_path, "qwen full fsdp 1x8x1", "--host_memory", "3")[1]
-    with pytest.raises(UserError, match="--host_memory needs --dry_run"):
-        train_sft.check_flags(train_sft.build_parser().parse_args(line), 1)
 
 
 def spoil(folder, kind):
@@ -505,13 +475,3 @@ def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, sett
     assert args.gradient_accumulation_steps == accumulation     # with packs, --auto derives it from the data
     assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
     assert args.learning_rate == (2e-4 if args.use_lora else 2e-5)
-
-
-def test_launcher_without_what_it_needs(tmp_path):
-    out = str(tmp_path)
-    for line, part in (([], "the first argument is the output folder"), (["--seed", "7"], "the first argument is"),
-                       ([out], "error: ./data/prompt_distillation_lang.jsonl: cannot be read (No such file"),
-                       ([out, "--train_data_file", "./no"], "error: ./no: cannot be read (No such file")):
-        done = subprocess.run(["bash", ROOT / "launch/train_sft_h100x8.sh", *line], text=True, capture_output=True,
-                              env=os.environ | {"MIN_GPUS": "0"})
-        assert done.returncode == 1 and part in done.stderr

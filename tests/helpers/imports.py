@@ -2,4 +2,4 @@
 import data  # noqa: F401
 import lora  # noqa: F401
 from core import adapters, checkpoint, dist, kernels, metrics, optim, packing, watchdog  # noqa: F401
-from speech import v2, versions  # noqa: F401
+from speech import v2, weights  # noqa: F401

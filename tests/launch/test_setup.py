@@ -88,10 +88,3 @@ def test_the_lock_has_every_package():
     direct += [re.match("[a-z0-9-]+", line)[0] for lines in extras.values() for line in lines]
     assert set(direct) - set(names) == {"torch", "flat-trainers", "bitsandbytes", "vllm", "speechmos", "onnxruntime"}
     assert not [name for name in names if name.startswith(("torch-", "nvidia", "triton"))]
-
-
-@pytest.mark.slow
-def test_venv_none_installs_nothing(new_machine):
-    done = new_machine(VENV="none")         # the environment that the tests run in
-    assert done.returncode == 0 and "installing" not in done.stdout, done.stderr
-    assert not (new_machine.repository / ".venv").exists() and not (new_machine.repository / "none").exists()

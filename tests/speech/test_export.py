@@ -181,9 +181,8 @@ def test_native_to_2025_to_native_is_bit_equal(tiny, served, tmp_path):
     assert any("chat_template.jinja" in note and "has none" in note for note in notes)
 
 
-def test_2025_to_native_to_2025_is_bit_equal_and_says_what_it_joined(original, tmp_path):
-    notes = merge(str(original), None, tmp_path / "native", None)
-    assert "2 tensors that the source splits into a frozen and a trainable part are joined" in notes
+def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):
+    merge(str(original), None, tmp_path / "native", None)
     merge(str(tmp_path / "native"), None, tmp_path / "again", None, layout="2025")
     state = load_file(original / "model.safetensors")
     state = {name: value for name, value in state.items() if "codebook_weights" not in name and "inv_freq" not in name}

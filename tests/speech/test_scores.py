@@ -62,8 +62,8 @@ def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_pa
     slow.write_text(f"sleep 1000 & echo $! > {started}; wait")
 
     def refused():
-        with pytest.raises(UserError, match=r"has not heard 1 files in 0.2 s \(--asr_time_limit\)"):
-            judges.load_judges(asr_command=f"sh {slow}", asr_time_limit=0.2).hear([spoken()], RATE, ["a"], [])
+        with pytest.raises(UserError, match="has not heard 1 files in 0.2 s"):
+            judges.recognise_command([spoken()], RATE, f"sh {slow}", 0.2)
         return started.exists() and started.read_text()
     about = Path(f"/proc/{wait_until(refused, 'start within the limit').strip()}/stat")
 
