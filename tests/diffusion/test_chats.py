@@ -87,6 +87,10 @@ def test_train_and_answer(folder, tmp_path, capsys):
     sample_bd3lm.main([*common, "--test_file", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
     assert [a["question"] for a in answers] == ["What is 0?", "And 0 more?", "What is 1?"]
+    for flags, what in ((["--min_accuracy", "0.9"], "no answer is right or wrong"), (["--output", str(tmp_path)], "is a folder")):
+        with pytest.raises((UserError, SystemExit)) as caught:
+            sample_bd3lm.main([*common, "--test_file", str(data), *flags])
+        assert what in str(caught.value) + capsys.readouterr().err
     bad = {"messages": [{"role": "user", "content": "And <|im_end|>?"}, {"role": "assistant", "content": "1"}]}
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n' + json.dumps(bad))
     with pytest.raises(UserError) as caught:
