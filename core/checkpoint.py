@@ -33,8 +33,7 @@ from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # apart, so that from_pretrained and PEFT do not see it
-# Whole names of what a killed process may leave. Nothing else is deleted: checkpoint-500.tmp, say,
-# is somebody's copy.
+# Whole names of what a killed process may leave: nothing else is deleted.
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 
@@ -63,7 +62,7 @@ def write_atomically(path, write):
     try:
         with error_names_file(path):
             write(temporary)
-            # before the rename, or a crash of the machine may leave the name with nothing in it
+            # before the rename, or a crash of the machine may leave an empty file of that name
             fsync(temporary)
             os.replace(temporary, path)
             fsync(path.parent)
@@ -124,13 +123,11 @@ def claim_output(output_dir):
 def new_folder(output_dir, size=0, flag="--output_dir"):
     """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
 
-    Raises UserError: for a folder that is there and not empty, or that another process is making,
-    or for a full disk.
+    UserError: a folder with files, one that another process is making, or a full disk.
     """
     final = Path(os.path.abspath(output_dir))
-    require(not final.exists() or final.is_dir() and not any(final.iterdir()),
-            f"{flag} {output_dir}: is there already and not empty; give another name or move it "
-            "away")
+    require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
+            f"{output_dir}: is there already and not empty; give another name or move it away")
     # in the same folder, so that both are on one disk and a renaming is enough
     building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
     try:
@@ -148,15 +145,14 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
             yield building
             for path in [*building.iterdir(), building]:
                 fsync(path)
-            # still locked, or another process may take it for what a kill has left
+            # still locked, or another process may remove it
             os.rename(building, final)
         (final / lock.path.name).unlink()
         fsync(final.parent)
-    except Exception as error:
-        full = "(os error" in str(error)        # of tokenizers, which raises nothing else
-        if not full and not isinstance(error, (OSError, SafetensorError)):
-            raise
-        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
+    except Exception as error:      # tokenizers raise nothing else for a full disk
+        if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
+            raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
+        raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -206,10 +202,10 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
         waiting()
         time.sleep(0.2)
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    words = f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode()
+    owner = f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode()
     with contextlib.suppress(OSError):      # another user's file: may be locked, but not written
         os.fchmod(fd, os.stat(path.parent).st_mode & 0o666)     # who may use the folder may lock it
-        os.ftruncate(fd, os.pwrite(fd, words, 0))
+        os.ftruncate(fd, os.pwrite(fd, owner, 0))
     _held[path] = fd
     return RunLock(path)
 
@@ -253,9 +249,8 @@ def open_lock(path, how=os.O_RDONLY):
 def owner_of(path):
     """Host, process and start of a lock's owner, in words."""
     with contextlib.suppress(OSError), open(open_lock(path), "rb") as file:
-        if words := file.read(500).strip():
-            return printable(words.decode(errors="replace"))
-    return f"a process that {path} does not name"
+        return printable(file.read(500).decode(errors="replace").strip())
+    return f"see {path}"
 
 
 def _forget():
@@ -267,23 +262,7 @@ def _forget():
 os.register_at_fork(after_in_child=_forget)     # else the lock would last as long as any child
 
 
-# ---- Random states
-
-
-def rng_state(device):
-    """Random states of torch in this process as bytes; nothing else draws numbers in training."""
-    state = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return pickled(state)
-
-
-def set_rng_state(data, device):
-    """Put back what rng_state returned."""
-    state = torch.load(io.BytesIO(data), weights_only=True)
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and device.type == "cuda":       # a run may resume without its GPU
-        torch.cuda.set_rng_state(state["cuda"], device)
+# ---- The checkpoints of a run
 
 
 def pickled(value):
@@ -291,9 +270,6 @@ def pickled(value):
     buffer = io.BytesIO()       # torch's writer of files has one error for all that a disk does
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-# ---- The checkpoints of a run
 
 
 class CheckpointManager:
@@ -320,10 +296,11 @@ class CheckpointManager:
         checkpoint of its "best_step". files: {relative path: write(path)} of more files.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
+        building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
         if self.world.is_main:
             remove_named(self.output_dir, UNFINISHED)
             try:
-                (building := self.building(step)).mkdir(parents=True)
+                building.mkdir(parents=True)
                 save_config(building)
                 configs = os.listdir(building)
                 (building / STATE).mkdir()
@@ -331,7 +308,10 @@ class CheckpointManager:
                 raise self.failure(step, error)
         dist.barrier(self.world)
         dist.reshard(model)
-        rng = dist.all_gather(self.world, rng_state(self.world.device))
+        rng = {"torch": torch.get_rng_state()}      # nothing else draws numbers in training
+        if self.world.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
+        rng = dist.all_gather(self.world, pickled(rng))
         share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
         moments = optim.state_tensors(optimizer, model.named_parameters())
         share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
@@ -343,8 +323,8 @@ class CheckpointManager:
         self.saves += 1
         self.share_written.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way
-        self.thread = threading.Thread(target=self._write,
-                                       args=(step, share, state.get("best_step")))
+        self.thread = threading.Thread(
+            target=self._write, args=(step, building, share, state.get("best_step")))
         self.thread.start()
 
     def wait(self):
@@ -353,61 +333,56 @@ class CheckpointManager:
             self.share_written.wait()
             # breaks when a rank died before its share was written; the thread would wait on
             dist.barrier(self.world)
-        dist.rank0(self.world, self._join)
+
+        def join():
+            if self.thread is not None:
+                self.thread.join()
+            self.check()
+        dist.rank0(self.world, join)
 
     def check(self):
         """Raise UserError when the last write failed; rank 0 knows of every rank's. Cheap."""
         if self.error:
             raise self.error
 
-    def _join(self):
-        if self.thread is not None:
-            self.thread.join()
-        self.check()
-
-    def building(self, step):
-        """Where checkpoint-STEP grows."""
-        return self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
-
     def failure(self, step, why):
         """The UserError of a checkpoint that could not be written."""
         return UserError(f"checkpoint-{step} could not be written to {self.output_dir} ({why}); "
                          "earlier checkpoints are intact")
 
-    def _write(self, step, share, best_step):
+    def _write(self, step, building, share, best_step):
         """The thread: write this rank's share, report to rank 0, which then completes the whole."""
         rank, store = self.world.rank, self.world.store
         try:
             try:
-                report = write_files(self.building(step), share), None
+                report = write_files(building, share), None
             except Exception as error:      # rank 0 would wait for this share otherwise
                 report = {}, str(error)
+            writers = tensor_io.writers(self.world.size)
+            keys = [f"checkpoint/{self.saves}/{writer}" for writer in writers]
             try:    # through the store: a collective of this thread would mix with training's
-                if store is not None and rank in tensor_io.writers(self.world.size):
+                if store is not None and rank in writers:
                     store.set(f"checkpoint/{self.saves}/{rank}", json.dumps(report))
             finally:
                 self.share_written.set()
-            if self.world.is_main:
-                reports = self._reports() if store else {0: report}
-                if errors := [f"rank {rank}: {why}" for rank, (_, why) in reports.items() if why]:
-                    # the next needs room
-                    shutil.rmtree(self.building(step), ignore_errors=True)
-                    raise OSError("; ".join(errors))        # of all: disks of nodes differ
-                self._complete(step, [written for written, _ in reports.values()], best_step)
+            if not self.world.is_main:
+                return
+            reports = [report]
+            if store is not None:
+                store = store.clone()       # a call that waits holds one for all other threads
+                store.wait(keys, timedelta(seconds=self.timeout_s))
+                reports = [json.loads(store.get(key)) for key in keys]
+            if errors := [f"rank {writer}: {why}" for writer, (_, why) in zip(writers, reports)
+                          if why]:
+                shutil.rmtree(building, ignore_errors=True)     # the next needs room
+                raise OSError("; ".join(errors))        # of all: disks of nodes differ
+            self._complete(step, building, [written for written, _ in reports], best_step)
         except Exception as error:      # raised by the main thread, in check() or wait()
             self.error = self.failure(step, error)
 
-    def _reports(self):
-        """{rank: ({file: facts}, error)} of the ranks that write, when all have come."""
-        store = self.world.store.clone()        # a call that waits holds one for all other threads
-        keys = {rank: f"checkpoint/{self.saves}/{rank}"
-                for rank in tensor_io.writers(self.world.size)}
-        store.wait([*keys.values()], timedelta(seconds=self.timeout_s))
-        return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-
-    def _complete(self, step, shares, best_step):
+    def _complete(self, step, building, shares, best_step):
         """Every share ({file: facts}) is on disk: manifest, the real name, rotation."""
-        building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
+        final = self.output_dir / f"checkpoint-{step}"
         files = {name: facts for share in shares for name, facts in sorted(share.items())}
         text = json.dumps({"step": step, "files": files}, indent=1)
         # last: it is the proof that all others are there
@@ -458,7 +433,10 @@ class CheckpointManager:
         # weights_only: a checkpoint from somebody else must not run code
         states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
         if self.world.rank < len(states):
-            set_rng_state(states[self.world.rank], self.world.device)
+            rng = torch.load(io.BytesIO(states[self.world.rank]), weights_only=True)
+            torch.set_rng_state(rng["torch"])
+            if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
+                torch.cuda.set_rng_state(rng["cuda"], self.world.device)
 
 
 def check_identity(path, state, identity, *keys):
@@ -517,40 +495,28 @@ def list_candidates(output_dir, resume):
 def damage(path):
     """The damage of a checkpoint in words, or "" when every file has its size and checksum.
 
-    Raises OSError where that cannot be known: what this user may not read, say, is not damaged.
+    Raises OSError where that cannot be known: a file that this user may not read is not damaged.
     """
     path = Path(path)
-    files = read_manifest(path)
-    if isinstance(files, str):
-        return files
-
-    def compare(name):
-        file, facts, name = path / name, files[name], printable(name, 80)
-        if not file.is_file():
-            return f"{name} is missing"
-        if (size := file.stat().st_size) != facts["bytes"]:
-            return f"{name} has {size} bytes instead of {facts['bytes']}"
-        if sha256(file) != facts["sha256"]:
-            return f"{name} has another checksum than when it was written"
-        return ""
-    with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
-        return next(filter(None, pool.map(compare, files)), "")
-
-
-def read_manifest(path):
-    """{name: {"bytes", "sha256"}} of a checkpoint's manifest, or its fault in words."""
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
     try:
         files = json_files.loads((path / MANIFEST).read_bytes())["files"]
-        if {(type(facts["bytes"]), type(facts["sha256"]))
-            for facts in files.values()} - {(int, str)}:
-            raise ValueError
+        found = [(name, facts["bytes"], facts["sha256"]) for name, facts in files.items()]
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"unreadable {MANIFEST}"
     if f"{STATE}/state.json" not in files:      # an empty list would prove any folder whole
         return f"{MANIFEST} does not list {STATE}/state.json"
-    return files
+
+    def compare(name, size, checksum):
+        file, name = path / name, printable(name, 80)
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        return "" if sha256(file) == checksum else f"{name} has another checksum than when written"
+    with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
+        return next(filter(None, pool.map(compare, *zip(*found))), "")
 
 
 def rotate(output_dir, newest, keep, best_step=None):

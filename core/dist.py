@@ -26,19 +26,14 @@ from datetime import timedelta
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from core import lifetime
-from core.cli import UserError, counted, error_text, print_error, printable, require
+from core import kernels, lifetime
+from core.cli import UserError, counted, error_text, notice, print_error, printable, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
@@ -47,8 +42,7 @@ FAILED = "ranks that have failed"       # key in the store: a counter
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
 
-NO_SHM = ("/dev/shm is full; make it larger, as with docker run --shm-size=8g, or have no loader "
-          "processes (--num_workers 0, --preprocess_num_proc 0)")
+NO_SHM = "unable to allocate shared memory", "No space left on device"      # of torch, no errno
 
 _world = None   # this process's World, for the error message
 
@@ -139,11 +133,10 @@ def check_device(device, args):
     """Raise UserError where this device cannot compute in the precision that the flags ask for."""
     if device.type == "cuda":       # a CPU can do all, slowly
         name, has = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        require(has >= (8, 0) or not args.bf16,
-                f"--bf16: {name} has no bfloat16; give --fp16, or drop the flag")
-        require(has >= (8, 9) or not getattr(args, "float8", False),
-                f"--float8: {name} has no float8 products; Ada, Hopper and newer GPUs have; drop "
-                "the flag")
+        require(has >= (8, 0) or not args.bf16, f"--bf16: {name} has no bfloat16; give --fp16, or "
+                                                "drop the flag")
+        require(has >= (8, 9) or not getattr(args, "float8", False), f"--float8: {name} has no "
+                "float8 products; Ada, Hopper and newer GPUs have; drop the flag")
 
 
 # ---- Failing
@@ -162,8 +155,13 @@ def report_error(kind, error, trace):
         text = error_text(f"error: {error}")
         if rank != 0:       # mostly all ranks raise it alike: rank 0 reports it
             wait_for_torchrun()
-    elif words := what_the_machine_lacks(error):
-        text = error_text(f"error: {words}")
+    elif isinstance(error, OSError) and error.filename:
+        read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
+        text = error_text(f"error: {error.filename2 or error.filename} cannot be {read}written "
+                          f"({error.strerror})")
+    elif any(words in str(error) for words in NO_SHM):
+        text = ("error: /dev/shm is full; make it larger, as with docker run --shm-size=8g, or "
+                "have no loader processes (--num_workers 0, --preprocess_num_proc 0)")
     elif not isinstance(error, KeyboardInterrupt):
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
@@ -182,16 +180,6 @@ def report_error(kind, error, trace):
     kill_children()
     if dist.is_initialized():
         os._exit(130 if kind is KeyboardInterrupt else 1)
-
-
-def what_the_machine_lacks(error):
-    """An error of the operating system in words, with the name of the file; None for others."""
-    if isinstance(error, OSError) and error.filename:
-        read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
-        return f"{error.filename2 or error.filename} cannot be {read}written ({error.strerror})"
-    text = str(error)       # torch's own errors have no errno
-    full = "unable to allocate shared memory" in text or "No space left on device" in text
-    return NO_SHM if full else None
 
 
 def kill_children():
@@ -227,13 +215,6 @@ def wait_for_torchrun(seconds=GRACE_S):
             time.sleep(left)
 
 
-def exit_quietly():
-    """End a process that another rank's error stops, after giving that one time to say why."""
-    ignore_loaders()
-    wait_for_torchrun()
-    os._exit(1)
-
-
 @contextlib.contextmanager
 def error_names_file(path):
     """An OSError in this context is about `path`; that of a full disk comes without a name."""
@@ -264,8 +245,10 @@ def rank0(world, function, *args):
         box = [(result, error is not None)]
         dist.broadcast_object_list(box, src=0, group=world.slow_group)
         result, failed = box[0]
-        if failed and not world.is_main:
-            exit_quietly()
+        if failed and not world.is_main:        # ends quietly: rank 0 says why
+            ignore_loaders()
+            wait_for_torchrun()
+            os._exit(1)
     if error is not None:
         raise error
     return result
@@ -294,8 +277,7 @@ def all_reduce(world, tensor, op=dist.ReduceOp.SUM):
 
 def all_max(world, number):
     """0-d float tensor on the device: the largest of all ranks' numbers. No host sync."""
-    found = torch.full((), float(number), device=world.device)
-    return all_reduce(world, found, dist.ReduceOp.MAX)
+    return all_reduce(world, torch.full((), float(number), device=world.device), dist.ReduceOp.MAX)
 
 
 # ---- Model
@@ -311,17 +293,16 @@ def choose_compile(world, args, against=""):
 
     A notice on rank 0 says what auto chose, or what compiling needs here. Collective.
     """
-    from core import cli, kernels
     if getattr(args, "gradient_checkpointing", None) == "selective":
         against = "selective recomputation cannot look into a compiled layer"
     elif getattr(args, "base_dtype", None) == "nf4":
         against = "products with four-bit weights cannot be compiled"
     if args.compile == "auto" and (against or world.device.type != "cuda"):
-        cli.notice(f"--compile auto: off, {against or 'no GPU here'}")
+        notice(f"--compile auto: off, {against or 'no GPU here'}")
         return False
     on = bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
     if args.compile == "auto" and on:
-        cli.notice("--compile auto: on; the first step takes longer")
+        notice("--compile auto: on; the first step takes longer")
     return on
 
 
@@ -336,8 +317,7 @@ def compile_layers(layers, **options):
     # torch's key of a compiled graph has no vector width: code made for 16 floats at a time,
     # found by a machine with 8, leaves half of its results unwritten (torch 2.13)
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    width = torch.backends.cpu.get_cpu_capability()
-    torch.compiler.config.cache_key_tag = f"{tag} {width}".strip()
+    torch.compiler.config.cache_key_tag = f"{tag} {torch.backends.cpu.get_cpu_capability()}".strip()
     for layer in layers:
         layer.compile(**options)
 
@@ -347,24 +327,23 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
     """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay.
 
     Call it before weights are loaded and the optimizer is built; every rank must build the same
-    model, nothing is broadcast. bf16: compute dtype, weights stay as stored. shard_size: HSDP, so
-    many neighbouring ranks share the shards of a model, groups of them have copies; 0: all ranks.
+    model, nothing is broadcast. bf16: compute dtype, weights stay as stored. shard_size: HSDP, the
+    number of neighbouring ranks that share a copy of the model; 0: all ranks share one.
     """
     shape = (world.size // shard_size, shard_size) if shard_size else (world.size,)
     mesh = init_device_mesh(world.device.type, shape,
                             mesh_dim_names=("replicate", "shard")[-len(shape):])
     for group in mesh.get_all_groups():     # have 10 minutes, whatever the default group has
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
-        reduce_dtype=torch.float32)
-    options = {"mesh": mesh, "mp_policy": precision,
-               "offload_policy": offload if cpu_offload else OffloadPolicy()}
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    options = {"mesh": mesh, "offload_policy": offload if cpu_offload else fsdp2.OffloadPolicy(),
+               "mp_policy": fsdp2.MixedPrecisionPolicy(
+                   param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
+                   reduce_dtype=torch.float32)}
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+        fsdp2.fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     # the root is needed again at once, by the backward pass
-    fully_shard(model, reshard_after_forward=False, **options)
+    fsdp2.fully_shard(model, reshard_after_forward=False, **options)
 
 
 def reshard(model):
@@ -377,11 +356,8 @@ def reshard(model):
 @contextlib.contextmanager
 def gathered(module):
     """Within this context every rank holds a sharded module's whole weights, and its forward needs
-    no other rank.
-
-    For work on one rank. FSDP2's hooks are off meanwhile: they would note forwards that the other
-    ranks did not run, and the next backward would prefetch layers on this rank alone and hang.
-    Changes nothing for other modules.
+    no other rank. FSDP2's hooks are off meanwhile: they would note forwards that the other ranks
+    did not run, and the next backward would prefetch layers on this rank alone and hang.
     """
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     hooks = [(table, dict(table)) for unit in units
@@ -390,8 +366,8 @@ def gathered(module):
         try:
             unit.unshard()
         except torch.OutOfMemoryError:
-            raise UserError("the GPU's memory is too small to gather the whole model for work on "
-                            "one rank, as sample prompts need; drop them, or take more GPUs")
+            raise UserError("the GPU's memory is too small to gather the whole model on one rank, "
+                            "as sample prompts need; drop them, or take more GPUs")
     for table, _ in hooks:
         table.clear()
     try:
@@ -404,7 +380,6 @@ def gathered(module):
 
 def wrap_ddp(model, world):
     """DistributedDataParallel for several ranks, the model itself for one. Call only its forward.
-
     No static_graph: it asserts when the first backward runs under no_sync, as accumulation does.
     """
     if world.size == 1:

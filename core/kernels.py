@@ -15,21 +15,19 @@ again, and so is FlexAttention, which is compiled by itself and cannot be looked
 the same bits either way.
 """
 import functools
+import importlib.util
 import inspect
 import sys
 
 import torch
 import torch.nn.functional as F
+from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
-from core import cli
-from core.cli import UserError
+from core.cli import UserError, notice, printable
 
 # What a class or function of transformers must contain to be replaced, by the code of its modules
 NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -66,12 +64,30 @@ def compiles(kind):
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
         error = getattr(error, "inner_exception", error)
-        why = cli.printable(str(error).strip().partition("\n")[0], 80)
+        why = printable(str(error).strip().partition("\n")[0], 80)
         language = "C++" if kind == "cpu" else "C"
-        cli.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
+        notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
                    f"{language} compiler and Python.h")
         return False
     return True
+
+
+@functools.cache
+def use_flash3():
+    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
+    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
+    """
+    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
+        return
+    try:
+        attention.activate_flash_attention_impl("FA3")
+        q = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+        varlen_attn(q, q, q, ends, ends, 5, 5, window_size=(-1, 0)).sum().backward()
+        notice("FlashAttention 3 is used")
+    except Exception as error:      # of a package that is too old for this torch, or for this GPU
+        attention.restore_flash_attention_impl()
+        notice(f"FlashAttention 3 is installed but fails ({printable(error, 80)})")
 
 
 def kernel(function, *args):
@@ -198,6 +214,7 @@ def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
+    use_flash3()
     for module in model.modules():
         kind, place = type(module), sys.modules[type(module).__module__]
         if not kind.__module__.startswith("transformers."):
@@ -315,9 +332,8 @@ ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default,
              *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
                for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
                             "cudnn_attention"))}
-# place of the first matrix
+# place of the first matrix; _grouped_mm: of experts
 PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,
-            # the last: of experts
             torch.ops.aten._scaled_mm.default: 0, torch.ops.aten._grouped_mm.default: 0}
 # a product is kept unless its rows grow by more: an adapter's second half, rank to width, does
 WIDER = 8
@@ -336,7 +352,7 @@ def _policy(context, op, *args, **kwargs):
 
 
 def set_mode(model, layers, mode):
-    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly. layers: of
+    """Have a model's layers be called as `mode`, "all", "selective" or None, wants it. layers: of
     transformers, or the model calls them by model.call.
     """
     for module in model.modules():      # adapters.AddingLinear must not change products that stay
@@ -351,11 +367,11 @@ def set_mode(model, layers, mode):
 
 
 def caller(mode):
-    """A function of (layer, its arguments) that calls the layer as `mode` of flags.MODES wants it;
-    None: plainly.
+    """A function of (layer, its arguments) that calls the layer as `mode` of set_mode wants it.
     """
     if not mode:
         return lambda layer, *args, **kwargs: layer(*args, **kwargs)
-    selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
-    return functools.partial(checkpoint, use_reentrant=False,
-                             **(selective if mode == "selective" else {}))
+    options = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(selective_contexts, _policy)
+    return functools.partial(checkpoint, **options)

@@ -76,17 +76,6 @@ def between(parent, *command):
     sys.exit(status if status >= 0 else 128 - status)       # of a signal, as shells do
 
 
-def _last_line(words):
-    """Print a line, and nothing after it: not what torch's threads say of a store that is gone."""
-    terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    # the node's other ranks have looked and ended by then; this one must live until they have
-    time.sleep(2 * POLL_S)
-    threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
-    os.write(terminal, f"\n{words}\n".encode())     # in one piece, below any progress bar
-
-
 def end_with_trainer():
     """To be called by a loader process, which the trainer's main thread has forked."""
     _ask_kernel(signal.SIGKILL)
@@ -105,9 +94,11 @@ def end_with_torchrun():
 
 
 def _end_rank():
-    if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node
+    if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node, the last of it
+        time.sleep(2 * POLL_S)
+        threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
         with contextlib.suppress(OSError):
-            _last_line("error: torchrun has ended; its ranks end with it")
+            os.write(2, b"\nerror: torchrun has ended; its ranks end with it\n")
     os._exit(1)
 
 

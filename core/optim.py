@@ -162,10 +162,9 @@ class StepMonitor:
         self.stop |= stop
         if zero:
             self.before_error()
-            raise UserError(
-                f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at the "
-                "trained modules (--lora_target_modules, --freeze_llm), at the weight of the loss, "
-                "and whether the run learns without --compile")
+            raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
+                            "look at the trained modules (--lora_target_modules, --freeze_llm), at "
+                            "the weight of the loss, and whether the run learns without --compile")
         if not bad:
             self.in_a_row = 0
             return
@@ -178,8 +177,8 @@ class StepMonitor:
             what = f"samples with a non-finite loss: {'; '.join(names[:20])}"
         elif self.scaler and self.scaler.scale > 1:     # it may take many steps to find the scale
             self.in_a_row = 0
-        text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
-                f"{what}")
+        text = f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
+        text += what
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:

@@ -33,8 +33,7 @@ from core.watchdog import fork_loaders, init_loader
 # would come first or last.
 LARGE, SMALL, LEAST = 512, 8, 64
 SORT_WINDOW = LEAST * LARGE     # packs sorted by length together
-# share of its length by which a sample may be sorted wrongly: other neighbours in each epoch
-JITTER = 0.01
+JITTER = 0.01       # of its length a sample may be sorted wrongly: other neighbours in each epoch
 
 
 @dataclass
@@ -120,12 +119,10 @@ class PackOrder:
         self.lengths = np.asarray(lengths)
         self.samples_per_pack, self.seed, self.shuffle = samples_per_pack, seed, shuffle
         self.group_by_length = group_by_length
-        self._plans = {}
-        self._bins = None
+        self._plans, self._bins = {}, None
         if tokens_per_pack:
             order = np.arange(len(self.lengths))
-            # once, by the seed alone: packing is slow, and each epoch shuffles these packs
-            if shuffle:
+            if shuffle:     # once, by the seed alone: packing is slow, each epoch shuffles packs
                 order = np.random.default_rng((seed, 0)).permutation(order)
             samples, offsets = array("q"), array("q", [0])
             for pack in best_fit(self.lengths, order, tokens_per_pack):
@@ -146,8 +143,8 @@ class PackOrder:
 
     def _plan(self, rng):
         if self._bins is not None:
-            return _reordered(self._bins,
-                              rng.permutation(len(self._bins))) if self.shuffle else self._bins
+            packs = rng.permutation(len(self._bins)) if self.shuffle else np.arange(len(self._bins))
+            return _reordered(self._bins, packs)
         n, size = len(self.lengths), self.samples_per_pack
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         if self.group_by_length:
@@ -172,9 +169,7 @@ class PackOrder:
         return max(map(plan.pack, range(len(plan))), key=lambda pack: self.lengths[pack].sum())
 
     def window(self, epoch, first, count):
-        """Sample indices (n,) of the `count` packs from `first` on: one optimizer step over all
-        ranks.
-        """
+        """Sample indices (n,) of `count` packs from `first` on: an optimizer step of all ranks."""
         plan = self.epoch(epoch)
         stop = min(first + count, len(plan))        # the last step of an epoch may have fewer
         return plan.samples[plan.offsets[min(first, len(plan))]:plan.offsets[stop]]
@@ -182,10 +177,7 @@ class PackOrder:
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
     """Yield this rank's packs (lists of sample indices) from position (epoch, first) to the end of
-    `epochs` epochs.
-
-    Every rank gets the same number of packs; empty lists are zero-weight packs. Feed it to a
-    DataLoader as its batch_sampler.
+    `epochs` epochs. Every rank gets the same number of packs; empty lists are zero-weight packs.
     """
     per_step = world_size * accumulation
     while epoch < epochs:
@@ -254,9 +246,8 @@ def over_packs(samples, packs, collate, num_workers, prefetch_factor):
 
 
 def iterate(loader):
-    """Iterator over a DataLoader's batches. Its processes are forked now, and end with it.
-
-    A UserError of such a process is raised without the traceback that torch puts before its text.
+    """Iterator over a DataLoader's batches. Its processes are forked now, and end with it. Their
+    UserErrors come without the traceback that torch puts before the text.
     """
     batches = fork_loaders(loader)
 
@@ -284,17 +275,20 @@ class Column:
     def __init__(self, path, dtype):
         self.path, self.dtype, self.length, self._mapped = Path(path), np.dtype(dtype), 0, None
         self.file = open(path, "w+b", buffering=2**18)      # never used by a forked child
-        self._write_header()
+        self._flush()
 
     def __len__(self):
         return self.length
 
-    def _write_header(self):
-        self.file.seek(0)       # numpy leaves room in it for a length to grow into
-        np.lib.format.write_array_header_1_0(self.file, {
-            "descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False,
-            "shape": (self.length,)})
-        self.file.seek(0, os.SEEK_END)
+    def _flush(self):
+        """Header, which has room for a length to grow into, and numbers: the file is whole."""
+        with error_names_file(self.path):
+            self.file.seek(0)
+            np.lib.format.write_array_header_1_0(self.file, {
+                "descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False,
+                "shape": (self.length,)})
+            self.file.seek(0, os.SEEK_END)
+            self.file.flush()
 
     def append(self, values):
         """Add an array, or a list of numbers."""
@@ -306,17 +300,14 @@ class Column:
     def array(self):
         """All that is in it, mapped."""
         if self._mapped is None:
-            with error_names_file(self.path):
-                self._write_header()
-                self.file.flush()
+            self._flush()
             self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)  # not empty
         return self._mapped
 
     def close(self):
-        """The file is whole from here on."""
-        with error_names_file(self.path):
-            self._write_header()
-            self.file.close()
+        """No more numbers."""
+        self._flush()
+        self.file.close()
 
 
 class Lists:
@@ -355,12 +346,10 @@ class _Share(IterableDataset):
 
 def parallel_map_ordered(share, processes, take):
     """take(part) for every part of share(0, 1) in order, most of them made by other processes; 0:
-    all are made here.
+    all are made here. Few parts are on their way at a time. UserError when a process is killed.
 
-    share(first, step): an iterator over parts first, first + step, ... of a sequence; what it
-    yields must be picklable, and numpy rather than tensors, which would travel through /dev/shm.
-    Few parts are on their way at a time. Raises what `share` and `take` raise, and UserError when a
-    process is killed.
+    share(first, step): an iterator over parts first, first + step, ... of a sequence. Parts must be
+    picklable, and numpy rather than tensors, which would travel through /dev/shm.
     """
     made, parts = 0, share(0, 1)
     for part in itertools.islice(parts, HERE if processes else None):

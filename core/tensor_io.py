@@ -97,8 +97,8 @@ def find_folder(name, flag, more=()):
 
 def fingerprint(folder):
     """Short hash of a model folder's config and of both ends of each weight file: which model?"""
-    return fingerprint_files([*sorted(Path(folder).glob("*.safetensors")),
-                              Path(folder) / "config.json"])
+    folder = Path(folder)
+    return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"])
 
 
 def fingerprint_files(paths, form="{} {}"):
@@ -165,17 +165,17 @@ def shape_of(parts):
 
 def mismatch(wanted, found):
     """What does not fit, in words, or "". wanted: {name: shape}; found: {name: [Slice, ...]}."""
-    def some(what, names):
-        return [f"{len(names)} {what}, first {', '.join(sorted(names)[:20])}"] if names else []
-    shapes = {name: shape_of(parts) for name, parts in found.items()}
-    wrong = [f"{name} {shapes[name]} instead of {tuple(shape)}" for name, shape in wanted.items()
-             if name in shapes and shapes[name] != tuple(shape)]
-    odd = [f"{name} {kind}" for name in wanted.keys() & found.keys() for part in found[name]
-           if (kind := part.get_dtype()) not in FLOATS]
-    return "; ".join(some("missing keys", wanted.keys() - found.keys()) +
-                     some("unexpected keys", found.keys() - wanted.keys()) +
-                     some("mismatched keys", wrong) +
-                     some(f"tensors are none of {', '.join(FLOATS)}", odd))
+    both = wanted.keys() & found.keys()
+    faults = {"missing keys": wanted.keys() - found.keys(),
+              "unexpected keys": found.keys() - wanted.keys(),
+              "mismatched keys": [
+                  f"{name} {shape_of(found[name])} instead of {tuple(wanted[name])}"
+                  for name in both if shape_of(found[name]) != tuple(wanted[name])],
+              f"tensors are none of {', '.join(FLOATS)}": [
+                  f"{name} {part.get_dtype()}" for name in both for part in found[name]
+                  if part.get_dtype() not in FLOATS]}
+    return "; ".join(f"{len(names)} {what}, first {', '.join(sorted(names)[:20])}"
+                     for what, names in faults.items() if names)
 
 
 @torch.no_grad()
@@ -234,11 +234,6 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     it cannot change what write(path) writes.
     """
     share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
-    mesh = next((tensor.device_mesh for tensor in named.values() if isinstance(tensor, DTensor)),
-                None)
-    # the ranks that together hold the sharded tensors, this one among them; under HSDP a group
-    group = () if mesh is None else mesh.mesh.flatten().tolist() if mesh.ndim == 1 else (
-        mesh.mesh[mesh.get_coordinate()[0]].tolist())
     waiting, gathered = {}, 0
 
     def copy_to_host():
@@ -250,7 +245,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
             if spread:
                 owners[name] = min(load, key=load.get)
                 load[owners[name]] += tensor.numel()
-            if owners[name] not in group:       # of several copies only its writer's is gathered
+            mesh = tensor.device_mesh       # under HSDP only the writer's copy is gathered
+            if owners[name] not in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)):
                 continue
             if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU
                 tensor = tensor.to(world.device)

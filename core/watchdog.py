@@ -46,7 +46,11 @@ def init_loader(worker_id):
     files, print no traceback here: what the trainer and its peers say of it must be seen.
     """
     lifetime.end_with_trainer()
-    multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
+    # what cannot be handed over, because /dev/shm is full or no file can be opened, is an error of
+    # the trainer's, which would wait
+    multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
+        (item[0], ExceptionWrapper((type(error), error, error.__traceback__),
+                                   "in a loader process")))
     for number in HELD:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
@@ -62,14 +66,6 @@ def fork_loaders(loader):
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def report_unsent(queue, error, item):
-    """multiprocessing's _on_queue_feeder_error of loader processes: what cannot be handed over,
-    because /dev/shm is full or no file can be opened, is the trainer's error; it would wait.
-    """
-    queue.put((item[0], ExceptionWrapper((type(error), error, error.__traceback__),
-                                         "in a loader process")))
 
 
 def disarm():
@@ -184,11 +180,10 @@ class Watchdog:
             # this process did not run, while the others may have
             if now - before > min(self.limit_s / 2, GRACE_S):
                 self.answered = self.woke = now
-            silent = now - self.answered
-            if silent > self.limit_s + GRACE_S:
-                speaks = self.world.local_rank == 0 or self.world.rank == 1     # rank 0 cannot
-                self._end(speaks, f"no answer from rank 0 for {silent:.0f} s: its process, which "
-                                  "hosts the run's store, or torchrun, or its node is frozen")
+            if (silent := now - self.answered) > self.limit_s + GRACE_S:    # rank 0 cannot speak
+                self._end(self.world.local_rank == 0 or self.world.rank == 1,
+                          f"no answer from rank 0 for {silent:.0f} s: its process, which hosts the "
+                          "run's store, or torchrun, or its node is frozen")
 
     def _end(self, speaks, why):
         """End this process, unless the run is over; `speaks`: say why."""
@@ -208,9 +203,9 @@ class Watchdog:
 
     def _states(self):
         """{rank: [beat, count, where, host and process]} as last reported."""
-        there = [rank for rank in range(self.world.size) if self.store.check([f"watch/{rank}"])]
-        found = self.store.multi_get([f"watch/{rank}" for rank in there])
-        return dict(zip(there, map(json.loads, found)))
+        keys = {rank: f"watch/{rank}" for rank in range(self.world.size)}
+        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items()
+                if self.store.check([key])}
 
     def _judge(self, before, now, stuck):
         """Name the ranks that hang: those that do not beat, else the slowest, else none."""

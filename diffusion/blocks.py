@@ -2,10 +2,9 @@
 
 A document is a problem as tokens, each with the number of its block: the model sees clean blocks
 before the one that it denoises. gsm8k and chat: prompt and answer, cut into blocks of block_size;
-hdp: the question is block 0, plan blocks follow, then execution blocks.
-The end token (`<|endoftext|>`; in hdp `<|pad|>` at the end of plan and execution) is repeated up to
-the block boundary and trained there, since a sampler always fills whole blocks. Nothing else is
-padded: rows of several problems (--pack) give the same loss as rows of one.
+hdp: the question is block 0, plan blocks follow, then execution blocks. The end token (hdp:
+`<|pad|>`, of plan and execution) is repeated up to the block boundary and trained there, since a
+sampler always fills whole blocks. Rows of several problems give the same loss as rows of one.
 
 A batch (Blocks) becomes the network's Inputs on the CPU, from random numbers that depend on the
 seed and the step alone, so any split of a step over ranks and micro-steps trains the same.
@@ -34,12 +33,9 @@ from diffusion import dit
 from diffusion.choices import CHECKS, EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced
 from diffusion.problems import read_chats, read_problems
 
-# ---- Problems -> documents of numbered blocks
-
-# what a document holds, numbers that add up over rows and steps. clean: tokens, its slots in a row;
-# noisy: tokens with a noisy copy, those of blocks with a target; tokens: of text and markers,
-# without the fill; targets: tokens in the loss; text: those of them that are no fill; groups:
-# blocks with targets; pairs: of query and key that may attend
+# numbers of a document that add up over rows and steps. clean: tokens, its slots in a row; noisy:
+# those of blocks with a target, which have a copy; tokens: those that are no fill; targets: those
+# in the loss; text: targets that are no fill; groups: blocks with targets; pairs: that may attend
 COUNTS = ("clean", "noisy", "tokens", "targets", "text", "groups", "pairs")
 
 
@@ -75,23 +71,15 @@ def pieces(problem, layout):
     return [problem.question, f" {problem.plan}", f" {problem.solution} ", f" {problem.answer}"]
 
 
-def regions_of(ids, tokens, layout):
-    """Ids of a problem's pieces -> [(region, ids, how many of them are given, not generated)]."""
-    if layout.system != "hdp":
-        head = prompt_ids(ids[0], tokens, layout)
-        return [(PLAN, head + ids[1] + [tokens.end], len(head))]
-    execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
-    return [(QUESTION, ids[0], len(ids[0])), (PLAN, [tokens.plan, *ids[1], tokens.end], 1),
-            (EXECUTION, execution, 1)]
-
-
 def prompt_ids(ids, tokens, layout):
     """Ids of a gsm8k problem before its answer; a chat template begins as it likes."""
     return list(ids) if layout.prompt else [tokens.bos, *ids]
 
 
 def make_document(regions, tokens, layout):
-    """regions_of -> ((6, n) int64: ids, position, block, target, region, group; its COUNTS)."""
+    """[(region, ids, how many are given)] -> ((6, n) int64: ids, position, block, target, region,
+    group; its COUNTS).
+    """
     parts, next_block = [], 0
     for region, ids, pinned in regions:
         size = layout.regions[region][2] or len(ids)
@@ -122,10 +110,8 @@ def length_hint(bad):
 
 
 def make_documents(problems, tokens, layout, bad, path=""):
-    """Documents of a list of Problems of the file `path`; UserError if none can be used.
-
-    bad: a list that takes problems that are too long or hold a special token (core's
-    problems.Problem).
+    """Documents of a list of Problems of the file `path`; UserError if none can be used. bad: takes
+    problems that are too long or hold a special token (core's problems.Problem).
     """
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
@@ -133,7 +119,16 @@ def make_documents(problems, tokens, layout, bad, path=""):
     kept, parts, counts = [], [], []
     for p, group in zip(problems, texts):
         ids = [next(encoded).ids for _ in group]
-        regions = [(PLAN, p.ids, p.given)] if p.ids else regions_of(ids, tokens, layout)
+        # (region, ids, how many of them are given, not generated)
+        if p.ids:
+            regions = [(PLAN, p.ids, p.given)]
+        elif layout.system == "hdp":
+            execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
+            regions = [(QUESTION, ids[0], len(ids[0])),
+                       (PLAN, [tokens.plan, *ids[1], tokens.end], 1), (EXECUTION, execution, 1)]
+        else:
+            head = prompt_ids(ids[0], tokens, layout)
+            regions = [(PLAN, head + ids[1] + [tokens.end], len(head))]
         # of the regions that are longer than their budgets
         long = ", ".join(
             f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and "
@@ -158,12 +153,8 @@ def make_documents(problems, tokens, layout, bad, path=""):
                      kept, tokens.end)
 
 
-# ---- Documents -> rows -> batches
-
-
 class Rows(Dataset):
     """Rows of whole documents (members), of `length` tokens and noisy_length copies.
-
     table: {name of COUNTS or "samples": (n_rows,) ints}, to add up over the rows of a step.
     """
 
@@ -191,7 +182,6 @@ class Rows(Dataset):
 
 def make_rows(documents, numbers, row_length, pack, seed=0):
     """Rows of the documents with these numbers: one each, or several (pack), as the seed decides.
-
     Packed rows get the room for noisy copies (a multiple of 128, of 16 in rows below 512) that
     makes all rows together smallest. Raises UserError when a document does not fit.
     """
@@ -214,7 +204,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
 
 
 def read_any(path, split, layout, tokenizer, tokens):
-    """(Problems of a file of the Layout's system, [problems with it]). tokenizer: of chats."""
+    """(Problems of a file of the Layout's system, [those that cannot be used])."""
     bad = []
     if layout.system == "chat":
         return read_chats(path, tokenizer, tokens, bad), bad
@@ -222,10 +212,8 @@ def read_any(path, split, layout, tokenizer, tokens):
 
 
 def prepare_rows(world, layout, tokens, args, output_dir=None):
-    """(training Rows, validation Rows or None) of the trainer's flags; rank 0 reads files first.
-    UserError when a problem cannot be used, unless --drop_bad leaves out those of its check.
-
-    output_dir: where rank 0 lists all that cannot be used, None: nowhere.
+    """(training Rows, validation Rows or None) of the trainer's flags; rank 0 reads files first and
+    lists in output_dir the problems that cannot be used. UserError for those that --drop_bad keeps.
     """
     bad, folder = [], output_dir if world.is_main else None
 
@@ -256,14 +244,6 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
-
-
-def data_line(rows, eval_rows):
-    """A line about the training data."""
-    table, held_out = rows.table, eval_rows.table["samples"].sum() if eval_rows else 0
-    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
-            f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-            f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled")
 
 
 class Blocks(NamedTuple):
@@ -316,8 +296,6 @@ def make_loader(rows, packs, batch_rows, **options):
                                           rows.documents.pad), **options)
 
 
-# ---- Noise
-
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
 
 
@@ -343,18 +321,16 @@ class Draws(NamedTuple):
     counts: np.ndarray      # (G,) how many tokens of a group are masked, under a clipped range
     tokens: np.ndarray      # (B, L) which tokens are masked
 
-    def part(self, first_row, rows, first_group, groups):
+    def part(self, first, rows, first_group, groups):
         """The numbers of some of the rows and of their groups."""
         groups = slice(first_group, first_group + groups)
-        return Draws(self.levels[groups], self.counts[groups],
-                     self.tokens[first_row:first_row + rows])
+        return Draws(self.levels[groups], self.counts[groups], self.tokens[first:first + rows])
 
 
 def draw(seed, purpose, number, groups, rows, length):
-    """Draws for `rows` rows of `length` tokens with `groups` groups together.
-
-    purpose: a key of NOISE; number: of the step or batch (an int or a tuple of ints). Each of the
-    strata [i / groups, (i + 1) / groups) gives one level, to a random group.
+    """Draws for `rows` rows of `length` tokens with `groups` groups together. purpose: a key of
+    NOISE; number: of the step or batch (an int or a tuple of ints). Each of the strata
+    [i / groups, (i + 1) / groups) gives one level, to a random group.
     """
     number = number if isinstance(number, tuple) else (number,)
     rng = np.random.default_rng((seed, NOISE[purpose], *number))
@@ -362,33 +338,28 @@ def draw(seed, purpose, number, groups, rows, length):
     return Draws(levels, rng.random(groups), rng.random((rows, length)))
 
 
-def truncated_counts(n, rate, t_range, uniform):
-    """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies
-    in t_range, as where a block is drawn again until it does. rate, uniform: (G,) float64.
-
-    Blocks too short to have any share inside, or only 0, get the nearest numbers on both sides, so
-    that every token is masked at times.
-    """
-    n, (low, high) = n.double(), enforced(t_range)
-    ends = torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
-    fewest, most = torch.minimum(*ends), torch.maximum(*ends).clamp(min=1)
-    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)
-    left, rate = (n[:, None] - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
-    log_pmf = torch.lgamma(n[:, None] + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1) \
-        + k * rate.log() + left * (-rate).log1p()
-    inside = (k >= fewest[:, None]) & (k <= most[:, None])
-    cdf = log_pmf.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
-    counts = (cdf <= uniform[:, None] * cdf[:, -1:]).sum(1)
-    return torch.minimum(counts, most)
-
-
 def choose_masked(batch, rate, draws, t_range):
-    """(T,) bool over the targets of Blocks in flat order: which are masked. rate: (G,) float64."""
+    """(T,) bool over the targets of Blocks in flat order: which are masked. rate: (G,) float64.
+
+    Under a clipped range the masked tokens of a block of n targets are binomial(n, rate) given that
+    their share lies in it, as where a block is drawn again until it does. Blocks too short to have
+    any share inside, or only 0, get the nearest numbers, so that every token is masked at times.
+    """
     group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
-    if enforced(t_range) == (0.0, 1.0) or not len(group):
+    low, high = enforced(t_range)
+    if (low, high) == (0.0, 1.0) or not len(group):
         return uniform <= rate[group]
     n = torch.bincount(group, minlength=batch.n_groups)
-    counts = truncated_counts(n, rate, t_range, torch.from_numpy(draws.counts))
+    ends = torch.ceil(low * n.double() - 1e-9).long(), torch.floor(high * n.double() + 1e-9).long()
+    fewest, most = torch.minimum(*ends), torch.maximum(*ends).clamp(min=1)
+    k, wide = torch.arange(int(n.max()) + 1, dtype=torch.float64), n.double()[:, None]
+    left, rate = (wide - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
+    log_pmf = (torch.lgamma(wide + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1)
+               + k * rate.log() + left * (-rate).log1p())
+    inside = (k >= fewest[:, None]) & (k <= most[:, None])
+    cdf = log_pmf.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
+    counts = (cdf <= torch.from_numpy(draws.counts)[:, None] * cdf[:, -1:]).sum(1)
+    counts = torch.minimum(counts, most)
     order = uniform.argsort()
     order = order[group[order].argsort(stable=True)]        # by group, random inside
     rank = torch.empty_like(order)
@@ -397,11 +368,9 @@ def choose_masked(batch, rate, draws, t_range):
 
 
 def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
-    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs.
-
-    t_range: t is uniform in it; a clipped one also clips the masked share of every block.
-    weighting: "elbo" (1 / t; 1 when the range starts above 0.5, as in the official code) or "ce"
-    (1). Raises ValueError when a target has no noisy copy or no group.
+    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs. t_range: t is uniform in it; a
+    clipped one also clips the masked share of every block. weighting: "elbo" (1 / t; 1 when the
+    range starts above 0.5, as in the official code) or "ce" (1).
     """
     low, high = t_range
     t = low + (high - low) * torch.from_numpy(draws.levels)

@@ -14,19 +14,15 @@ from core.cli import at_least_one, require, zero_or_more
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
 FULL = (1e-3, 1.0)      # the range of t of the bound itself; these ends are not enforced
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
-# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
-# 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
-# square root; source: of its scripts. For --init_from: finetune, of DiT weights, has a third of
-# BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
-PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
-           "recommended": (128, 4, 5e-4, 5000, 50_000),
-           "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
+# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. From
+# ngocbao220/hdp-diffusion's H200 guide, source from its scripts. For --init_from: finetune, a third
+# of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
+PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
+           "recommended": (128, 4, 5e-4, 5000, 50_000), "aggressive": (192, 4, 6e-4, 5000, 50_000),
            "source": (16, 16, 1e-3, 1000, 10_000), "finetune": (64, 2, 1e-4, 100, 3000),
            "convert": (64, 1, 2e-5, 35, 1170), "sdar": (64, 1, 1e-5, 35, 1170)}
 PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate",
                 "warmup_steps", "max_steps")
-
-# ---- Layout: how a problem becomes blocks
 
 
 @dataclass
@@ -82,10 +78,8 @@ class Layout:
 
 def read_layout(found):
     """Layout of a checkpoint's config.json. UserError for a layout that is gone."""
-    found = dict(found)
-    require(found.pop("hdp_layout", "hierarchical") == "hierarchical",
-            "a model of --hdp_layout flat, which is gone: train it as --system hdp")
-    return Layout(**found)
+    require(found.get("hdp_layout") != "flat", "--hdp_layout flat is gone: train with --system hdp")
+    return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
 
 
 def bound_range(layout):
@@ -109,14 +103,11 @@ def range_fits(t_range, block_size):
 def check_range(t_range, layout):
     """Raise UserError for a range that is none, or that no share of some full block lies in."""
     low, high = t_range
-    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
-                                  "lower end first")
+    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: above 0, up to 1, lower end "
+                                  "first")
     for size in layout.block_sizes:
         require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
                                            f"tokens out of {size} lies in it; widen it")
-
-
-# ---- Flags of the trainer
 
 
 def data(p):
@@ -127,8 +118,7 @@ def data(p):
     flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--validation_split", 0.05, "share of problems held out, 0 = none")
-    flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: of --init_from or "
-         "the demo, else gpt2)")
+    flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
     switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
     flag("--end_token", "", "of an answer (default: <|endoftext|>, of chats the tokenizer's end)")
     flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
@@ -140,8 +130,8 @@ def data(p):
     flag("--question_budget", 128, "hdp: tokens a question may have")
     flag("--plan_budget", 128, "hdp: tokens a plan may have, with its markers")
     flag("--execution_budget", 256, "hdp: tokens an execution may have, with its answer")
-    flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping; "
-         f"all, or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
+    flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping",
+         nargs="*", metavar="CHECK")
     switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
     switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
     switch("--loss_on_question", "noise and train the question, too")
@@ -161,8 +151,8 @@ def answers(p, order):
     checkpoint(p)
     p.flag("--limit", 0, "only the first texts, 0 = all")
     p.switch("--drop_too_long", "leave out texts that are too long, and count them")
-    p.flag("--order", order, "masked tokens that a pass fills: one at random, or all that are "
-           "sure enough, at least the surest", choices=("first_hitting", "confidence"))
+    p.flag("--order", order, "a pass fills one token at random, or all that are sure enough",
+           choices=("first_hitting", "confidence"))
     p.flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
     p.flag("--batch_size", 64, "texts in a batch")
     p.flag("--seed", 0, "of all draws")
@@ -220,9 +210,8 @@ def check_flags(args, world_size, parser):
     chat, hdp, demo = args.system == "chat", args.system == "hdp", args.demo is not None
     validated = args.eval_data_file or demo or args.validation_split
     for bad, message in (
-            (demo == bool(args.train_data_file), "give one of --train_data_file and --demo"),
-            (demo and args.eval_data_file, "--demo makes its validation data: drop "
-                                           "--eval_data_file"),
+            (demo == bool(args.train_data_file) or demo and args.eval_data_file,
+             "give one of --train_data_file and --demo, which makes its validation data"),
             (args.use_lora and (hdp or not args.init_from),
              "--use_lora needs --init_from of a language model, and no --system hdp"),
             (args.chat and args.system != "gsm8k", "--chat needs --system gsm8k"),

@@ -43,7 +43,7 @@ class Config:
     mask_id: int
     source: dict                # config.json of the language model
     dropout: float = 0.0
-    lora: dict | None = None    # add_adapters' arguments; base and identity of the language model
+    lora: dict | None = None    # arguments of adapters.add_lora; dtype of frozen weights; identity
 
     @functools.cached_property
     def native(self):
@@ -65,9 +65,8 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type"))
     require(kind in KINDS, f"{where}model_type {kind}; types {', '.join(KINDS)} can be converted")
-    require(not source.get("use_sliding_window") and
-            not (kind == "mistral" and source.get("sliding_window")),
-            f"{where}a sliding window, which blocks do not have")
+    slides = "sliding_window" if kind == "mistral" else "use_sliding_window"
+    require(not source.get(slides), f"{where}a sliding window, which blocks do not have")
     require(rope_type not in ("dynamic", "longrope"),
             f"{where}rope {rope_type}, which depends on the longest text of a batch")
     config = Config(max(vocab_size, source.get("vocab_size", 0)), mask_id, source, dropout)
@@ -79,24 +78,22 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
     return config
 
 
-def model_files(folder, flag=""):
-    """The weight files of a model's folder. UserError, which begins with flag, without any."""
+def model_files(folder):
+    """The weight files of a model's folder. UserError without any."""
     files = tensor_io.files_of(folder, "model")
-    require(files, f"{flag}{folder}: holds no weights (model.safetensors or its parts)")
+    require(files, f"{folder}: holds no weights (model.safetensors or its parts)")
     return files
 
 
 def read_folder(folder, config):
     """{name: CPU tensor} of a transformers folder, without a tied head's second name. UserError."""
-    files = model_files(folder, "--init_from ")
-    tensors = {name: part[:] for name, part in tensor_io.open_tensors(files).items()
+    tensors = {name: part[:] for name, part in tensor_io.open_tensors(model_files(folder)).items()
                if not name.endswith("rotary_emb.inv_freq")}
     table = tensors.get("model.embed_tokens.weight")
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
         head = tensors.pop("lm_head.weight")
-        require(table is None or torch.equal(head, table),
-                f"--init_from {folder}: config.json has tie_word_embeddings true, but "
-                "lm_head.weight is not the embedding; set it to false to keep that head")
+        require(table is None or torch.equal(head, table), f"--init_from {folder}: config.json has "
+                "tie_word_embeddings true, but lm_head.weight is not the embedding: set false")
     require(table is None or len(table) <= config.vocab_size,
             f"--init_from {folder}: its embedding has more rows than its config.json says")
     return tensors
@@ -116,8 +113,15 @@ class Decoder(dit.Network):
                 part.register_forward_hook(functools.partial(drop_output, config.dropout))
         self.register_parameter("mask_row", None)
         if config.lora:
-            # in a list, torch does not register it again
-            self.adapted = [add_adapters(self, config.lora)]
+            from core import adapters       # here: PEFT takes seconds to import
+            how = [config.lora[name] for name in
+                   ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
+            # PEFT's wrapper in a list, where torch does not register it again
+            self.adapted = [adapters.add_lora(self, self.layers, *how, task_type=None)]
+            for parameter in self.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(getattr(torch, config.lora["dtype"]))
+            self.mask_row = nn.Parameter(torch.zeros(config.native.hidden_size))
         if recompute:
             kernels.set_mode(self, self.layers, recompute)
 
@@ -155,23 +159,6 @@ def drop_output(dropout, module, args, output):
     if isinstance(output, tuple):
         return F.dropout(output[0], dropout, module.training), *output[1:]
     return F.dropout(output, dropout, module.training)
-
-
-# ---- Adapters
-
-
-def add_adapters(model, lora):
-    """Freeze a Decoder, give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
-    lora: of Config; its dtype is that of frozen weights. UserError when no layer is a target.
-    """
-    from core import adapters       # here: PEFT takes seconds to import
-    how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
-    wrapper = adapters.add_lora(model, model.layers, *how, task_type=None)
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(getattr(torch, lora["dtype"]))
-    model.mask_row = nn.Parameter(torch.zeros(model.config.native.hidden_size))
-    return wrapper
 
 
 def base_weights(model):

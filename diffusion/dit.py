@@ -54,9 +54,6 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
     return Config(vocab_size, mask_id, *SIZES[size], dropout)
 
 
-# ---- Who sees whom
-
-
 def attends(doc, block, n_noisy):
     """The mask as a function of (row, head, query, key) indices, as FlexAttention takes it.
 
@@ -75,7 +72,6 @@ def attends(doc, block, n_noisy):
 
 def tile_states(doc, block, n_noisy):
     """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: tiles that flex_attention may skip.
-
     doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block,
     some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process.
     """
@@ -100,7 +96,6 @@ def tile_states(doc, block, n_noisy):
 
 def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
-
     With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all
     queries over all keys, equal to those of create_block_mask; else two (B, 1, queries, keys) bool,
     the second one of clean queries over clean keys.
@@ -128,22 +123,17 @@ def attention_masks(doc, block, n_noisy, states=None):
 compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 
-@torch.compiler.disable     # inside a compiled layer torch 2.13's CPU kernel misread its input
-def _flex_on_cpu(q, k, v, mask):
-    return flex_attention(q, k, v, block_mask=mask)
-
-
 def sparse_attention(q, k, v, mask):
     """FlexAttention of q to k, v under a BlockMask; in a compiled layer part of its graph."""
-    if not q.is_cuda:
-        return _flex_on_cpu(q, k, v, mask)
+    if not q.is_cuda:       # of tests: there is no backward pass
+        return flex_attention(q, k, v, block_mask=mask)
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
 def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
-    tokens by mask, of the others by clean_mask, which may be None, to each other.
+    tokens by mask, of the others, unless clean_mask is None, by that to each other.
     """
     first = q if queries == q.shape[2] else q[:, :, :queries]    # a slice has a backward pass
     if isinstance(mask, BlockMask):
@@ -182,13 +172,8 @@ class Past:
         return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
 
 
-# ---- Losses
-
-
 class Network(nn.Module):
-    """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head. forward is called
-    by training; extend and logits by the sampler.
-    """
+    """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs."""
@@ -255,9 +240,6 @@ class Network(nn.Module):
         products = 2 * tokens * matrices + 2 * rows * self.head.weight.numel()
         scores = 4 * pairs * self.config.heads * self.config.head_size * self.config.layers
         return (2 if self.config.lora else 3) * products + 3 * scores
-
-
-# ---- Layers
 
 
 def modulate(norm, x, shift, scale):
@@ -346,20 +328,16 @@ class DiT(Network):
         with torch.autocast(weight.device.type, enabled=False):
             return F.silu(self.condition_out(F.silu(self.condition_in(wave))))
 
-    def rope(self, position):
-        """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
-        half = self.config.head_size // 2
-        at = torch.arange(half, device=position.device, dtype=torch.float32)
-        angle = position[..., None, None] * THETA ** (-at / half)
-        return angle.cos(), angle.sin()
-
     def run(self, tokens, position, masks, past=None):
         """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
         of masks_of. past: Past.
         """
         x = self.embed(tokens)
         x = x.to(kernels.stream_dtype(x))
-        constant = self.condition(), *self.rope(position)
+        half = self.config.head_size // 2
+        at = torch.arange(half, device=position.device, dtype=torch.float32)
+        angle = position[..., None, None] * THETA ** (-at / half)
+        constant = self.condition(), angle.cos(), angle.sin()
         for layer in self.layers:
             given = x, *constant, *masks[layer is self.layers[-1]], past
             x = self.call(layer, *given) if self.call and self.training else layer(*given)

@@ -103,7 +103,6 @@ def noised_losses(model, how, batch, purpose, number, t_range, device):
 def bound(world, model, how, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
     asked to stop. asked_to_stop(): collective, called before every batch.
-
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error, of the noise alone, from how the draws of each block differ.
     """
@@ -129,23 +128,6 @@ def bound(world, model, how, asked_to_stop):
     values = {"eval/loss": total / targets, "eval/nll": nll, "eval/bits_per_token": nll /
               math.log(2), "eval/perplexity": math.exp(min(700.0, nll))}
     return values | ({"eval/stderr": math.sqrt(variance) / text} if repeats > 1 else {})
-
-
-def loss_report(sums):
-    """Sums (4,) of losses, targets, plain losses, masked tokens -> {name: value}."""
-    loss, targets, cross_entropy, masked = sums.tolist()
-    if not targets:     # every step was skipped: no loss to claim
-        return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
-    return {"train/loss": loss / targets, "train/masked_loss": cross_entropy / max(1, masked),
-            "train/masked": masked / targets}
-
-
-def eval_line(step, v):
-    """The bound of a validation in one line."""
-    right = f" | right {v['eval/accuracy']:.1%}" if "eval/accuracy" in v else ""
-    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f} +- {v.get('eval/stderr', 0):.4f} "
-            f"nats/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f}"
-            f"{right}")
 
 
 def improved(best, values):
@@ -216,27 +198,6 @@ def accuracy(world, model, how):
     return {"eval/accuracy": right, "eval/nfe": forwards}
 
 
-# ---- --dry_run and --auto, by core/memory.py, which an ordinary run does not import
-
-
-def step_of(config, backend):
-    """memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
-    from core import memory
-
-    def loss(model, rows, length, n_noisy, masked):
-        every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
-        dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
-        inputs = blocks.Inputs(
-            tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
-            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
-            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
-        return (model(inputs) * inputs.weights).sum()
-    with torch.device("meta"):
-        model = config.network(config, backend or "flex")
-    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.Kept.apply(q, k, v)
-    return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
-
-
 def setups(args, setup, rows, row_tokens):
     """Setups of `rows` rows a step on all ranks, the fastest first: as few micro-steps as fit."""
     from core import memory
@@ -255,22 +216,33 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0)
     """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
     `left` steps, UserError with all that it will not fit into.
     """
-    from core import memory
-    step, setup = step_of(config, args.attn_backend), memory.setup_of(args, ranks)
+    from core import memory         # not of an ordinary run
+
+    def loss(model, rows, length, n_noisy, masked):
+        every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
+        dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
+        inputs = blocks.Inputs(
+            tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
+            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
+            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
+        return (model(inputs) * inputs.weights).sum()
+    with torch.device("meta"):
+        model = config.network(config, args.attn_backend or "flex")
+    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.Kept.apply(q, k, v)
+    step = memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+    setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)
 
     def estimate(setup, targets):
-        masked, size = sum(args.t_range) / 2 * targets, (rows.length, rows.noisy_length)
-        batch = args.per_device_eval_batch_size
+        masked, batch = sum(args.t_range) / 2 * targets, args.per_device_eval_batch_size
         held_out = batch, *size, round(masked * batch / setup.batch_size)
         return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
                                held_out if eval_rows else None)
     if order:
         found = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
-        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left,
+        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", model, [], left,
                           bool(eval_rows))
         return
     most = np.sort(rows.table["targets"])[::-1].cumsum()
-    tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(),
-                   rows.length + rows.noisy_length)
+    tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
     memory.choose(args, world, ranks, tried, lambda setup: estimate(
         setup, most[min(setup.batch_size, len(most)) - 1]))

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
-from core.cli import require
+from core.cli import UserError, require
 from diffusion import choices
 
 
@@ -39,13 +39,10 @@ import numpy as np
 import torch
 
 from core import checkpoint, dist
-from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo
 from diffusion.problems import Problem
 from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
-
-# ---- Bounds
 
 
 def continuations(solver, pairs):
@@ -85,7 +82,7 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
 
 
 def bound_file(args, folder, solver):
-    """Print and write the bound of a file's answers, as a validation of the trainer has it."""
+    """Print the bound of a file's answers, as a validation has it -> (file name, results)."""
     layout, device = solver.layout, solver.model.embed.weight.device
     problems, bad = blocks.read_any(args.bound, "test", layout, folder, solver.tokens)
     documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
@@ -97,26 +94,15 @@ def bound_file(args, folder, solver):
     rows = blocks.make_rows(documents, np.arange(n), int(documents.counts["clean"].max()), True)
     found = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
         rows, solver.tokens, args.batch_size, draws, args.seed, args.bf16), int)
-    summary = found | {"texts": n, "tokens": int(rows.table["text"].sum()), "exact": exact}
-    write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": summary})
+    summary = found | {"texts": n, "tokens": int(rows.table["text"].sum())}
     print(f"bound      {'nll =' if exact else 'nll <='} {found['eval/nll']:.4f} +- "
           f"{found.get('eval/stderr', 0):.4f} nats/token, {found['eval/bits_per_token']:.4f} "
           f"bits/token; {summary['tokens']} tokens in {n} texts, {draws} draws")
-
-
-def write(args, folder, name, found):
-    """Write results to --output, or to a file of this name next to the checkpoint's folder."""
-    path = Path(args.output or folder.parent / name)
-    checkpoint.prepare_folder(path.parent, "--output")
-    checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.stored(args), **found})
-    print(f"results    {path}")
-
-
-# ---- lm-eval-harness
+    return f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": summary}
 
 
 def harness_model(base, solver, batch_size, draws):
-    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws."""
+    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by `draws` draws."""
     tokens, layout = solver.tokens, solver.layout
 
     def context_ids(text):
@@ -168,7 +154,7 @@ def harness_model(base, solver, batch_size, draws):
 
 
 def run_tasks(args, folder, solver):
-    """Run lm-eval's tasks, print and write their scores."""
+    """Run lm-eval's tasks, print their scores -> (file name, results)."""
     cli.require_package("lm_eval", "--tasks")
     import lm_eval
     from lm_eval.api.model import LM
@@ -179,22 +165,24 @@ def run_tasks(args, folder, solver):
     found = lm_eval.simple_evaluate(
         model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
         bootstrap_iters=0, log_samples=False)
-    for task, metrics in found["results"].items():
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                print(f"{task:<20} {name:<40} {value:.4f}")
+    for task, scores in found["results"].items():
+        print(task, {name: value for name, value in scores.items() if isinstance(value, float)})
     print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
           f"temperature 0, {args.draws} draws of each bound; {ours.too_long} questions too long")
-    write(args, folder, f"lm-eval-{folder.name}.json", {
+    return f"lm-eval-{folder.name}.json", {
         "lm_eval": lm_eval.__version__, "too_long": ours.too_long,
-        "results": json.loads(json.dumps(found["results"], default=str))})
+        "results": json.loads(json.dumps(found["results"], default=str))}
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
-    (bound_file if args.bound else run_tasks)(args, folder, solver)
+    name, found = (bound_file if args.bound else run_tasks)(args, folder, solver)
+    path = Path(args.output or folder.parent / name)
+    checkpoint.prepare_folder(path.parent, "--output")
+    checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.stored(args), **found})
+    print(f"results    {path}")
 
 
 if __name__ == "__main__":

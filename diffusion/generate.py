@@ -58,8 +58,8 @@ def run(model, ids, first, cache, block_size):
 
 @torch.no_grad()
 def generate(model, ids, form, threshold=0.9):
-    """Ids of the answer to a prompt's ids, without the end token, or up to the room there is. In
-    every pass the likeliest tokens that have this probability are written. ValueError without room.
+    """Ids of the answer to a prompt's ids, without the end token, or up to the room there is. A
+    pass writes the tokens of this probability, at least the surest. ValueError without room.
     """
     size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
     device, room = model.device, form["max_length"]
@@ -92,8 +92,7 @@ def generate(model, ids, form, threshold=0.9):
 def main():
     parser = argparse.ArgumentParser(description="Answer questions with the model in this folder.")
     parser.add_argument("questions", nargs="+")
-    parser.add_argument("--threshold", type=float, default=0.9,
-                        help="probability of tokens that are written several in a pass")
+    parser.add_argument("--threshold", type=float, default=0.9, help="probability to be written")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, form = load(Path(__file__).resolve().parent, device)

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
-from core.cli import require
+from core.cli import UserError, require
 
 
 def build_parser():
@@ -38,10 +38,7 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core import checkpoint, dist, json_files
-from core.cli import UserError
 from diffusion.problems import CALCULATOR, END, read_problems
-
-# ---- Plans
 
 # the first operator found names a step
 VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
@@ -85,22 +82,7 @@ def read_teacher(path, problems):
     return [plans[line] for line in asked]
 
 
-def make_plans(path, teacher=None):
-    """GSM8K file or hub name -> [dict of the HDP form]. teacher: chat JSONL; None: by rule."""
-    problems, entries = read_problems(path, "train", "gsm8k"), []
-    worked = [problem.solution.rpartition("####")[0] for problem in problems]
-    plans = read_teacher(teacher, problems) if teacher else map(rule_plan, worked)
-    for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans)):
-        execution = " ".join(CALCULATOR.sub("", steps).split())
-        require(execution, f"{problem.name}: its answer has no steps before ####, and needs some")
-        entries.append({"id": f"gsm8k_{number}", "question": problem.question, "plan": plan,
-                        "execution": execution, "answer": problem.answer,
-                        "plan_source": "teacher" if teacher else "rule"})
-    return entries
-
-
-# ---- The demo's problems, with plans and a small tokenizer: training without a download
-
+# the demo's problems, with plans and a small tokenizer: training without a download
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
 THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "stickers")
 CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -185,7 +167,7 @@ def write_demo(folder, n_train=2000, n_test=200):
 
 
 def prepare_demo(folder, system, n):
-    """write_demo for a run of n problems -> (training file, validation file, tokenizer folder)."""
+    """write_demo of n problems -> (training file, validation file, tokenizer folder)."""
     write_demo(folder, n, max(8, n // 10))
     ending = {"gsm8k": ".jsonl", "hdp": "_hdp.json", "chat": "_chat.jsonl"}[system]
     tokenizer = f"{folder}/chat" if system == "chat" else str(folder)
@@ -195,14 +177,21 @@ def prepare_demo(folder, system, n):
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), None, argv)
     checkpoint.prepare_folder(Path(args.output).resolve().parent, "--output")
+    problems = read_problems(args.input, "train", "gsm8k")
     if args.command == "lines":
         require(not args.teacher, "--teacher belongs to plans")
-        made = [teacher_line(problem) for problem in read_problems(args.input, "train", "gsm8k")]
-        checkpoint.write_text(args.output, "".join(line + "\n" for line in made))
+        checkpoint.write_text(args.output, "".join(teacher_line(p) + "\n" for p in problems))
     else:
-        made = make_plans(args.input, args.teacher)
-        checkpoint.write_json(args.output, made)
-    print(f"{args.output}: {args.command} of {len(made)} problems")
+        worked = [problem.solution.rpartition("####")[0] for problem in problems]
+        plans = read_teacher(args.teacher, problems) if args.teacher else map(rule_plan, worked)
+        entries = [{"id": f"gsm8k_{number}", "question": problem.question, "plan": plan,
+                    "execution": " ".join(CALCULATOR.sub("", steps).split()),
+                    "answer": problem.answer, "plan_source": "teacher" if args.teacher else "rule"}
+                   for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans))]
+        bare = [p.name for p, entry in zip(problems, entries) if not entry["execution"]]
+        require(not bare, f"{''.join(bare[:1])}: its answer needs steps before ####")
+        checkpoint.write_json(args.output, entries)
+    print(f"{args.output}: {args.command} of {len(problems)} problems")
 
 
 if __name__ == "__main__":

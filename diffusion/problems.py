@@ -1,8 +1,7 @@
 """GSM8K, HDP and chat files -> problems; tokenizers with special tokens.
 
-Reads JSONL, JSON, dataset folders (JSONL, JSON, parquet) and hub names. Special tokens follow
-kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and ngocbao220/hdp-diffusion (hdp:
-five tokens in that order), both Apache-2.0.
+Special tokens follow kuleshov-group/bd3lms (gsm8k: a mask after GPT-2's vocabulary) and
+ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
 """
 import functools
 import re
@@ -27,8 +26,6 @@ SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*
 # advice that names flags of the chat trainer
 CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
 
-# ---- Files -> problems
-
 
 @dataclass
 class Problem:
@@ -44,9 +41,7 @@ class Problem:
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
-
-    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes those that cannot be
-    used (core.problems.Problem); None: UserError with all of them.
+    bad: a list that takes those that cannot be used; None: UserError with all of them.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
@@ -107,9 +102,6 @@ def read_entries(path, split):
             label = entry.get("id") if unit == "sample" and isinstance(entry, dict) else None
             yield (f"{file} {unit} {number + (unit == 'line')}"
                    + (f" ({printable(label, 80)})" if label else "")), entry
-
-
-# ---- Tokenizer
 
 
 @dataclass
@@ -207,17 +199,13 @@ def auto_tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-# ---- Chats: every trained answer is a problem, whose question is all that comes before it in the
-# chat template. A document ends with its answer, since the sampler fills the last block with
-# end tokens, which no later turn may hold. The prompt's ids are proven to begin the whole, so
-# training and sampling see the same.
-
-
+# Every trained answer of a chat is a problem, whose question is all that comes before it in the
+# chat template. A document ends with its answer, since the sampler fills the last block with end
+# tokens. The prompt's ids are proven to begin the whole: training and sampling see the same.
 def read_chats(path, folder, tokens, bad):
-    """Problems of a chat file or data set, with ids; those of one chat have one name.
-
-    folder: tokenizer with a chat template. tokens: Tokens, whose end token must end the template's
-    answers; UserError otherwise. bad: a list that takes what cannot be used.
+    """Problems of a chat file or data set, with ids; those of one chat have one name. bad: a list
+    that takes those that cannot be used. UserError where the end token of tokens does not end
+    answers in the chat template of the tokenizer's folder.
     """
     from core import chat
     # Thinking, where a template knows it, is off

@@ -45,7 +45,6 @@ from core.cli import UserError, require
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, auto_tokenizer, load_tokenizer, read_tokenizer
 
-# parameters with a row for each token
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
 # files next to tokenizer.json that transformers reads: with them a chat template stays usable
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -54,13 +53,8 @@ SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
 SDAR_MASK_ID = 151669       # the first after Qwen3's tokens, by which SGLang knows SDAR's mask
 
 
-# ---- Checkpoints of this trainer
-
-
 def load_checkpoint(folder):
-    """(network with the averaged weights on the CPU in eval mode, config.json as a dict) of a
-    checkpoint folder. UserError. Adapters are merged into their language model.
-    """
+    """(network with averaged weights, adapters merged, in eval mode; config.json). UserError."""
     folder, kind = Path(folder), dit
     try:
         about = json_files.read_object(folder / "config.json")
@@ -91,9 +85,6 @@ def find_checkpoint(name, flag="--checkpoint"):
             return best if listed and best.is_dir() and not checkpoint.damage(best) else path
         print(f"checkpoint {path} is damaged ({wrong})", flush=True)
     raise UserError(f"{flag} {name}: is not a checkpoint, and holds no whole one ({wrong})")
-
-
-# ---- In
 
 
 class Origin(NamedTuple):
@@ -130,9 +121,8 @@ def open_start(world, args, layout, tokenizer):
     """(Layout, Origin of --init_from or None, tokenizer); sets args.tokenizer. Collective."""
     # one rank downloads for all
     origin = dist.rank0(world, find, args.init_from) if args.init_from else None
-    if origin and not args.tokenizer and (origin.kind == "causal"
-                                          or (origin.path / "tokenizer.json").is_file()):
-        tokenizer = origin.path
+    has_tokenizer = origin and (origin.source or (origin.path / "tokenizer.json").is_file())
+    tokenizer = origin.path if has_tokenizer and not args.tokenizer else tokenizer
     if args.chat or args.system == "chat":
         args.tokenizer, layout = str(tokenizer), with_chat(layout, tokenizer)
     elif args.system != "hdp":
@@ -164,10 +154,10 @@ def with_chat(layout, folder):
     return with_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 
-def chat_files(folder):
-    """{name: bytes} of the CHAT_FILES that a tokenizer folder has."""
-    return {name: (Path(folder) / name).read_bytes() for name in CHAT_FILES
-            if (Path(folder) / name).is_file()}
+def copy_chat_files(folder, to):
+    """Copy the CHAT_FILES that a tokenizer folder has."""
+    for path in filter(Path.is_file, (Path(folder) / name for name in CHAT_FILES)):
+        shutil.copyfile(path, to / path.name)
 
 
 def config_for(origin, model_size, tokens, dropout):
@@ -235,7 +225,6 @@ def with_lora(config, origin, bf16, name, lora):
 
 def fill(model, tensors, seed, resumed):
     """Put the weights of read() into a network and begin its adapters, which change nothing yet.
-
     resumed: a checkpoint follows, which has all that is trained, not the base under adapters.
     """
     lora, weights = model.config.lora, dict(model.named_parameters())
@@ -273,8 +262,7 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
     return fitted, new
 
 
-# ---- BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
-
+# BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
 PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # DDP, compile
 BUFFERS = "rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max"
 # {our module: theirs}, of a layer and of the rest
@@ -299,9 +287,8 @@ def official_state(tensors, heads, t_range):
     # as they write it, to the last bit
     buffers = [1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size)),
                *(torch.tensor(float(t)) for t in t_range)]
-    names = f"backbone.{BUFFERS[0]}", *BUFFERS[1:]
-    return {f"backbone.{official_name(name)}": tensor
-            for name, tensor in tensors.items()} | dict(zip(names, buffers))
+    return {f"backbone.{official_name(name)}": tensor for name, tensor in tensors.items()} | dict(
+        zip((f"backbone.{BUFFERS[0]}", *BUFFERS[1:]), buffers))
 
 
 def from_official(state, config, path):
@@ -313,9 +300,6 @@ def from_official(state, config, path):
     with torch.device("meta"):
         ours = {official_name(name): name for name, _ in config.network(config).named_parameters()}
     return {ours.get(name, name): tensor for name, tensor in plain.items()}
-
-
-# ---- Out
 
 
 def export(folder, output, layout_of="usual"):
@@ -368,8 +352,7 @@ def export(folder, output, layout_of="usual"):
     with checkpoint.new_folder(output, size) as output:
         tensor_io.save(state, output / "model.safetensors")
         tokens.tokenizer.save(str(output / "tokenizer.json"))
-        for name, content in chat_files(folder).items():
-            (output / name).write_bytes(content)
+        copy_chat_files(folder, output)
         if is_sdar:     # servers know the mask by this name
             for path in output.glob("tokenizer*.json"):
                 text = path.read_text(encoding="utf-8").replace('"<|mask|>"', f'"{SDAR_MASK}"')

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
-from core.cli import require
+from core.cli import UserError, printable, problem_text, require
 from diffusion import choices
 
 
@@ -23,8 +23,7 @@ def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
     choices.answers(p, "first_hitting")
     one = p.add_mutually_exclusive_group(required=True)
-    one.add_argument("--test_file", help="problems or chats of the form trained on: file, folder, "
-                     "hub name")
+    one.add_argument("--test_file", help="problems or chats: file, dataset folder, hub name")
     one.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
     p.flag("--temperature", 0.0, "0 = the likeliest token, 1 = as the model says")
     p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers")
@@ -45,7 +44,6 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from core import checkpoint, dist, kernels, metrics
-from core.cli import UserError, printable, problem_text
 from core.problems import settle
 from diffusion.blocks import pieces, prompt_ids, read_any
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout, read_layout
@@ -91,9 +89,8 @@ def prefill(model, tokens, position, block, known):
 def pick(logits, temperature, generator):
     """Draw one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,))."""
     logits = logits.double()
-    if temperature == 0:
-        ids = logits.argmax(-1, keepdim=True)
-    else:
+    ids = logits.argmax(-1, keepdim=True)
+    if temperature:
         ids = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
     return ids[:, 0], logits.softmax(-1).gather(-1, ids)[:, 0]
 
@@ -107,8 +104,8 @@ def unmask(model, hidden, tokens, masked, how, generator):
         tokens[chosen] = pick(model.logits(hidden[chosen]), how.temperature, generator)[0]
     else:
         proposed, sure = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
-        proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how.temperature,
-                                              generator)
+        found = pick(model.logits(hidden[masked]), how.temperature, generator)
+        proposed[masked], sure[masked] = found
         rank = sure.argsort(1, descending=True).argsort(1)
         chosen = masked & ((rank < 1) | (sure >= how.threshold))
         tokens[chosen] = proposed[chosen]
@@ -125,10 +122,9 @@ def keep(rows, known, past):
 def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None):
     """[Generated] of every problem: blocks until `end` comes or its room is used up.
 
-    model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n)
-    ints, ids, positions and block numbers of clean tokens. pinned: ids that the first block begins
-    with, fewer than block_size; first: its position. rooms: blocks each may have. generator: on the
-    model's device.
+    model: in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints,
+    ids, positions and block numbers of clean tokens. pinned: ids that the first block begins with,
+    fewer than block_size; first: its position. rooms: blocks each may have.
     """
     contexts, pinned = zip(*states)
     device, mask = model.embed.weight.device, model.config.mask_id
@@ -170,12 +166,10 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
     return [Generated(*parts) for parts in zip(written, forwards, ended)]
 
 
-# ---- Questions in: a state is (context, (pinned ids, position of the first generated block)),
-# given before a generated region. context: (3, n) int64 ids, position, block of clean tokens
-
-
 def question_state(problem, tokens, layout):
-    """State before the first generated region of a problem. UserError for a question too long."""
+    """State before the first generated region of a problem: (context, (pinned ids, position of the
+    first generated block)), as generate takes it. UserError for a question too long.
+    """
     if problem.ids:
         return ids_state(problem.name, problem.ids[:problem.given], layout)
     token = tokens.find_control_token(problem.question)
@@ -211,9 +205,6 @@ def room(first_position, region, layout):
     """Blocks that may be generated in a region whose first block starts at first_position."""
     _, most, size = layout.regions[region]
     return (layout.start(region) + most - first_position) // size
-
-
-# ---- Answers out
 
 
 def finish_region(ids, pinned, end):
@@ -283,9 +274,6 @@ def score(text, answer):
     """
     marked = re.search(r"#### (-?[0-9.,]+)", text)
     return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
-
-
-# ---- The script
 
 
 def main(argv=None):

@@ -5,12 +5,9 @@
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
     torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --init_from Qwen/Qwen3-0.6B --bf16
 
-The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
-saving, then the loop. The loss is a bound on the negative log-likelihood (blocks.py), averaged over
-every target of the whole optimizer step, all ranks and micro-steps. The noise is drawn for the
-whole step as well, so any split of a step over ranks and micro-steps trains the same model.
-
-Validation, early stopping and samples use the averaged weights.
+The loss is a bound on the negative log-likelihood (blocks.py), averaged over every target of the
+whole optimizer step, all ranks and micro-steps; the noise is drawn for the whole step as well, so
+any split of it trains the same model. Validation and early stopping use the averaged weights.
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -41,8 +38,7 @@ choices.data(p)
 flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
-flag("--init_from", None, "folder or hub name of BD3-LM or MDLM weights, a causal language model "
-     "such as Llama or Qwen3, or a checkpoint or export of this trainer", metavar="WEIGHTS")
+flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, one of this trainer")
 flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
 flag("--t_range", None, "noise levels trained on, and shares of a block that may be masked "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
@@ -59,14 +55,13 @@ flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
 switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
 # batch and length of the run
-flag("--batch_preset", None, "defaults of the next two, and of rate, warm-up and steps (default: "
-     "recommended; finetune with --init_from): " + "; ".join(
-         f"{name} {n} x {steps}, {lr:g}" for name, (n, steps, lr, *_) in PRESETS.items()),
-     choices=tuple(PRESETS))
+flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (default: recommended; "
+     "finetune with --init_from): " + "; ".join(f"{name} {n} x {steps}, {lr:g}" for name, (
+         n, steps, lr, *_) in PRESETS.items()), choices=tuple(PRESETS))
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
-flag("--global_batch_size", 0, "problems per step of all ranks; sets what is open of the first two")
+flag("--global_batch_size", 0, "problems per step of all ranks; sets the open ones of two")
 flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
@@ -109,7 +104,7 @@ flag("--best_by", "bound", "the best checkpoint; accuracy: of --eval_accuracy, t
      choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
+flag("--save_total_limit", 3, "newest checkpoints kept next to the best, 0 = all")
 flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
      type=cli.alias(true="auto", false="none"))
 
@@ -223,7 +218,11 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(val
 kind = origin.path.name if origin and origin.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-print0(f"{size}, {kind}", blocks.data_line(rows, eval_rows),
+held_out = eval_rows.table["samples"].sum() if eval_rows else 0
+print0(f"{size}, {kind}",
+       f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} rows of "
+       f"{rows.length} clean and {rows.noisy_length} noisy tokens, "
+       f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled",
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
@@ -272,7 +271,9 @@ def validate():
         return None
     values, t_range = found
     stale = 0 if elbo.improved(bests, values) else stale + 1
-    print0(elbo.eval_line(step, values))
+    print0(("eval   step {:>6} | nll <= {eval/nll:.4f} nats/token | perplexity <= "
+            "{eval/perplexity:,.2f} | loss {eval/loss:.4f}" + " | right {eval/accuracy:.1%}" *
+            bool(chosen)).format(step, **values))
     if main_rank:
         log.write(step, values)
     # of equally many right answers, none at first, the better bound decides
@@ -299,8 +300,7 @@ def save():
         (path / "config.json").write_text(json.dumps(about, indent=1))
         tokens.tokenizer.save(str(path / "tokenizer.json"))
         if origin or templated:     # with these files a chat template stays usable
-            for file, content in published.chat_files(tokenizer).items():
-                (path / file).write_bytes(content)
+            published.copy_chat_files(tokenizer, path)
 
     checkpoints.save(step, model, optimizer, "model", elbo.trained(model), save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
@@ -312,7 +312,7 @@ def save():
 
 
 # ---- Loop
-sums = torch.zeros(4, dtype=torch.float64, device=device)       # as elbo.loss_report reads them
+sums = torch.zeros(4, dtype=torch.float64, device=device)   # losses, targets, plain losses, masked
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
@@ -388,12 +388,15 @@ while step < total_steps and not stopping and stale < patience:
         work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
         step_rows * rows.length)
     if last or step % args.logging_steps == 0:
-        values = elbo.loss_report(dist.all_reduce(world, sums).cpu())
+        found = dist.all_reduce(world, sums).tolist()
+        loss_sum, targets, plain_sum, masked = found if found[1] else [math.nan] * 4    # no step
         sums.zero_()
-        values |= {"train/t_low": t_range[0], "train/t_high": t_range[1],
-                   "train/learning_rate": lr, "train/grad_norm": norm.item(),
-                   "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
-                   "train/bad_steps": monitor.skipped, **timer.report(world)}
+        values = {"train/loss": loss_sum / targets, "train/masked": masked / targets,
+                  "train/masked_loss": plain_sum / max(1, masked),
+                  "train/t_low": t_range[0], "train/t_high": t_range[1],
+                  "train/learning_rate": lr, "train/grad_norm": norm.item(),
+                  "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
+                  "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
         mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
@@ -417,11 +420,10 @@ while step < total_steps and not stopping and stale < patience:
             # asked to stop meanwhile: the next start validates first
             eval_due = stopping = improved is None
 
-        # save: every so often, before the end, and whenever validation is best
+        # save: at intervals, before the end, and whenever validation is best
         if saving or stopping or improved or stale >= patience:
             save()
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
-best = f"; best {args.best_by} at step {best_step}" * (best_step is not None)
-run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{early * (step < total_steps)}{monitor.skipped} steps skipped{best}")
+run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
+        f"{monitor.skipped} steps skipped; best at step {best_step}")

@@ -1,67 +1,25 @@
-"""README and docs: every command in them parses, every flag and file they name exists, every link leads somewhere.
+"""README and docs: every flag and file they name exists, every link leads somewhere, numbers are those measured.
 
-test_guides.py runs the Python commands; launchers print what they would run, which is parsed. The demos have tests of
-their own. A command that no rule covers is a failure.
+test_guides.py runs the commands.
 """
-import argparse
-import functools
 import json
-import os
 import re
-import shlex
-import string
 import subprocess
-from collections import namedtuple
-from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 
 from speech import convert
 from speech.rows import read_samples
-from tests.helpers import chats
-from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT, script_flags
+from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-
-# Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
-LAUNCHERS = {
-    "launch/train_tts.sh": ["train_v2_ddp.py"], "launch/train_tts_h200x8.sh": ["train_v2_ddp.py"],
-    "launch/train_sft_h100x8.sh": ["distill/train_sft.py"], "launch/create_data_h100x8.sh": ["distill/create_data.py"],
-    "launch/train_gsm8k_bd3lm_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"],
-    "launch/train_hdp_diffusion_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"]}
-# Whole jobs: these tests run them, demo.sh the last one here. test.sh is run with pytest's --version.
-ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
-REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
            "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps", "--output_format", "--model",
            "--partition", "--account", "--repo-type", "--local-dir"}
-NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the documents say
-
-
-class Command(namedtuple("Command", "page line settings words text")):
-    """One command of a document. words: without the settings {NAME: value} before it."""
-
-    def __str__(self):
-        return f"{self.page}:{self.line}"
-
-
-def split_command(text):
-    """A command line -> ({setting: value}, words), comments left out."""
-    words, settings = shlex.split(text, comments=True), {}
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
-        name, _, settings[name] = words.pop(0).partition("=")
-    return settings, words
 
 
 def fences(text):
@@ -82,198 +40,6 @@ def fences(text):
 def without_blocks(text):
     """A page with its fenced blocks emptied; lines keep their numbers."""
     return re.sub(r"^```.*?^```$", lambda fence: "\n" * fence[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
-
-
-def block_commands():
-    """The commands of all bash blocks, and those behind a $ in other blocks; variables set in a block are filled in."""
-    found = []
-    for page, text in TEXTS.items():
-        for language, first, lines in fences(text):
-            if language != "bash":
-                lines = [line[2:] if line.startswith("$ ") else "" for line in lines]
-            number, variables = first, {}
-            for command in re.split(r"(?<!\\)\n", "\n".join(lines)):
-                filled = string.Template(command.replace("\\\n", " ")).safe_substitute(variables)
-                settings, words = split_command(filled)
-                if words:
-                    found.append(Command(page, number, settings, words, filled))
-                else:
-                    variables |= settings
-                number += command.count("\n") + 1
-    return found
-
-
-def sentence_commands():
-    """Commands inside sentences and under tables: `python ...`, `bash ...`, with settings before them or without."""
-    found = []
-    for page, text in TEXTS.items():
-        bare = without_blocks(text)
-        notes = bare.find(NOTES)
-        for span in re.finditer(r"`([^`]+)`", bare):
-            if 0 <= notes < span.start() < bare.find("\n## ", notes + 1):
-                continue
-            try:
-                settings, words = split_command(span[1].replace("\n", " "))
-            except ValueError:
-                continue        # half a quotation
-            if len(words) > 1 and words[0] in ("python", "bash", "torchrun", "sbatch"):
-                found.append(Command(page, bare[:span.start()].count("\n") + 1, settings, words, span[1]))
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the scripts say
-
-
-@functools.cache
-def parser_of(script):
-    """The ArgumentParser of a script."""
-    return script_flags(script)[0]
-
-
-def parse(script, words, partial=False):
-    """Parse a command's flags as its script does; partial: required ones may be missing."""
-    parser = parser_of(script)
-    required = {action: action.required for action in parser._actions}
-    try:
-        for action in required if partial else ():
-            action.required = False
-        return parser.parse_args(words)
-    except SystemExit as left:
-        raise AssertionError(f"{script} refuses {shlex.join(words)}") from left
-    finally:
-        for action, value in required.items():
-            action.required = value
-
-
-def script_of(words):
-    """(script, its flags, processes) of a command that starts one of our Python files, else None."""
-    if words[0] == "python" and len(words) > 1 and words[1].endswith(".py"):
-        return words[1], words[2:], 1
-    if words[0] == "torchrun":
-        at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        if at is None:
-            return None
-        ranks = [int(word.partition("=")[2]) for word in words[1:at] if word.startswith("--nproc_per_node=")]
-        return words[at], words[at + 1:], ranks[0]
-    return None
-
-
-def launcher_of(words):
-    """(launcher, its arguments) of `bash X.sh ...` or `sbatch [options] X.sh ...`, else None."""
-    if words[0] in ("bash", "sbatch"):
-        at = next((i for i, word in enumerate(words) if word.endswith(".sh")), None)
-        if at and (words[0] == "sbatch" or at == 1):
-            return words[at], words[at + 1:]
-    return None
-
-
-def all_flags():
-    """Every flag of every script, those of the measurements included; each prints its --help."""
-    paths = [path for folder in (".", "speech", "diffusion", "distill", "core", "bench")
-             for path in (ROOT / folder).glob("*.py")]
-    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
-    flags = {flag for text in texts.values() for flag in re.findall(r"""["'](--[a-z]\w*)["']""", text)}
-    parsers = [parser_of(name) for name, text in texts.items() if "cli.parse(" in text and name != "core/cli.py"]
-    while parsers:
-        parser = parsers.pop()
-        parser.format_help()
-        flags |= set(parser._option_string_actions)
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-    return flags
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where commands run
-
-
-@pytest.fixture
-def workshop(tiny, tmp_path):
-    """A folder where the repository's files lie under their own names, and tiny things that README's commands name."""
-    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")), *ROOT.glob("*.py")):
-        if source.exists():
-            os.symlink(source, tmp_path / source.name)
-    (tmp_path / "BASE").symlink_to(tiny.model)
-    (tmp_path / "CODEC").symlink_to(tiny.codec)
-    text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
-    (tmp_path / "train.json").write_text(text)
-    (tmp_path / "recordings").mkdir()
-    write_speech(tmp_path / "recordings" / "talk.wav", 200, seconds=8)
-    (tmp_path / "recordings" / "talk.srt").write_text("".join(
-        f"{i + 1}\n00:00:0{i},000 --> 00:00:0{i + 1},000\nGood day number {i}.\n\n" for i in range(8)))
-    chats.student(tmp_path / "STUDENT")
-    chats.write(tmp_path / "labels.jsonl", chats.conversations(24))
-    (tmp_path / "lines.txt").write_text("Good day.\n")
-    return tmp_path
-
-
-def write_speech(path, pitch, seconds=1):
-    """Seconds of a voice-like tone."""
-    t = np.arange(24000 * seconds) / 24000
-    wave = sum(np.sin(2 * np.pi * pitch * k * t) / k for k in range(1, 20)) * (0.1 + 0.05 * np.sin(2 * np.pi * 3 * t))
-    soundfile.write(path, wave.astype(np.float32), 24000)
-
-
-def filled(flags):
-    """A command's flags, with what "..." leaves out."""
-    return [word for flag in flags for word in (REST.split() if flag == "..." else [flag])]
-
-
-def check_launcher(command, workshop):
-    """Let a launcher print what it would run, and parse that."""
-    launcher, arguments = launcher_of(command.words)
-    if launcher == "launch/test.sh":
-        arguments, settings = [*arguments, "--version"], {}
-    elif launcher in ELSEWHERE:
-        subprocess.run(["bash", "-n", ROOT / launcher], check=True)
-        assert Path(launcher).name in (ROOT / ELSEWHERE[launcher]).read_text()
-        return
-    else:
-        assert launcher in LAUNCHERS, f"{command}: no rule for {launcher}; add one to LAUNCHERS"
-        settings = {"DRY_RUN": "1"}
-        if launcher == "launch/create_data_h100x8.sh":
-            settings["GPUS"] = "8"
-            arguments = ["fresh" if word == "labels.jsonl" else word for word in arguments]
-    done = subprocess.run(["bash", launcher, *filled(arguments)], cwd=workshop, text=True, capture_output=True,
-                          env=environment(HF_HUB_OFFLINE="1", **command.settings | settings), timeout=PATIENCE_S)
-    assert done.returncode == 0, f"{command}: {command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
-    lines = [shlex.split(line) for line in done.stdout.splitlines()]
-    for script in LAUNCHERS.get(launcher, ()):
-        if command.settings.get("SYSTEM") == "chat" and "--demo" not in arguments:  # bounds a likelihood instead of answering
-            script = script.replace("sample_bd3lm", "evaluate")
-        starts = [(line, at) for line in lines for at, word in enumerate(line) if word.endswith(f"/{script}")]
-        assert starts, f"{command}: {launcher} does not start {script}\n{done.stdout}"
-        for line, at in starts:
-            parse(script, line[at + 1:])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tests
-
-BLOCKS, SENTENCES = block_commands(), sentence_commands()
-KINDS = {}      # one for each launcher, flags and settings: the same with other values is not run again
-for command in BLOCKS:
-    names = {word.partition("=")[0] for word in command.words if word.startswith("--")}
-    if not script_of(command.words):        # test_guides.py runs those
-        name = (launcher_of(command.words) or [command.text])[0]
-        KINDS.setdefault((name, *sorted({*names, *command.settings})), command)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", KINDS.values(), ids=str)
-def test_command_of_a_block(command, request, tmp_path):
-    if launcher_of(command.words):
-        check_launcher(command, request.getfixturevalue("workshop"))
-    elif command.words[0] == "whisper":     # of another package
-        assert "--output_dir" in command.words
-    elif command.words[:2] == ["mkdir", "-p"]:
-        subprocess.run(["bash", "-ec", command.text], cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, check=True)
-        folder = Path(command.words[2].replace("~", str(tmp_path)))
-        assert (folder / "core" / "optim.py").exists() and len(list(folder.iterdir())) >= 2
-    else:
-        pytest.fail(f"{command}: no rule covers {command.text}")
 
 
 # Example of docs/data.md: (heading, number of its block): the file it becomes, the audio it names, {file: text} beside it
@@ -303,42 +69,14 @@ def test_example_of_data_is_read(heading, number, tmp_path):
     assert list(read_samples(source, problems)) and not problems
 
 
-@pytest.mark.parametrize("command", SENTENCES, ids=str)
-def test_command_of_a_sentence(command):
-    if found := script_of(command.words):
-        script, flags, _ = found
-        parse(script, [flag for flag in flags if flag not in ("...", "--help")], partial=True)
-    elif found := launcher_of(command.words):
-        assert (ROOT / found[0]).is_file()
-    else:
-        assert command.words[0] == "torchrun" and set(word.partition("=")[0] for word in command.words[1:]) <= FOREIGN
-
-
-def started_by(path, found=()):
-    """A launcher, and the scripts of launch/ that it sources or starts: their paths."""
-    found = [*found, path]
-    for name in re.findall(r'^[^#\n]*\b(?:source|bash) .*?/(\w+\.sh)"', (ROOT / path).read_text(), re.M):
-        if f"launch/{name}" not in found:
-            found = started_by(f"launch/{name}", found)
-    return found
-
-
-def test_settings_before_commands_are_read_by_what_they_start():
-    """As $NAME or ${NAME...}, or as a setting of env.sh's; TEST_DEVICE by the tests."""
-    given = [(command, name) for command in [*BLOCKS, *SENTENCES] for name in command.settings if name != "TEST_DEVICE"]
-    for command, name in given:
-        read = "".join((ROOT / path).read_text() for path in started_by(launcher_of(command.words)[0]))
-        assert re.search(rf"\$\{{?!?{name}\b|^setting {name}\b", read, re.M), f"{command}: nothing reads {name}"
-    assert len(given) > 20 and len(BLOCKS) > 40 and len(SENTENCES) > 10
-
-
 def test_every_flag_that_is_named_exists():
-    known = all_flags() | FOREIGN
+    code = "".join(path.read_text() for folder in (".", "speech", "diffusion", "distill", "core", "bench")
+                   for path in (ROOT / folder).glob("*.py"))
+    known = {flag for flag in re.findall(r"""["'](--[a-z]\w*)["']""", code)} | FOREIGN
     for page, text in TEXTS.items():
-        spans = re.findall(r"`[^`]+`", without_blocks(text))
-        for code in [*spans, *("\n".join(lines) for _, _, lines in fences(text))]:
-            for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
-                assert flag in known, f"{page}: no script has {flag}"
+        for span in [*re.findall(r"`[^`]+`", without_blocks(text)), *("\n".join(lines) for _, _, lines in fences(text))]:
+            for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
+                assert flag in known or flag.replace("--no-", "--") in known, f"{page}: no script has {flag}"
 
 
 def slug(heading):

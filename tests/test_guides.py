@@ -1,24 +1,30 @@
-"""The Python commands of README and the guides, run page by page in their order, on tiny models; on one rank.
+"""The commands of README and the guides, run page by page in their order, on tiny models; on one rank.
 
-A page's files lie under their names. Names of the Hub stand for tiny models, a run takes two steps, and a command
-of a package that is not here is parsed alone. Launchers: test_docs.py.
+A page's files lie under their names. Names of the Hub stand for tiny models, a run takes two steps, a launcher prints
+what it would run, and a command of a package that is not here is parsed alone. The demos have tests of their own.
 """
 import json
+import re
 import shlex
 import shutil
+import string
 import subprocess
 import sys
+from collections import namedtuple
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
 from diffusion import make_problems
 from speech import make_tiny
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT
-from tests.test_docs import (     # noqa: F401 (a fixture)
-    BLOCKS, TEXTS, parse, script_of, split_command, workshop, write_speech)
+from tests.helpers.trainer import ROOT, script_flags
+from tests.launch.test_launchers import environment
+from tests.test_docs import TEXTS, fences
 
 LABELS = ("en", "fr", "de")
 SPEECH = "python train_v2_ddp.py --model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json"
@@ -48,33 +54,115 @@ GATES = {"--check_fell", "--min_closed"}        # exit status 1: after two steps
 ABSENT = {"--tasks": "lm_eval", "--mos": "speechmos", "--max_model_len": "vllm", "--speaker_model": "a_listener",
           "--asr_model": "pocketsphinx", "sdar": "a_tokenizer_of_Qwen3"}
 
+REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
+DEMOS = {"demo", "distill_demo", "setup", "test", "slurm"}      # launchers with tests of their own
+Command = namedtuple("Command", "page settings words text")     # words: without the settings {NAME: value} before them
+
+
+def split_command(text):
+    """A command line -> ({setting: value}, words), comments left out."""
+    words, settings = shlex.split(text, comments=True), {}
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+        name, _, settings[name] = words.pop(0).partition("=")
+    return settings, words
+
+
+def block_commands():
+    """The commands of all bash blocks, and those after a $ in other blocks; variables set in a block are filled in."""
+    found = []
+    for page, text in TEXTS.items():
+        for language, _, lines in fences(text):
+            if language != "bash":
+                lines = [line[2:] if line.startswith("$ ") else "" for line in lines]
+            variables = {}
+            for command in re.split(r"(?<!\\)\n", "\n".join(lines)):
+                filled = string.Template(command.replace("\\\n", " ")).safe_substitute(variables)
+                settings, words = split_command(filled)
+                if words:
+                    found.append(Command(page, settings, words, filled))
+                else:
+                    variables |= settings
+    return found
+
+
+def script_of(words):
+    """(script, its flags) of a command that starts one of our Python files, else None."""
+    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    return (words[at], words[at + 1:]) if at and (words[0] == "torchrun" or words[0] == "python" and at == 1) else None
+
+
+def parse(script, flags):
+    try:
+        script_flags(script)[0].parse_args(flags)
+    except SystemExit as left:
+        raise AssertionError(f"{script} refuses {shlex.join(flags)}") from left
+
+
+def check_launcher(command, place):
+    """Each setting is one that a launcher reads; what the launcher would run is parsed."""
+    launcher = next(word for word in command.words if word.endswith(".sh"))
+    read = "".join(path.read_text() for path in (ROOT / "launch").glob("*.sh"))
+    for name in command.settings:
+        assert re.search(rf"\$\{{?!?{name}\b|\bsetting {name}\b", read), f"{command.text}: nothing reads {name}"
+    if Path(launcher).stem in DEMOS:
+        return
+    arguments = command.words[command.words.index(launcher) + 1:]
+    arguments = [new for word in arguments for new in (REST.split() if word == "..." else [
+        "fresh" if word == "labels.jsonl" and "create" in launcher else word])]
+    more = {"HF_HUB_OFFLINE": "1", "DRY_RUN": "1"} | ({"GPUS": "8"} if "create" in launcher else {})
+    done = subprocess.run(["bash", launcher, *arguments], cwd=place, text=True, capture_output=True, timeout=PATIENCE_S,
+                          env=environment(**command.settings | more))
+    assert done.returncode == 0, f"{command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+    starts = [(words, at) for words in map(shlex.split, done.stdout.splitlines())
+              for at, word in enumerate(words) if word.startswith(f"{ROOT}/") and word.endswith(".py")]
+    assert starts, f"{command.text} starts nothing of ours\n{done.stdout}"
+    for words, at in starts:
+        parse(str(Path(words[at]).relative_to(ROOT)), words[at + 1:])
+
+
+def write_speech(path, pitch, seconds=1):
+    """Seconds of a voice-like tone."""
+    t = np.arange(24000 * seconds) / 24000
+    wave = sum(np.sin(2 * np.pi * pitch * k * t) / k for k in range(1, 20)) * (0.1 + 0.05 * np.sin(2 * np.pi * 3 * t))
+    soundfile.write(path, wave.astype(np.float32), 24000)
+
 
 @pytest.fixture
-def place(workshop, tiny):      # noqa: F811
-    """The workshop with everything that a guide names."""
-    make_tiny.main([str(workshop / "higgs3"), "--clips", "2", "--speakers", "1", "--higgs3"])
+def place(tiny, tmp_path):
+    """A folder where the repository's files lie under their own names, and all that a guide names, tiny."""
+    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")), *ROOT.glob("*.py")):
+        (tmp_path / source.name).symlink_to(source)
     tiny.codes.mkdir(exist_ok=True)
-    (workshop / "codes").symlink_to(tiny.codes)
-    (workshop / "TTS3").symlink_to(workshop / "higgs3" / "model")
-    make_problems.write_demo(workshop, 12, 4)
-    write_speech(workshop / "me.wav", 200, seconds=2)
-    (workshop / "train.csv").write_text("audio,text\n" + "".join(
+    for name, target in (("BASE", tiny.model), ("CODEC", tiny.codec), ("codes", tiny.codes)):
+        (tmp_path / name).symlink_to(target)
+    text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
+    (tmp_path / "train.json").write_text(text)
+    (tmp_path / "recordings").mkdir()
+    write_speech(tmp_path / "recordings" / "talk.wav", 200, seconds=8)
+    (tmp_path / "recordings" / "talk.srt").write_text("".join(
+        f"{i + 1}\n00:00:0{i},000 --> 00:00:0{i + 1},000\nGood day number {i}.\n\n" for i in range(8)))
+    chats.write(tmp_path / "labels.jsonl", chats.conversations(24))
+    make_tiny.main([str(tmp_path / "higgs3"), "--clips", "2", "--speakers", "1", "--higgs3"])
+    (tmp_path / "TTS3").symlink_to(tmp_path / "higgs3" / "model")
+    make_problems.write_demo(tmp_path, 12, 4)
+    write_speech(tmp_path / "me.wav", 200, seconds=2)
+    (tmp_path / "train.csv").write_text("audio,text\n" + "".join(
         f"{tiny.root}/{sample['messages'][-1]['content'][-1]['audio_url']},Good day number {number}.\n"
         for number, sample in enumerate(tiny.samples()[:8])))
-    (workshop / "prompts.json").write_text(json.dumps(json.loads((workshop / "train.json").read_text())[:2]))
-    (workshop / "lines.txt").write_text("en Good day.\nfr Bonjour.\n")
+    (tmp_path / "prompts.json").write_text(json.dumps(json.loads((tmp_path / "train.json").read_text())[:2]))
+    (tmp_path / "lines.txt").write_text("en Good day.\nfr Bonjour.\n")
     for name, layers in (("STUDENT", 2), ("LARGER", 3)):        # for long prompts
-        chats.student(workshop / name, num_hidden_layers=layers, max_position_embeddings=8192)
-    tiny_teacher.save(workshop / "TEACHER")
-    config = json.loads((workshop / "TEACHER" / "config.json").read_text())     # for a long prompt
-    (workshop / "TEACHER" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    (workshop / "system.txt").write_text("Speak like a pirate.")
+        chats.student(tmp_path / name, num_hidden_layers=layers, max_position_embeddings=8192)
+    tiny_teacher.save(tmp_path / "TEACHER")
+    config = json.loads((tmp_path / "TEACHER" / "config.json").read_text())     # for a long prompt
+    (tmp_path / "TEACHER" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    (tmp_path / "system.txt").write_text("Speak like a pirate.")
     questions = [[{"role": "user", "content": f"{label} {i}"}] for i in range(12) for label in LABELS]
-    chats.write(workshop / "chats.jsonl", questions)
-    chats.write(workshop / "unseen.jsonl", chats.conversations(5))
-    (workshop / "truth.jsonl").write_text("".join(f'{{"id": {i}, "label": "en"}}\n' for i in range(len(questions))))
-    chats.write(workshop / "held_out.jsonl", chats.conversations(12))
-    return workshop
+    chats.write(tmp_path / "chats.jsonl", questions)
+    chats.write(tmp_path / "unseen.jsonl", chats.conversations(5))
+    (tmp_path / "truth.jsonl").write_text("".join(f'{{"id": {i}, "label": "en"}}\n' for i in range(len(questions))))
+    chats.write(tmp_path / "held_out.jsonl", chats.conversations(12))
+    return tmp_path
 
 
 def start_server(place):
@@ -86,7 +174,7 @@ def start_server(place):
 
 def filled(words, place, url):
     """A command's flags on tiny models: (script, flags)."""
-    script, flags, _ = script_of(words)
+    script, flags = script_of(words)
     flags = [SWAPS.get(flag, flag).replace("http://localhost:8000/v1", url) for flag in flags]
     flags = [str(newest(place / flag)) if "checkpoint-" in flag else flag for flag in flags]
     flags += SHORT.get(script, "").split()
@@ -101,7 +189,8 @@ def newest(path):
     return max(path.parent.glob("checkpoint-*"), key=lambda folder: int(folder.name.partition("-")[2]))
 
 
-PAGES = [page for page in TEXTS if any(script_of(command.words) for command in BLOCKS if command.page == page)]
+BLOCKS = block_commands()
+PAGES = [page for page in TEXTS if any(command.page == page for command in BLOCKS)]
 
 
 @pytest.mark.slow
@@ -111,11 +200,15 @@ def test_commands_of_a_page_run(page, place, quick_python):
     try:
         texts = [text for command in BLOCKS if command.page == page
                  for text in (*(more for flag, more in FIRST.items() if flag in command.words), command.text)]
-        for words in (split_command(text)[1] for text in (*BEFORE.get(page, ()), *texts)):
-            if not script_of(words):
+        for settings, words in (split_command(text) for text in (*BEFORE.get(page, ()), *texts)):
+            if words[0] in ("bash", "sbatch"):
+                check_launcher(Command(page, settings, words, shlex.join(words)), place)
                 continue
+            if words[0] in ("whisper", "mkdir"):        # of another package; test_house.py makes the copies
+                continue
+            assert script_of(words), f"{page}: no rule covers {words}"
             if any(flag in words and not find_spec(package) for flag, package in ABSENT.items()):
-                parse(*script_of(words)[:2])
+                parse(*script_of(words))
                 continue
             script, flags = filled(words, place, url)
             for flag, target in zip(flags, flags[1:]):      # each command is an example of its own

@@ -81,8 +81,7 @@ def test_a_batch_arrives_as_it_was(batch):
         assert not any(torch.is_tensor(value) and value.is_shared() for value in packing.values_of(there).values())
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("n", [0, 1, 2, 40])
+@pytest.mark.parametrize("workers, n", [(0, 40), (1, 0), (1, 1), (3, 2), (3, 40)])
 def test_every_batch_once_in_order(workers, n):
     batches = packing.iterate(loader(range(n), lambda i: Named(torch.full((i + 1,), i), i, torch.zeros(0)), workers))
     for i in range(n):
@@ -98,7 +97,7 @@ def bad_at_3(i):
     return flat(i)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 3])
 def test_a_bad_sample_is_named_in_its_place(workers):
     batches = packing.iterate(loader(range(9), bad_at_3, workers))
     assert [len(next(batches).ids) for _ in range(3)] == [0, 1, 2]
@@ -115,8 +114,7 @@ def killed_at_3(i):
 
 
 @pytest.mark.race
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_killed_loader_process_is_named(workers, monkeypatch):
+def test_a_killed_loader_process_is_named(monkeypatch, workers=3):
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)    # as at a start
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):

@@ -2,6 +2,9 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -19,13 +22,15 @@ from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sample_bd3lm import question_state
 from tests.helpers.block_problems import documents_of
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
-from tests.helpers.block_runs import as_checkpoint, newest, train_bd3lm
+from tests.helpers.block_runs import as_checkpoint, newest, short_run
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import Run
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
 ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer, <|endoftext|> the last; rows that no token uses
 SDAR_MASK, SDAR_ROWS = 500, 520     # the mask's id and the rows of SDAR, 151,669 and 151,936, made small
+ASK = ["Ben has 3 pens.", "How many apples has Anna, who had 5 and got 2 more?", "1", "Two shells and 12 stamps?"]
 KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
          "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
          "qwen2": Qwen2Config(tie_word_embeddings=True, vocab_size=ROWS + 1, **SHAPE)}
@@ -107,26 +112,6 @@ def test_noisy_blocks_are_what_the_sampler_sees(models, kind):
             torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["all", "selective", "compiled"])
-def test_recomputed_and_compiled_layers_train_the_same(models, how):
-    """Dropout included; aot_eager is what --compile does before it makes kernels."""
-    tokens, found = load_tokenizer(models["qwen3"], "gsm8k"), []
-    inputs = noised(make_blocks(MIXED, 26, 24))
-    inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask))
-    for mode in (None, how):
-        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.0 if how == "compiled" else 0.2)
-        torch.manual_seed(0)
-        model = decoder.Decoder(config, recompute=None if mode == "compiled" else mode).train()
-        for layer in model.layers if mode == "compiled" else ():
-            layer.compile(backend="aot_eager", dynamic=False)
-        torch.manual_seed(1)
-        losses = model(inputs)
-        found.append([losses, *torch.autograd.grad((losses * inputs.weights).sum(), list(model.parameters()))])
-    for plain, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
-    assert all(gradient.any() for gradient in found[0])
-
-
 def test_the_mask_takes_a_spare_row_or_a_new_one(models):
     for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
         tokens = load_tokenizer(models[kind], "gsm8k")
@@ -168,13 +153,8 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
         assert tokens.encode(text) == theirs(text)["input_ids"]
     assert tokens.end == theirs.eos_token_id == ROWS + 2 and tokens.mask == len(theirs) == ROWS + 3
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))     # as GPT-2's
-    (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match="has no tokenizer.json"):
         problems.read_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
-    (tmp_path / "vocab.json").unlink()
-    with pytest.raises(UserError, match="has no tokenizer.json"):
-        load_tokenizer(tmp_path, "gsm8k", "<|im_end|>")
 
 
 def test_questions_in_the_chat_template(models, demo):
@@ -295,8 +275,7 @@ def check_going_on(start, layout, demo, output_dir, capsys):
     assert (kept.prompt, kept.end_token) == (layout["prompt"], layout["end_token"]) and "<|im_start|>" in kept.prompt
     assert kept == published.with_chat(common, origin.path)
     capsys.readouterr()
-    train_bd3lm.main(["--init_from", str(start), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
-                      "--max_length", "96", "--output_dir", str(output_dir), "--dry_run", "--report_to", "none"])
+    short_run(output_dir, f"--init_from {start} --train_data_file {demo}/train.jsonl --dry_run")
     said = capsys.readouterr().out
     assert said.endswith("dry run ok\n") and "new rows" not in said
 
@@ -350,23 +329,6 @@ def tensor_files_in(folder, stem):
     return {name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(path).items()}
 
 
-def test_work_is_counted_like_a_plain_sum():
-    source = Qwen3Config(**SHAPE | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
-                                    "intermediate_size": 12}, head_dim=4).to_dict()
-    with torch.device("meta"):
-        model = decoder.Decoder(decoder.Config(20, 19, source))
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name)
-    products = 2 * 10 * matrices + 2 * 3 * 8 * 20 + 4 * 7 * 16 * 2      # of tokens, of the head's rows, of pairs
-    assert model.flops(tokens=10, rows=3, pairs=7) == 3 * products
-    named = dict(model.named_parameters())
-    assert not model.decays("model.embed_tokens.weight", named["model.embed_tokens.weight"])
-    assert not model.decays("model.norm.weight", named["model.norm.weight"])
-    assert model.decays("lm_head.weight", named["lm_head.weight"])
-
-
-# -- SDAR --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def sdar(demo, tmp_path_factory):
     """(OUTPUT_DIR of a run from a Qwen3 whose tokens end where SDAR's mask begins, its export as SDAR)."""
@@ -382,10 +344,7 @@ def sdar(demo, tmp_path_factory):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=SDAR_ROWS,
                                                  **shape)).save_pretrained(base)
-    train_bd3lm.main(["--init_from", str(base), "--chat", "--train_data_file", str(demo / "train.jsonl"),
-                      "--block_size", "4", "--max_length", "96", "--max_steps", "1", "--num_workers", "0",
-                      "--problems_per_batch", "4", "--output_dir", str(out / "run"), "--report_to", "none",
-                      "--eval_steps", "0", "--logging_dir", str(out / "logs")])
+    short_run(out / "run", f"--init_from {base} --chat --train_data_file {demo}/train.jsonl --eval_steps 0")
     published.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "sdar"), "--format", "sdar"])
     yield out / "run", out / "sdar"
     patch.undo()
@@ -447,17 +406,13 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, demo, tmp_path, capsys
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids("<|MASK|>") == SDAR_MASK == tokenizer.mask_token_id
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
-    train_bd3lm.main(["--init_from", str(folder), "--batch_preset", "convert", "--train_data_file",
-                      str(demo / "train.jsonl"), "--block_size", "4", "--max_length", "96", "--dry_run", "--output_dir",
-                      str(tmp_path / "on"), "--report_to", "none"])
+    start = f"--init_from {folder} --train_data_file {demo}/train.jsonl"
+    short_run(tmp_path / "on", start, "--batch_preset convert --dry_run")
     said = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
     assert "memory" in said and said.endswith("dry run ok\n") and "new rows" not in said
     assert "; trained in blocks of 4\n" in said
     # what starts from SDAR goes out as SDAR, asked or not: config.json must not name files that are not there
-    train_bd3lm.main(["--init_from", str(folder), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
-                      "--max_length", "96", "--max_steps", "1", "--problems_per_batch", "1", "--output_dir",
-                      str(tmp_path / "on"), "--gradient_accumulation_steps", "1", "--report_to", "none", "--eval_steps",
-                      "0", "--validation_split", "0", "--num_workers", "0", "--learning_rate", "0"])
+    short_run(tmp_path / "on", start, "--problems_per_batch 1 --validation_split 0 --learning_rate 0")
     published.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
     state, again = (load_file(part / "model.safetensors") for part in (folder, tmp_path / "again"))
@@ -465,3 +420,27 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, demo, tmp_path, capsys
     monkeypatch.setattr(published, "SDAR_MASK_ID", 5)
     with pytest.raises(UserError, match=f"that the mask has id 5, not {SDAR_MASK}"):
         published.export(newest(run), tmp_path / "other", "sdar")
+
+
+def python(*words):
+    """Output of an interpreter that knows nothing of this repository."""
+    done = subprocess.run([sys.executable, "-I", *map(str, words)], cwd="/", text=True, capture_output=True,
+                          timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_file_in_an_export_writes_our_texts(sdar, tmp_path):
+    """generate.py, without this repository; also where config.json is not SDAR's."""
+    (run, folder), written = sdar, set()
+    published.export(newest(run), tmp_path / "usual")
+    for threshold in (0.9, 0.02):
+        args = types.SimpleNamespace(checkpoint=run, device="cpu", bf16=False)
+        _, solver = sample_bd3lm.load_solver(args, sample_bd3lm.Sampling("confidence", threshold, 0.0))
+        states = [question_state(problems.Problem("", text, "", ""), solver.tokens, solver.layout) for text in ASK]
+        ours = "".join(f"{found['text']}\n" for found in sample_bd3lm.answer(solver, states, 1))
+        for place in (folder, tmp_path / "usual"):
+            assert python(place / "generate.py", *ASK, "--threshold", threshold) == ours
+        written.add(ours)
+    assert len(written) == 2

@@ -20,9 +20,6 @@ def test_dropout_is_on_both_branches():
     assert torch.equal(model.hidden_states(inputs), model.embed(inputs.tokens)[:, :inputs.n_noisy])
 
 
-# -- Who sees whom -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length,size", [(6, 1), (8, 2), (12, 4), (10, 5), (8, 8), (9, 4)])
 def test_mask_of_the_baseline_is_the_papers(length, size):
     block = torch.arange(length).repeat(2)[None] // size
@@ -123,9 +120,6 @@ def test_tiles_are_those_of_create_block_mask(system):
                 assert torch.equal(a, b) if isinstance(a, torch.Tensor) else callable(a) or a == b
 
 
-# -- Loss --------------------------------------------------------------------------------------------------------------
-
-
 def slow_loss(model, batch, inputs, t_of_group):
     """SUBS as the papers write it, block by block: log-probabilities, one-hot where nothing is masked, times -1/t."""
     total = 0
@@ -172,31 +166,19 @@ def test_packed_rows_train_like_padded_ones():
     assert_close(*both)
 
 
-def test_chunked_head_and_recomputation_change_nothing(monkeypatch):
-    batch = make_blocks(MIXED, 26, 24)
-    inputs, results = noised(batch), []
-    for rows, recompute in ((dit.HEAD_ROWS, None), (4, None), (dit.HEAD_ROWS, "all")):
-        monkeypatch.setattr(dit, "HEAD_ROWS", rows)
-        model = network(recompute=recompute)
-        loss = loss_of(model, inputs, batch.n_targets)
-        results.append([loss, *gradients(model, loss)])
-    assert_close(results[0], results[1])
-    assert_close(results[0], results[2])
-
-
 @pytest.mark.parametrize("pieces", [dit.HEAD_ROWS, 24])
-def test_added_rows_change_nothing(monkeypatch, pieces):
+def test_added_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces):
     """The head of a GPU takes a multiple of ROW_STEP masked tokens; here 16, whose first label may be the mask's."""
     batch, sizes, results = make_blocks(MIXED, 26, 24), set(), []
     batch = batch._replace(input_ids=batch.input_ids.clamp(min=1))
     plain = dit.DiT.row_losses
     monkeypatch.setattr(dit.DiT, "row_losses", lambda model, x, labels: sizes.add(len(x)) or plain(model, x, labels))
     monkeypatch.setattr(kernels, "wanted", lambda x: True)
-    monkeypatch.setattr(dit, "HEAD_ROWS", pieces)
-    for step in (1, 16):
+    for step, recompute in ((1, None), (16, "all")):
         sizes.clear()
         monkeypatch.setattr(dit, "ROW_STEP", step)
-        model = network(dataclasses.replace(CONFIG, mask_id=0))
+        monkeypatch.setattr(dit, "HEAD_ROWS", pieces if recompute else dit.HEAD_ROWS)
+        model = network(dataclasses.replace(CONFIG, mask_id=0), recompute=recompute)
         loss = loss_of(model, inputs := noised(batch, t_range=(0.6, 1.0)), batch.n_targets)
         results.append([loss, *gradients(model, loss)])
     assert len(inputs.rows) % 16 and all(size % 8 == 0 for size in sizes) and results[0][0].isfinite(), sizes

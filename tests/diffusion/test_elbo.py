@@ -143,5 +143,3 @@ def test_known_answers_are_right(demo, monkeypatch):
     values = elbo.accuracy(ALONE, model, how)
     right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
     assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3
-    values |= {"eval/nll": 1, "eval/bits_per_token": 1, "eval/perplexity": 1, "eval/loss": 1}
-    assert f"right {right:.1%}" in elbo.eval_line(3, values)

@@ -1,22 +1,24 @@
-"""sample_bd3lm.py on random models: a file of answers, counted passes and tokens, requests of lm-eval."""
+"""Sampling and likelihoods on random models: answers, counted passes, states, requests of lm-eval."""
+import itertools
 import json
+import math
 import types
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from diffusion import dit, evaluate, sample_bd3lm
-from diffusion.choices import Layout
+from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.problems import load_tokenizer, read_problems
-from diffusion.sample_bd3lm import Sampling, Solver
-from tests.helpers.block_runs import as_checkpoint
+from diffusion.sample_bd3lm import Sampling, Solver, prefill
+from tests.helpers.block_problems import LAYOUTS, load
+from tests.helpers.block_rows import MASK, chi_square, network
+from tests.helpers.block_runs import as_checkpoint, short_run
 
-LAYOUTS = {
-    "gsm8k": Layout("gsm8k", block_size=8, max_length=96),
-    "hdp": Layout("hdp", block_size=8, execution_block_size=4, question_budget=48, plan_budget=32, execution_budget=48),
-}
+HDP = Layout("hdp", block_size=8, execution_block_size=4, question_budget=48, plan_budget=32, execution_budget=48)
 FILES = {"gsm8k": "train.jsonl", "hdp": "train_hdp.json"}
 
 
@@ -32,10 +34,11 @@ def solver_of(demo, layout, how=None):
     return Solver(model, tokens, layout, how or Sampling())
 
 
-@pytest.mark.parametrize("system", LAYOUTS)
+@pytest.mark.parametrize("system", FILES)
 def test_answers_to_a_file(demo, tmp_path, system, capsys):
     """Of averaged weights; the same in any batch; a pass for each token, or fewer where several are sure."""
-    solver, layout, path = solver_of(demo, LAYOUTS[system]), LAYOUTS[system], tmp_path / "run" / "checkpoint-5"
+    layout, path = HDP if system == "hdp" else LAYOUTS["gsm8k"], tmp_path / "run" / "checkpoint-5"
+    solver = solver_of(demo, layout)
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"model": asdict(solver.model.config), "layout": asdict(layout)}))
     state = {name: p.detach().clone() for name, p in solver.model.named_parameters()}
@@ -83,3 +86,183 @@ def test_prompts_of_lm_eval(demo):
         for end in [stop] if isinstance(stop, str) else stop:
             whole = whole.split(end)[0]
         assert text == whole
+
+PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]
+
+
+def log_probabilities(solver, clean, shown):
+    """(block_size, V) of the places of the block behind the clean ids, some of which are shown, the others masked."""
+    at = torch.arange(len(clean))[None]
+    size = len(shown)
+    past = prefill(solver.model, torch.tensor(clean)[None], at, at // size, torch.ones_like(at, dtype=torch.bool))
+    here = torch.arange(len(clean), len(clean) + size)[None]
+    seen = torch.ones(1, 1, size, len(clean) + size, dtype=torch.bool)
+    hidden, _ = solver.model.extend(torch.tensor(shown)[None], here, seen, past)
+    return solver.model.logits(hidden)[0].double().log_softmax(-1)
+
+
+@torch.no_grad()
+def test_blocks_of_one_token_have_the_exact_likelihood(demo):
+    """Of a DiT, against its cached sampler asked for one token after the other; lm-eval gets minus that."""
+    solver = solver_of(demo, Layout(block_size=1, max_length=64))
+    found = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
+        [types.SimpleNamespace(args=pair) for pair in PAIRS])
+    for (context, text), (value, greedy) in zip(PAIRS, found):
+        ids = [solver.tokens.bos, *solver.tokens.encode(context)]
+        exact = 0.0
+        for token in solver.tokens.encode(text):
+            exact += float(log_probabilities(solver, ids, [solver.tokens.mask])[0, token])
+            ids.append(token)
+        assert value == pytest.approx(exact, rel=1e-5) and greedy is False and exact < -5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
+    """Two tokens of a block of four, whose other places stay masked: the bound is a mean over both orders."""
+    solver, size = solver_of(demo, Layout(block_size=4, max_length=64)), 4
+    context, text = list(range(60, 68)), [70, 90]
+    both = []
+    for order in itertools.permutations(range(2)):
+        shown, nats = [solver.tokens.mask] * size, 0.0
+        for place in order:
+            nats -= float(log_probabilities(solver, context, shown)[place, text[place]])
+            shown[place] = text[place]
+        both.append(nats)
+    documents = evaluate.continuations(solver, [("a", context, text)] * 1000)
+    found = evaluate.draw_bounds(solver, documents, 50, 500, seed=3)
+    error = found.mean(0).std(ddof=1) / math.sqrt(found.shape[1])     # levels are stratified over all documents
+    assert abs(found.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both)
+    assert abs(both[0] - both[1]) > 4 * error
+
+
+def test_the_bound_of_a_file(demo, tmp_path, capsys):
+    """The validation's number of the same weights, within both errors; wrong flags are refused."""
+    out = tmp_path / "out"
+    short_run(out, f"--train_data_file {demo}/train.jsonl --eval_data_file {demo}/test.jsonl --tokenizer {demo}",
+              "--model_size nano --eval_repeats 8")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    wanted = next(line for line in lines if "eval/nll" in line)
+    capsys.readouterr()
+    common = ["--checkpoint", str(out), "--device", "cpu", "--bound", str(demo / "test.jsonl")]
+    evaluate.main([*common, "--draws", "8", "--output", str(tmp_path / "bound.json")])
+    found = json.loads((tmp_path / "bound.json").read_text())
+    summary = found["summary"]
+    error = math.hypot(summary["eval/stderr"], wanted["eval/stderr"])
+    assert abs(summary["eval/nll"] - wanted["eval/nll"]) < 4 * error
+    assert summary["eval/bits_per_token"] == pytest.approx(summary["eval/nll"] / math.log(2))
+    assert summary["texts"] == 20 and summary["tokens"] > 20 * 10
+    said = capsys.readouterr().out
+    assert "bound      nll <= " in said
+    with pytest.raises(SystemExit):
+        evaluate.main([*common, "--draws", "1"])
+
+
+def questions():
+    """Contexts, pinned ids and rooms of three problems of different lengths, one of them without a context."""
+    rng = np.random.default_rng(0)
+    contexts = [np.stack([rng.integers(0, MASK, n), np.arange(n), np.arange(n) // 4]) for n in (8, 0, 4)]
+    return contexts, [([3, 4], 8), ([], 0), ([5], 4)], [3, 2, 3]
+
+
+@pytest.mark.parametrize("how", [
+    sample_bd3lm.Sampling(), sample_bd3lm.Sampling("confidence", 1.0, 0), sample_bd3lm.Sampling("confidence", 0.12)], ids=str)
+def test_every_order_fills_its_room_and_counts_its_passes(how):
+    model, (contexts, pinned, rooms) = network().eval(), questions()
+    found = sample_bd3lm.generate(model, zip(contexts, pinned), rooms, 4, 99, how, torch.Generator().manual_seed(1))
+    for i, result in enumerate(found):
+        given, free = len(pinned[i][0]), 4 * rooms[i] - len(pinned[i][0])
+        assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * rooms[i] and not result.ended
+        assert MASK not in result.ids and rooms[i] <= result.forwards <= free
+        assert how.threshold < 0.5 or result.forwards == free
+
+
+def test_one_sure_pass_a_block_and_none_without_room():
+    model, (contexts, pinned, _) = network().eval(), questions()
+    results = sample_bd3lm.generate(model, zip(contexts, pinned), [3, 0, 1], 4, 99,
+                               sample_bd3lm.Sampling("confidence", threshold=0.0))
+    assert [r.forwards for r in results] == [3, 0, 1] and [len(r.ids) for r in results] == [12, 0, 4]
+
+
+def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
+    model, (contexts, pinned, _) = network().eval(), questions()
+    how = sample_bd3lm.Sampling("confidence", 1.0, 0)
+    free = sample_bd3lm.generate(model, zip(contexts, pinned), [3] * 3, 4, 99, how)
+    end = free[0].ids[5]        # in the second block of the first problem
+    ended = sample_bd3lm.generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
+    for i, (whole, cut) in enumerate(zip(free, ended)):
+        own = whole.ids[len(pinned[i][0]):]
+        at = own.index(end) + len(pinned[i][0]) if end in own else None
+        assert cut.ended == (at is not None)
+        assert cut.ids == (whole.ids if at is None else whole.ids[:at // 4 * 4 + 4])
+    assert len(ended[0].ids) <= 8
+
+
+def test_a_block_that_was_given_is_like_one_that_was_written():
+    """Places, block numbers, keys and values of later blocks: one call for two blocks writes what two calls do."""
+    model, how = network().eval(), sample_bd3lm.Sampling("confidence", 1.0, 0)
+    context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
+    whole, = sample_bd3lm.generate(model, [(context, ([], 8))], [2], 4, 99, how)
+    first, = sample_bd3lm.generate(model, [(context, ([], 8))], [1], 4, 99, how)
+    assert whole.ids[:4] == first.ids
+    block = np.stack([first.ids, np.arange(8, 12), np.full(4, 2)])
+    second, = sample_bd3lm.generate(model, [(np.concatenate([context, block], 1), ([], 12))], [1], 4, 99, how)
+    assert whole.ids[4:] == second.ids
+
+
+def test_an_end_token_that_was_given_ends_nothing():
+    model = network().eval()
+    context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
+    result, = sample_bd3lm.generate(model, [(context, ([3, 4], 8))], [1], 4, 4, sample_bd3lm.Sampling("confidence", 1.0, 0))
+    assert result.ids[:2] == [3, 4] and 4 not in result.ids[2:] and not result.ended
+
+
+def test_temperature():
+    torch.manual_seed(0)
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    many = p.log().expand(20000, -1)
+
+    ids, sure = sample_bd3lm.pick(many, 1.0, None)
+    assert chi_square(np.bincount(ids, minlength=5), p.numpy().astype(float)) < 0
+    torch.testing.assert_close(sure.float(), p[ids])
+    ids, _ = sample_bd3lm.pick(many, 0.5, None)
+    assert chi_square(np.bincount(ids, minlength=5), (p**2 / (p**2).sum()).numpy().astype(float)) < 0
+    assert (sample_bd3lm.pick(many, 0, None)[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k-1", "gsm8k-whole", "hdp", "hdp-sizes"])
+def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
+    layout = LAYOUTS[name]
+    found, tokens, documents = load(demo, layout)
+    for d, problem in enumerate(found[:20]):
+        part = slice(*documents.offsets[d:d + 2])
+        truth = np.stack([documents.ids[part], documents.position[part], documents.block[part]])
+        region = documents.region[part]
+        context, (pinned, first) = sample_bd3lm.question_state(problem, tokens, layout)
+        for own in (PLAN, EXECUTION)[:2 if layout.system == "hdp" else 1]:
+            start = truth.shape[1] - (truth[1] >= first).sum()
+            assert (context[0] == truth[0][:start]).all() and (context[1] == truth[1][:start]).all()
+            assert (context[2] == truth[2][:start]).all()
+            stop = layout.start(EXECUTION) if own == PLAN and layout.system == "hdp" else 10**9
+            body = truth[:, (truth[1] >= first) & (truth[1] < stop)]
+            assert body[0][:len(pinned)].tolist() == pinned
+            size = layout.regions[own][2]
+            assert body.shape[1] % size == 0 and body.shape[1] // size <= sample_bd3lm.room(first, own, layout)
+            if layout.system == "gsm8k":
+                assert first + size * sample_bd3lm.room(first, own, layout) <= layout.max_length
+            finished = sample_bd3lm.finish_region(body[0].tolist(), len(pinned), tokens.end)
+            assert tokens.end in finished and finished == body[0].tolist()
+            text = sample_bd3lm.region_text(finished, len(pinned), tokens)
+            if own == PLAN and layout.system == "hdp":
+                assert text == problem.plan
+                context, (pinned, first) = sample_bd3lm.execution_state(context, finished, tokens, layout)
+        expected = problem.solution if layout.system == "gsm8k" else f"{problem.solution}\n#### {problem.answer}"
+        assert text == expected and sample_bd3lm.score(text, problem.answer)
+        assert set(region) <= {QUESTION, PLAN, EXECUTION, FILL}
+
+
+@pytest.mark.parametrize("text, gold, right", [
+    ("so 6*3 = 18\n#### 18", "18", True), ("#### 1,234", "1234", True), ("#### 1234", "1,234", True),
+    ("#### -5", "-5", True), ("#### 18.0", "18", False), ("####18", "18", False), ("18 then 19", "18", False)])
+def test_scores(text, gold, right):
+    assert sample_bd3lm.score(text, gold) is right

@@ -96,9 +96,6 @@ def assert_same_training(a, b, without=CLOCK):
         assert difference.mean() < 0.01 * unit and difference.max() < 0.5 * unit, (stem, name)
 
 
-# -- Splits, resuming --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS[1:])
 def test_any_split_trains_the_same(shared, split):
@@ -186,9 +183,6 @@ def test_the_average_in_a_checkpoint_follows_its_formula(shared):
     assert step == 4
 
 
-# -- Every mode, bounds ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags", [
     "", "--bf16", f"{HDP} --loss_on_question", "--block_size 96 --no-pack",
     "--loss_weighting ce --t_range 0.3 0.8", "--strip_calculator"])
@@ -256,9 +250,6 @@ def test_the_bound_is_unbiased_and_knows_its_error(shared):
     assert abs(values["eval/loss"] / guess - 1) < 0.07
 
 
-# -- Ends --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
     flags = ("--learning_rate", 0, "--max_steps", 50, "--eval_steps", 1, "--early_stop_patience", 2)
@@ -307,31 +298,20 @@ def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
 
 
 BAD = {
-    "--demo 8": "give one of --train_data_file and --demo",
+    "--demo 8": "give one of --train_data_file and --demo, which",
     "--block_size 7": "--max_length 96 is not a multiple of --block_size 7",
     "--block_size 4 --t_range 0.3 0.45": "no number of masked tokens out of 4",
-    "--block_size 4 --t_range 0.001 0.2": "no number of masked tokens out of 4",
     "--t_range 0.8 0.3": "lower end first", "--end_token </s> --chat": "--end_token needs --system gsm8k, and no --chat",
     "--plan_block_size 4": "--plan_block_size and --execution_block_size need --system hdp",
     f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
     "--max_steps 0": "--max_steps is 0; it must be at least 1",
-    "--learning_rate nan": "--learning_rate is nan",
     "--ema_decay 1": "--ema_decay is 1.0; it must be at least 0 and below 1",
-    "--dropout 1.5": "--dropout is 1.5",
     "--clip_search_widths 1.2": "widths must lie between 0 and 1",
-    "--eval_repeats 0": "--eval_repeats is 0",
-    "--report_to wandb": "pip install wandb",
 }
 
 
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags_are_refused_by_name(demo, flags):
-    if "wandb" in flags:
-        try:
-            import wandb  # noqa: F401
-            pytest.skip("W&B is installed")
-        except ImportError:
-            pass
     args = train_bd3lm.build_parser().parse_args([*arguments(demo, "out", *flags.split()),
                                                   *(["--train_data_file", "x"] if "--demo" in flags else [])])
     with pytest.raises(UserError, match=re.escape(BAD[flags])):

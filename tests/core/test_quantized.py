@@ -1,0 +1,264 @@
+"""--float8 and --base_dtype nf4: products against torch's and bitsandbytes' own, gradients, whole runs, what is refused.
+
+nf4 needs bitsandbytes: installed, or in the folder that BITSANDBYTES names.
+"""
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+if os.environ.get("BITSANDBYTES"):
+    sys.path.append(os.environ["BITSANDBYTES"])
+
+from core import dist, quantized
+from core.cli import UserError
+from distill import causal_lm
+from tests.distill.test_plan import batch_of, built
+from tests.helpers.merging import merge
+from tests.helpers.runs import assert_same_bits, rows
+from tests.helpers.small_speech import pack_of, small_model
+from tests.helpers.students import train_sft
+from tests.helpers.trainer import ROOT, speech_main, speech_trainer, train_forked
+
+needs_it = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"),
+                              reason="needs the package bitsandbytes, or its folder in BITSANDBYTES")
+
+
+def speech(mode):
+    # no dropout: with it a rounded layer's adapters draw masks of their own
+    _, model = small_model("attention", torch.bfloat16, mode, dropout=0.0)
+    del model.base_model.model.layers[1:]
+    batch = pack_of(2, 20, 50, 20)
+    return model, model.base_model.model.layers, lambda: sum(part.sum() for part in model(batch)[:2])
+
+
+def student(mode):
+    _, model = built("qwen", True, True, False, mode, dropout=0.1)
+    del model.native.model.layers[1:]
+    batch = batch_of(2, 60, 10)
+    return model, causal_lm.decoder_layers(model.native), lambda: model(batch)[0]
+
+
+def trained(make, mode, change):
+    """(loss, gradient of all adapters, tensors kept for the backward pass) of a model whose layers change() changes."""
+    torch.manual_seed(0)
+    model, layers, loss_of = make(mode)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:      # from zero, A would have no gradient
+            torch.nn.init.normal_(parameter, 0, 0.05)
+    change(model, layers)
+    kept = []
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (kept.append(t), t)[1], lambda t: t):
+        loss = loss_of()
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]), kept
+
+
+def frozen_linears(layers):
+    return [module for layer in layers for module in layer.modules() if type(module) is torch.nn.Linear
+            and not module.weight.requires_grad]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# float8
+
+
+def test_products_are_those_of_float8_kernels():
+    """The values that torch._scaled_mm multiplies, with our scales; and close to the product that was asked for."""
+    torch.manual_seed(0)
+    rows, weight = torch.randn(24, 64) * torch.logspace(-4, 4, 24)[:, None], torch.randn(48, 64)
+    stored, scales = quantized.rounded(weight)
+    ours = quantized.product(rows, stored.view(torch.uint8), scales).float()
+    small, row_scales = quantized.rounded(rows)
+    one = torch.ones(())
+    kernel = torch._scaled_mm(small, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    torch.testing.assert_close(ours, kernel * row_scales * scales.t(), rtol=0.01, atol=0)      # bf16 rounds by 0.4 %
+    exact = rows @ weight.t()
+    # both factors have 3 bits, so each is 2.6 % off in the mean
+    assert ((ours - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.06, "each row has a scale"
+    alone = torch.cat([quantized.product(row[None], stored.view(torch.uint8), scales) for row in rows]).float()
+    torch.testing.assert_close(ours, alone, rtol=0.01, atol=0)      # so ranks may share rows out as they like
+    assert not quantized.product(torch.zeros(2, 64), stored.view(torch.uint8), scales).any()
+    assert quantized.product(torch.zeros(0, 64), stored.view(torch.uint8), scales).shape == (0, 48)
+
+
+@pytest.mark.parametrize("make, linears", [(speech, 10), (student, 7)])
+def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, linears):
+    """With and without recomputation; weights take the room that they took in bf16."""
+    def round_weights(model, layers):
+        held = list(model.parameters())     # by names, as the trainers' scripts do
+        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        assert quantized.to_float8(layers) == linears
+        small = [m for m in model.modules() if isinstance(m, quantized.Float8Linear)]
+        assert not any(p.requires_grad for m in small for p in m.parameters())
+        rounded = sum(m.weight.nbytes + m.turned.nbytes for m in small)
+        assert sum(p.dtype == torch.uint8 for p in held) == linears, "weights in bf16 stay in memory"
+        assert rounded == sum(2 * m.in_features * m.out_features for m in small)
+        assert names == [n for n, p in model.named_parameters() if p.requires_grad]
+    exact, gradient, _ = trained(make, None, lambda *_: None)
+    loss, ours, _ = trained(make, None, round_weights)
+    assert loss != exact and loss == pytest.approx(exact, rel=0.01)
+    assert 0.98 < torch.cosine_similarity(ours, gradient, dim=0) and not torch.equal(ours, gradient)    # 0.9994 was seen
+    again, recomputed, _ = trained(make, "selective", round_weights)
+    assert again == loss and torch.equal(recomputed, ours)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU"))])
+def test_gpu_kernels_take_both_products_as_they_lie(device):
+    """A weight's copies and the rows, each turned in memory or not; on a CPU only that they lie row by row."""
+    linear = torch.nn.Linear(64, 48).bfloat16().requires_grad_(False)
+    x, grad = torch.randn(64, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+    expected = [x.t() @ linear.weight.t() + linear.bias, grad.t() @ linear.weight]
+    quantized.to_float8([linear.to(device)])
+    assert linear.weight.is_contiguous() and linear.turned.is_contiguous() and linear.turned.shape == (64, 48)
+    x = x.to(device).requires_grad_()
+    out = linear(x.t())
+    found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
+
+
+@pytest.mark.slow
+def test_compiled_in_one_graph():
+    linear = torch.nn.Linear(32, 48).bfloat16().requires_grad_(False)
+    assert quantized.to_float8([linear]) == 1
+    found = []
+    torch._dynamo.reset()
+    for call in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
+        x = torch.linspace(-1, 1, 7 * 32).view(7, 32).requires_grad_()
+        call(x).float().square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, rtol=0.02, atol=1e-3)        # bf16, a few times
+
+
+@pytest.mark.parametrize("trainer, flags", [
+    (speech_trainer, "--bf16 --use_lora --compile false"), (speech_trainer, "--use_lora --compile"),
+    (speech_trainer, "--bf16 --compile"), (train_sft, "--bf16 --use_lora --compile --parallel fsdp")])
+def test_what_float8_needs(trainer, flags):
+    args = trainer.build_parser().parse_args(
+        ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--float8", *flags.split(),
+         *(["--audio_tokenizer_path", "c"] if trainer is speech_trainer else ["--gradient_accumulation_steps", "1"])])
+    with pytest.raises(UserError, match="--float8 needs --compile, --use_lora, --bf16 and --parallel ddp"):
+        trainer.check_flags(args, 1)
+
+
+def test_gpus_without_float8_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
+    with pytest.raises(UserError, match="RTX 3090 has no float8"):
+        dist.check_device(torch.device("cuda"), Namespace(bf16=True, float8=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# nf4
+
+
+def rounded(weight, dtype):
+    """A weight as bitsandbytes rounds it, and makes it again in a dtype."""
+    from bitsandbytes import functional
+    packed, state = functional.quantize_4bit(weight.float(), blocksize=64, compress_statistics=True, quant_type="nf4")
+    state.dtype = dtype
+    return functional.dequantize_4bit(packed, state)
+
+
+def converted(layers):
+    """NF4Linear of all frozen linear layers, with the weights that they had."""
+    linear = frozen_linears(layers)
+    before = [module.weight.detach().clone() for module in linear]
+    quantized.to_nf4(layers)
+    for module, weight in zip(linear, before):
+        module.weight.copy_(quantized.pack(weight.float()))
+    return before
+
+
+@needs_it
+@pytest.mark.parametrize("shape", [(40, 10), (1024, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_layer_is_dequantise_then_multiply_bit_for_bit(shape, dtype):
+    """Output and input gradient, with blocks that are not full; 4.2 bits a value where there are many."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(shape[1], shape[0], bias=False).requires_grad_(False)
+    weight, = converted([torch.nn.Sequential(layer)])
+    weight = rounded(weight, dtype)
+    x, grad = torch.randn(10, shape[1], dtype=dtype).requires_grad_(), torch.randn(10, shape[0], dtype=dtype)
+    out = layer(x.unflatten(0, (5, 2)))
+    assert torch.equal(out, (x @ weight.t()).unflatten(0, (5, 2)))
+    assert torch.equal(torch.autograd.grad(out, [x], grad.view_as(out))[0], grad @ weight)
+    if shape[0] > 1000:
+        assert layer.weight.nbytes * 8 < 4.4 * weight.numel()
+
+
+@needs_it
+@pytest.mark.parametrize("make", [speech, student])
+def test_a_model_trains_as_one_of_the_rounded_weights(make):
+    """Bit for bit the loss and gradients of a bf16 model that holds them, joint products and dropout included; with
+    and without recomputation; and no weight is kept whole for the backward pass.
+    """
+    shapes = set()
+
+    def round_weights(_, layers):
+        for module in frozen_linears(layers):
+            module.weight.data = rounded(module.weight, torch.bfloat16)
+            shapes.update({module.weight.shape, module.weight.t().shape})
+    loss, gradient, kept = trained(make, None, round_weights)
+
+    def whole(kept):
+        return [t for t in kept if t.shape in shapes and not t.requires_grad and t.is_floating_point()]
+    assert whole(kept)
+    for mode in (None, "all", "selective"):
+        ours = trained(make, mode, lambda _, layers: converted(layers))
+        assert ours[0] == loss and torch.equal(ours[1], gradient) and not whole(ours[2]), mode
+
+
+def main_here(argv):
+    """In a rank that has not imported this file, and so does not know the package's folder."""
+    speech_main(argv)
+
+
+@needs_it
+@pytest.mark.slow
+def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
+    """And what is saved is PEFT's, spoken and merged as it was trained; a run on another base dtype does not go on."""
+    flags = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--bf16", "--lora_target_modules", "all-linear")
+
+    def run(name, *more, **options):
+        return train_forked(pool, tiny, tmp_path / name, *flags, "--base_dtype", "nf4", "--max_steps", 4, "--save_steps",
+                            2, *more, main=f"{__name__}.main_here", **options)
+    one = run("one", "--gradient_accumulation_steps", 2)
+    shutil.copytree(one.output_dir, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
+    again = run("again", "--gradient_accumulation_steps", 2)
+    assert "resumed from" in again.output and len(rows(again)) == len(rows(one))
+    assert_same_bits(one, again)
+    learnt = one.output_dir / "checkpoint-4"
+    names = load_file(learnt / "adapter_model.safetensors")
+    assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in names.items())
+    two = run("two", ranks=2)
+    assert two.metrics("train/loss") == pytest.approx(one.metrics("train/loss"), rel=2e-3)
+    for more, said in (([], "nf4"), (["--base_dtype", "bf16"], None)):
+        subprocess.run([sys.executable, *map(str, (
+            ROOT / "speech" / "generate_tts.py", "--model_path", tiny.model, "--adapter", learnt, "--output_dir",
+            tmp_path / "said", "--audio_tokenizer_path", tiny.codec, "--text", "one.", "--max_seconds", 0.4,
+            "--overwrite", *more))], check=True, env={**os.environ, "PYTHONPATH": os.environ.get("BITSANDBYTES", "")})
+        assert json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] == said
+    base, place = load_file(tiny.model / "model.safetensors"), "model.layers.0.self_attn.q_proj"
+    up, down = (names[f"base_model.model.{place}.lora_{half}.weight"] for half in "BA")
+    frozen = base[f"{place}.weight"].float()
+    for name, dtype in (("as trained", "nf4"), ("on the base", None)):
+        merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
+        whole = load_file(tmp_path / name / "model.safetensors")
+        expected = (rounded(frozen, torch.float32) if dtype else frozen) + 2 * up @ down
+        torch.testing.assert_close(whole[f"{place}.weight"], expected)
+        assert torch.equal(whole["model.embed_tokens.weight"], base["model.embed_tokens.weight"].float())
+    other = train_forked(pool, tiny, one.output_dir, *flags, "--max_steps", 5, ok=False)
+    assert other.status and "lora on nf4" in other.output, other.output
