@@ -4,6 +4,7 @@ Standard library only: a mistake in a flag is reported before torch is imported.
 """
 import argparse
 import math
+import os
 from dataclasses import dataclass, fields
 
 from core import cli
@@ -171,6 +172,7 @@ def check_answers(args, world_size):
             "--threshold needs --order confidence")
     require(not getattr(args, "min_accuracy", 0) or args.test_file,
             "--min_accuracy needs --test_file, problems with answers")
+    require(not os.path.isdir(args.output or ""), f"--output {args.output} is a folder")
 
 
 def layout_of(args):

@@ -289,6 +289,8 @@ def main(argv=None):
         settle(bad)
         output = output or folder.parent / f"answers-{folder.name}.json"
     problems, states, wrong = problems[:args.limit or len(problems)], {}, []
+    require(not args.min_accuracy or problems[0].answer, f"--min_accuracy: {args.test_file} holds "
+            "chats, of which no answer is right or wrong")
     if output:
         checkpoint.prepare_folder(Path(output).parent, "--output")
     for i, problem in enumerate(problems):
