@@ -196,7 +196,7 @@ def empty_model(source, config_dict):
 
 
 def load_option(flag, name):
-    """What speech/NAME.py makes of a flag; None without it, and nothing is imported."""
+    """load() of speech/NAME.py for a flag; None without it, and nothing is imported."""
     if flag:
         return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
 

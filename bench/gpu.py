@@ -346,7 +346,7 @@ def fast(folder, seconds, jobs):
 
 
 def rates(logged, step_s, rate):
-    """What the trainer logged of the timed steps, as rates over the time that they took."""
+    """Metrics that the trainer logged in the timed steps, as rates over the time that they took."""
     tokens, samples, mfu = (
         sum(row.get(f"train/{key}", math.nan) * row.get("train/step_seconds", math.nan)
             for row in logged) / len(logged) for key in ("throughput", "samples_per_second", "mfu"))
@@ -404,7 +404,7 @@ def main():
 
 
 def child_main(what, *words):
-    """What this script starts of itself."""
+    """Entry points that this script starts in child processes."""
     if what == "watch":
         from bench import profile_step
         profile_step.watch(words[1], words[2:], words[0], TIMED, PROFILED)

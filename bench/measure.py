@@ -1,4 +1,4 @@
-"""What the measurements share: the machine, its matrix rate, one JSON file per question.
+"""Helpers of the measurements: the machine, its matrix rate, one JSON file per question.
 
 A report has `tables`: {name: {"columns": [...], "rows": [[...], ...]}} of numbers and words, which
 bench/table.py renders into README.md and docs/.
@@ -68,7 +68,7 @@ def command(script, argv=None):
 
 
 def new_report(question, device, command):
-    """What every report begins with: question, machine, versions, day and command."""
+    """The head of every report: question, machine, versions, day and command."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -149,7 +149,7 @@ def ways_of(name, words, args, folder):
 
 
 def seconds_of(pid):
-    """What a process has used: of its core where it has one thread on a CPU, else of the clock."""
+    """CPU time of a process: of its core where it has one thread on a CPU, else of the clock."""
     if torch.cuda.is_available() or torch.get_num_threads() > 1:
         return time.monotonic()
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]

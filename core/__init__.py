@@ -1,1 +1,1 @@
-"""What the trainers share; imports nothing from the other folders."""
+"""Code that all trainers share; it imports nothing from the other folders."""

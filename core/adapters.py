@@ -108,7 +108,7 @@ def full_weight(weight, shape, dtype):
 
 
 def joins(layer):
-    """Whether a layer's adapter and frozen weight can be computed here."""
+    """True if this module can compute a layer's adapter and frozen weight."""
     base = getattr(layer, "base_layer", None)
     return (hasattr(layer, "adds_in_place") and not (layer.disable_adapters or layer.merged)
             and (type(base) is torch.nn.Linear or hasattr(base, "nf4")) and base.bias is None

@@ -209,7 +209,7 @@ def files_of(name):
 
 
 def called(tool):
-    """What of a tool, or a tool call, has its name: the tool itself, or its "function"."""
+    """The dict that has a tool's, or a tool call's, name: the tool, or its "function"."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else {}
     return inner if isinstance(inner, dict) else {}
 

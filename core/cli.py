@@ -226,7 +226,7 @@ def parse(parser, check=None, argv=None):
 
 
 def prepare_process(words):
-    """What a script's process needs before its imports. words: its command line."""
+    """Prepare a script's process before its imports. words: its command line."""
     with contextlib.suppress(AttributeError, io.UnsupportedOperation):      # stderr may be no file
         faulthandler.enable()       # a crash in native code prints where each thread was
     if sys.stdout:      # a log file shows each line at once
@@ -374,7 +374,7 @@ def sharding(text):
 
 
 def usable_cpus():
-    """How many cores this process may use: of a job's share, not of the whole node."""
+    """Number of cores that this process may use: the job's share, not the whole node."""
     return len(os.sched_getaffinity(0))
 
 
@@ -384,7 +384,7 @@ def cpus_per_rank():
 
 
 def local_ranks(ranks):
-    """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
+    """Number of `ranks` processes on one node: torchrun's setting, else up to 8."""
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
 
 
@@ -458,7 +458,7 @@ def check_parallel(args, world_size):
 
 
 def check_precision(args):
-    """Which flags --float8, --fp16 and --base_dtype go with."""
+    """Check the flags that --float8, --fp16 and --base_dtype need or exclude."""
     ddp, kind, nf4 = args.parallel == "ddp", args.base_dtype, args.base_dtype == "nf4"
     require(not args.float8 or args.compile and args.use_lora and args.bf16 and ddp
             and not args.use_dora,

@@ -49,7 +49,7 @@ _world = None   # this process's World, for the error message
 
 @dataclass
 class World:
-    """Who this process is. store and slow_group are None in a single process."""
+    """Rank, device, groups of this process. store and slow_group are None in a single process."""
     rank: int = 0
     local_rank: int = 0
     size: int = 1

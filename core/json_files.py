@@ -156,7 +156,7 @@ def _json_lines(path, wanted):
 
 @contextlib.contextmanager
 def asking(path):
-    """What the hub's client raises becomes one line of a UserError."""
+    """Turn an error of the hub's client into a UserError of one line."""
     try:
         yield
     except Exception as error:

@@ -43,7 +43,7 @@ RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo silent
 
 
 def wanted(x):
-    """Whether x is for the kernels here."""
+    """True if the kernels here can take x."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
@@ -57,7 +57,7 @@ def _compiled(function):
 
 @functools.cache
 def compiles(kind):
-    """Whether torch.compile can build for devices of a kind; one small kernel is tried, a notice
+    """True if torch.compile can build for devices of a kind; one small kernel is tried, a notice
     names the missing part. Triton's launcher wants a C compiler and Python.h, a CPU's code C++.
     """
     try:
@@ -340,7 +340,7 @@ WIDER = 8
 
 
 def keeps(op, args):
-    """Whether selective checkpointing keeps the output of an operator with these arguments."""
+    """True if selective checkpointing keeps the output of an operator with these arguments."""
     if op not in PRODUCTS:
         return op in ATTENTION_OPS
     inner, outer = args[PRODUCTS[op] + 1].shape[-2:]

@@ -51,7 +51,7 @@ FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run computes; None where the trainer has no such flag."""
+    """Settings of a run that change its memory; None where the trainer has no such flag."""
     ranks: int
     parallel: str = "ddp"           # ddp, fsdp or hsdp
     bf16: bool = True               # or fp16
@@ -70,7 +70,8 @@ class Setup:
 
     @property
     def shards(self):
-        return {"ddp": 1, "fsdp": self.ranks, "hsdp": self.shard_size}[self.parallel]
+        group = self.shard_size or local_ranks(self.ranks)
+        return {"ddp": 1, "fsdp": self.ranks, "hsdp": group}[self.parallel]
 
     @property
     def fresh(self):
@@ -94,7 +95,7 @@ def setup_of(args, ranks):
 
 
 class Step(NamedTuple):
-    """What a trainer computes in a micro-step."""
+    """The computation of a trainer's micro-step."""
     model: nn.Module        # what training calls, on any device, meta as well
     layers: Callable        # (model) -> its decoder layers
     loss: Callable          # (model, *pack) -> the loss of a pack, whose size is some numbers
@@ -270,7 +271,7 @@ def reduce_gradients(live, trained, layers, setup):
 
 
 class Memory(NamedTuple):
-    """Of one GPU with its worst pack, in bytes."""
+    """Memory of one GPU with its worst pack, in bytes."""
     parts: dict         # {part: bytes}, which come and go
     stages: dict        # {stage of a run: bytes}
     host: float         # what one rank offloads
@@ -426,7 +427,7 @@ def choose(args, world, ranks, setups, memory_of):
 
 
 def earlier_choice(args, ranks):
-    """What the newest readable checkpoint of --resume has of FLAGS, where none is named, or {}."""
+    """FLAGS of the newest readable checkpoint of --resume, where none is named, or {}."""
     folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
     earlier, given = {}, named(args)
     for folder in folders if args.resume == "auto" else [Path(args.resume)]:

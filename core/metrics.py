@@ -232,7 +232,7 @@ def percent(share):
 
 
 def loss_clause(rows):
-    """How the validation loss went: best where, and what since."""
+    """Clauses about the validation loss: its best step, and its course since."""
     training, found = curve(rows, "train/loss"), curve(rows, "eval/nll")
     what = "the validation bound" if found else "validation loss"
     found = found or curve(rows, "eval/loss")

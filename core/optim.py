@@ -111,7 +111,7 @@ class Scaler:
 
 
 class StepMonitor:
-    """What the host must know of each step, fetched one step late so that the device never waits:
+    """Flags of each step for the host, fetched one step late so that the device never waits:
     was its gradient not finite, or exactly 0; did any rank ask to stop (stop). skipped: steps that
     the run has not taken.
     """

@@ -1,4 +1,4 @@
-"""Which samples train together, in which order: the same answer on every rank, for every world
+"""Packs of samples and their order: the same answer on every rank, for every world
 size. And the loader processes that make batches of them; columns of millions of samples on disk.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r

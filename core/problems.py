@@ -53,7 +53,7 @@ class Problems:
 
     @property
     def stopping(self):
-        """How many there are of checks that are not dropped."""
+        """Number of problems of checks that are not dropped."""
         return sum(n for check, n in self.counts.items() if check not in self.drop)
 
     def settle(self, hint=""):

@@ -1,4 +1,4 @@
-"""How a trainer starts, what it prints of itself, and how it ends; the loop is in the script."""
+"""Start and end of a trainer, and the lines it prints; the loop is in the script."""
 import atexit
 import contextlib
 import shutil

@@ -164,7 +164,7 @@ def shape_of(parts):
 
 
 def mismatch(wanted, found):
-    """What does not fit, in words, or "". wanted: {name: shape}; found: {name: [Slice, ...]}."""
+    """Misfits in words, or "". wanted: {name: shape}; found: {name: [Slice, ...]}."""
     both = wanted.keys() & found.keys()
     faults = {"missing keys": wanted.keys() - found.keys(),
               "unexpected keys": found.keys() - wanted.keys(),
@@ -180,7 +180,7 @@ def mismatch(wanted, found):
 
 @torch.no_grad()
 def is_finite(tensor):
-    """Whether a tensor holds neither NaN nor infinity, in one pass over it."""
+    """True if a tensor holds neither NaN nor infinity, in one pass over it."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # NaN carries through; 20 times as fast as torch.isfinite(tensor).all()
@@ -219,7 +219,7 @@ def load(world, folder, stem, tensors):
 
 
 def writers(ranks):
-    """Which ranks write sharded tensors: at most WRITERS, spread over the nodes."""
+    """Ranks that write sharded tensors: at most WRITERS, spread over the nodes."""
     return range(0, ranks, -(-ranks // WRITERS))
 
 

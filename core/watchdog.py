@@ -104,7 +104,7 @@ def stop_asked(output_dir):
 
 
 def any_stop(world, output_dir):
-    """Whether any rank was asked to stop. Collective, waits for the device."""
+    """True if any rank was asked to stop. Collective, waits for the device."""
     return bool(all_max(world, bool(stop_asked(output_dir))).item())
 
 

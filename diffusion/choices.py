@@ -27,7 +27,7 @@ PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_r
 
 @dataclass
 class Layout:
-    """How a problem becomes blocks; JSON-able by dataclasses.asdict. Lengths in tokens."""
+    """Layout of a problem in blocks; JSON-able by dataclasses.asdict. Lengths in tokens."""
     system: str = "gsm8k"
     block_size: int = 16
     plan_block_size: int = 0            # hdp; 0: block_size
@@ -95,7 +95,7 @@ def enforced(t_range):
 
 
 def range_fits(t_range, block_size):
-    """Whether some number of masked tokens of a full block, not none, lies in the range."""
+    """True if some number of masked tokens of a full block, above 0, lies in the range."""
     low, high = enforced(t_range)
     return max(1, math.ceil(low * block_size - 1e-9)) <= math.floor(high * block_size + 1e-9)
 

@@ -38,7 +38,7 @@ AttentionInterface.register(ATTENTION, block_attention)
 
 @dataclass
 class Config:
-    """What a decoder is made of. vocab_size includes the mask token mask_id."""
+    """Sizes of a decoder. vocab_size includes the mask token mask_id."""
     vocab_size: int
     mask_id: int
     source: dict                # config.json of the language model

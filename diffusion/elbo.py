@@ -131,7 +131,7 @@ def bound(world, model, how, asked_to_stop):
 
 
 def improved(best, values):
-    """Whether a bound or an accuracy beats those of `best`, {name: value}, which is updated."""
+    """True if a bound or an accuracy beats those of `best`, {name: value}, which is updated."""
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:
         news["wrong"] = 1 - values["eval/accuracy"]

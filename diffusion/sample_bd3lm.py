@@ -58,7 +58,7 @@ class Generated(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How blocks are filled."""
+    """Settings of the sampler."""
     order: str = "first_hitting"    # a pass fills a random token; "confidence": all sure ones
     threshold: float = 0.9          # confidence: probability a token must have, but the surest
     temperature: float = 1.0        # 0: the likeliest token
@@ -269,7 +269,7 @@ def answer(solver, states, batch_size, seed=0):
 
 
 def score(text, answer):
-    """Whether the number after `#### ` in a generated text is the text of the final number, commas
+    """True if the number after `#### ` in a generated text is the text of the final number, commas
     removed (openai/grade-school-math).
     """
     marked = re.search(r"#### (-?[0-9.,]+)", text)

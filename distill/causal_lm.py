@@ -41,7 +41,7 @@ def find_model(name, flag="--model_path"):
 
 
 def hint(folder):
-    """What the refusal of a folder adds: which checkpoint in it to give instead."""
+    """Hint for a refused folder: the checkpoint in it to give instead."""
     inside = checkpoint.list_checkpoints(folder) if Path(folder).is_dir() else ()
     return f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
 

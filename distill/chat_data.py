@@ -1,4 +1,4 @@
-"""Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches.
+"""Tokenised conversations as flat arrays on disk, the held-out share, and packed batches.
 
 Rank 0 tokenises once; all ranks and loader workers map the arrays. No sample is padded.
 """
@@ -37,7 +37,7 @@ COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
 
 
 class Reading(NamedTuple):
-    """How files become a table."""
+    """Settings by which files become a table."""
     encoder: object             # chat.Encoder
     limit: int                  # tokens that a sample may have
     prompt: tuple = None        # teachers.Prompt: after it each sample follows once more
@@ -205,13 +205,13 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
 
 
 def samples_line(table, train_ids, eval_ids):
-    """How many samples, how long, how much of them is trained."""
+    """Line of the number of samples, their lengths and their trained share."""
     lengths, targets = table.lengths[train_ids], table.targets[train_ids]
     return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
             f"{lengths.mean():.1f} max {lengths.max()}; {targets.mean():.1f} of them trained")
 
 
-# ---- What is held out
+# ---- Held-out conversations
 
 
 def group_numbers(keys, lines, group_size):

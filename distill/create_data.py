@@ -136,11 +136,11 @@ from core import chat, checkpoint, dist, json_files
 from core.cli import printable
 from distill.chat_data import LINES
 
-# ---- What is asked
+# ---- Requests
 
 
 class Line(NamedTuple):
-    """What one line asks: messages, of which the last is the question; tools or None."""
+    """The request of a line: messages, of which the last is the question; tools or None."""
     messages: list
     tools: list = None
 
@@ -179,7 +179,7 @@ def digest(value):
 
 
 class Journal:
-    """What this process has finished, on disk after SYNC_S. A line that a kill has cut is removed
+    """Journal of finished records, on disk after SYNC_S. A line that a kill has cut is removed
     at the next start. UserError while another process writes.
     """
 
@@ -202,7 +202,7 @@ class Journal:
             self.sync()
 
     def sync(self):
-        """What was added survives the machine as well."""
+        """Sync added records to disk, so that they survive a crash of the machine."""
         with dist.error_names_file(self.path):
             os.fsync(self.file.fileno())
         self.synced = time.monotonic()
@@ -340,7 +340,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 
 def unanswered(held, why):
     return (f"the server answers none of {len(held)} lines, the last being line {held[-1] + 1}: "
-            f"{why}; what is finished is kept, rerun the same command to resume")
+            f"{why}; finished records are kept, rerun the same command to resume")
 
 
 def finished(number, tries):
@@ -377,7 +377,7 @@ def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
     leave_on_signals()
 
-    # what is asked, and of whom
+    # the requests, and who answers them
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
     prompt, asked = teachers.read_prompt(args.prompt_file, args.prompt_role), []
     lines = read_input(args.input_file)
@@ -395,7 +395,7 @@ def main(argv=None):
               "model": weights, "engine": args.engine,
               **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
-    # what is finished
+    # finished records
     work, output = Path(args.output_file + ".work"), Path(args.output_file)
     require(not output.exists() or work.is_dir(), f"--output_file {output}: is there already, "
             f"without {work.name} to go on from; give another name, or move it away")

@@ -59,8 +59,8 @@ def check_model(model):
 
 
 class Sums(NamedTuple):
-    """What a batch adds up: 0-d fp32 tensors, or numbers when summed over batches and ranks."""
-    loss: object                # what is trained
+    """Sums over a batch: 0-d fp32 tensors, or numbers when summed over batches and ranks."""
+    loss: object                # the trained loss
     right: object               # targets that were the likeliest token
     targets: object             # trained tokens
     ce: object = None           # with a teacher: cross-entropies of all targets
@@ -72,7 +72,7 @@ class Sums(NamedTuple):
 
 
 class PackedLM(nn.Module):
-    """What DDP and FSDP2 wrap: forward(batch) -> sums, so that any split of a batch adds up.
+    """Module that DDP and FSDP2 wrap: forward(batch) -> sums, so that any split of a batch adds up.
 
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
     recompute: a mode of kernels.set_mode. prompted: (share in the loss, kind, beta, k) of
@@ -226,12 +226,30 @@ def layer_weights(model):
 
 
 def step_work(table, samples, sizes, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks: of N values in
-    matrices 2N a token forward, 2N for the input's gradient and 2N for theirs if trained; head,
-    adapters, attention and recomputation aside. sizes: [layer_weights] of student and teacher.
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. sizes:
+    [(layer_weights, config)] of the student, and of what reads the teacher's side.
     """
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
-    own = table.own[samples] if table.prompted else lengths
-    flops = (4 if lora else 6) * sizes[0] * own.sum() + 2 * sizes[1] * (lengths - own).sum()
+    own, total = table.own[samples] if table.prompted else lengths, 0
+    for size, part, forward_only in zip(sizes, (own, lengths - own), (False, True)):
+        if part.any():
+            pairs = int((part * (part + 1) // 2).sum())
+            total += flops(*size, int(part.sum()), targets, pairs, lora, forward_only)
     return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
-            "flops": int(flops)}
+            "flops": total}
+
+
+def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
+    """Model FLOPs of forward and backward, or of forward alone; recomputation, adapters and sliding
+    windows aside.
+
+    values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input
+    gradient and, when it is trained, 2N for its gradient; the head runs on trained rows only.
+    pairs: attended ones, each 4 * heads * head_dim forward and twice that backward.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = tokens * values + targets * config.hidden_size * config.vocab_size
+    attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
+    if forward_only:
+        return 2 * rows + 4 * attended
+    return (4 if lora else 6) * rows + 12 * attended

@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back. text holds thoughts as well, where the engine leaves them there."""
+    """An answer. text holds thoughts as well, where the engine leaves them there."""
     text: str
     # stop: complete; length: cut off; too_long: the prompt leaves no room; UNANSWERED: text says
     finish_reason: str
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How answers are drawn."""
+    """Sampling settings of answers."""
     max_tokens: int             # an answer may have, thoughts included
     temperature: float = 0.0    # 0: always the likeliest token
     top_p: float = 1.0          # draw from the likeliest tokens of this total probability
@@ -123,7 +123,7 @@ def with_prompt(prompt, messages):
 
 
 class Parser(NamedTuple):
-    """What counts as an answer: form of the label's line (None: all of it), labels (None: any)."""
+    """Conditions of an answer: form of the label's line (None: all of it), labels (None: any)."""
     line: re.Pattern | None
     labels: tuple | None = None
     lower: bool = False
@@ -175,7 +175,7 @@ def read_label(parser, text, finish_reason, must_think=False):
 
 
 def opens_thought(tokenizer, flags):
-    """What an answer begins with that no teacher wrote: a thought that the template opens."""
+    """The start of an answer that no teacher wrote: a thought that the template opens."""
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
                                            add_generation_prompt=True, **flags)
     return "<think>" if prompt.rstrip().endswith("<think>") else ""

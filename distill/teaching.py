@@ -1,7 +1,7 @@
 """A teacher that scores the student's answers: the flags for it, and what it reads.
 
 It reads the student's very tokens of an answer, after the conversation, or the "teacher_messages"
-of the record, by its own template, with --prompt_file around them. So both must have one
+of the record, by its template, with --prompt_file around them. So both must have one
 vocabulary, which is proven token by token. Imports no torch: flags come first.
 """
 from pathlib import Path

@@ -331,7 +331,7 @@ if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 sampler = frozen.Sampler(args, world) if args.base_url else None        # draws instead
-sizes = [packed_lm.layer_weights(net) for net in (
+sizes = [(packed_lm.layer_weights(net), net.config) for net in (
     model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
 
 
@@ -506,7 +506,7 @@ while step < total_steps and not stopping:
             improved = validate()
             eval_due = stopping = improved is None      # asked to stop: the next start validates
 
-        # save: every so often, before a stop, and whenever validation is best
+        # save: every --save_steps, before a stop, and whenever validation is best
         if saving or stopping or improved:
             save()
 

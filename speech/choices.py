@@ -210,7 +210,7 @@ def sources(args):
 
 
 def reading(args):
-    """What conversations.Reading takes of the flags, by name."""
+    """The flags that conversations.Reading takes, by name."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
             "columns": args.columns, "reference": args.reference,
             "reference_share": args.reference_share, "seed": args.seed,

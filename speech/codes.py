@@ -195,7 +195,7 @@ def measure(part, rate):
 
 
 def holds_codes(path):
-    """Whether a file is one of saved codes, by its first bytes."""
+    """True if a file holds saved codes, by its first bytes."""
     if path.endswith(AUDIO_FILES):      # these are opened once, to be decoded
         return False
     with readable(path) as file:
@@ -328,7 +328,7 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How clips become codes, and where these lie. processes: that decode, on this node.
+    """Settings of encoding clips, and its folder. processes: that decode, on this node.
     wait_limit_s: seconds to wait for another run that fills the cache.
     """
     codec_dir: Path
@@ -517,7 +517,7 @@ class CacheIndex:
         self.where = np.stack(list(columns), axis=1)[order]
 
     def has(self, key):
-        """Whether this content key (16 bytes) has codes."""
+        """True if this content key (16 bytes) has codes."""
         return bool(search(self.keys, np.array([key], KEY))[1][0])
 
     def find_files(self, file_keys):
@@ -797,7 +797,7 @@ class Progress:
 
 
 def plan_codes(clips, how, bad=None):
-    """What ensure_codes would return, without encoding: -1, -1, frames for a new clip."""
+    """The result of ensure_codes, without encoding: -1, -1, frames for a new clip."""
     config, _ = codec_config(how.codec_dir, how.num_codebooks)
     folder = Path(how.cache_dir) / codec_fingerprint(how.codec_dir)
     index, where, unknown = look_up(folder, clips, how.processes)

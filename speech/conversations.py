@@ -115,7 +115,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reading:
-    """How data become conversations: what the flags of these names say."""
+    """Settings by which data become conversations: the flags of these names."""
     task_type: str = "single_speaker_smart_voice"
     ref_in_system: bool = False
     columns: str = ""
@@ -203,7 +203,7 @@ def content_items(entry):
 
 
 def is_chatml(entry):
-    """Whether a JSON entry has messages in which the audio is, or nothing else says where it is."""
+    """True if a JSON entry has messages in which the audio is, or nothing else says where it is."""
     if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):
         return False
     spoken = any(isinstance(item, dict) and item.get("type") == "audio"
@@ -212,7 +212,7 @@ def is_chatml(entry):
 
 
 def label_of(entry):
-    """What people know a row or raw sample by: its id, or the file of its last clip."""
+    """Name of a row or raw sample for people: its id, or the file of its last clip."""
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     if found := misc.get("sample_id") or entry.get("id"):
         return found
@@ -275,7 +275,7 @@ def clip_of(item, paths):
 
 
 def marks_speakers_otherwise(text):
-    """Whether a text names two or more speakers by marks that the models do not know."""
+    """True if a text names two or more speakers by marks that the models do not know."""
     return len({mark[0].strip() for mark in OTHER_MARK.finditer(text)}) > 1
 
 
@@ -480,7 +480,7 @@ def normalise(text):
 
 
 def heard(text):
-    """What of a text can be heard: normalised, without sound tags and [SPEAKER0]."""
+    """The audible part of a text: normalised, without sound tags and [SPEAKER0]."""
     return NOT_HEARD.sub(" ", normalise(text))
 
 
@@ -506,12 +506,12 @@ def letters(text):
 
 
 def same(a, b):
-    """Whether two texts differ at most in white space and letter case."""
+    """True if two texts differ at most in white space and letter case."""
     return a == b or " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
 
 
 def same_words(a, b):
-    """Whether two texts differ at most in punctuation, white space and letter case."""
+    """True if two texts differ at most in punctuation, white space and letter case."""
     return same(a, b) or bool(letters(a)) and letters(a) == letters(b)
 
 

@@ -641,7 +641,7 @@ def tab_lines(path):
 
 
 def vctk(folder):
-    """Of its two microphones the second one, as its authors advise."""
+    """Take the second of its two microphones, as its authors advise."""
     for text in sorted(folder.glob("txt/*/*.txt")):
         clips = [sorted(folder.glob("wav48*"))[-1] / text.parent.name / f"{text.stem}{end}"
                  for end in ("_mic2.flac", "_mic1.flac", ".flac", ".wav")]

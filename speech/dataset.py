@@ -59,7 +59,7 @@ def new_table(folder):
 
 
 def is_prepared(path):
-    """Whether a path is a folder of prepare_tts.py."""
+    """True if a path is a folder of prepare_tts.py."""
     return os.path.isfile(os.path.join(path, PREPARED))
 
 
@@ -373,7 +373,7 @@ class TableBuilder:
         return [known[piece] if type(piece) is str else place for piece in pieces]
 
     def read_aloud(self, sample):
-        """What a sample's texts hold that looks like a mark and is none to this model."""
+        """Marks in a sample's texts that this model does not know."""
         asked = [turn.text for turn in sample.turns if turn.role != "system"]
         tags = {tag for text in asked if "<|" in text for tag in LIKE_A_TAG.findall(text)}
         found = [f"hold {tag}, which is not a control tag of this model: it is read aloud"

@@ -282,7 +282,7 @@ def dnsmos(waves, rate):
 
 @dataclass
 class Judges:
-    """What judges speech; None, or False, where nothing does."""
+    """Judges of speech; None, or False, where one is off."""
     hear: Callable | None       # hear(waves, rate, names, notes) -> [text]
     embed: Callable | None      # of load_x_vectors
     mos: bool                   # DNSMOS

@@ -51,7 +51,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
 
 
 def with_speech(prompt, codes, ids):
-    """What labels.assemble makes of a prompt and the (T, K) codes after it, which are trained."""
+    """labels.assemble of a prompt and the (T, K) codes after it, which are trained."""
     place, trained = np.array([ids.audio_placeholder_id]), np.array([True])
     spoken, heard = ids.assemble(place, trained, [codes]), prompt.audio_ids
     sample = {"input_ids": np.concatenate([prompt.tokens, spoken["input_ids"]]),

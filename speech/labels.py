@@ -1,4 +1,4 @@
-"""Which tokens and codes of a conversation the model sees, and which of them are trained: the
+"""The tokens and codes of a conversation that the model sees, and the trained ones: the
 collator's rules.
 
 They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k
@@ -39,7 +39,7 @@ class TokenIds:
         return self.audio
 
     def known_tags(self, tokenizer):
-        """What between <| and |> is a token to this model; all else there is text."""
+        """Marks between <| and |> that are tokens of this model; all others are text."""
         return frozenset(tokenizer.get_added_vocab())
 
     def forbidden(self, tokenizer):

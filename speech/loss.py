@@ -12,7 +12,7 @@ SUMS = 8        # of batch_sums() besides the codebooks'
 
 
 class Wrapped(torch.nn.Module):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up.
+    """Module that DDP wraps: forward(batch) -> sums, not means, so any split of a step adds up.
 
     net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None. v2.py and
     v3.py have layers(native), hidden_states(batch) and audio_logits(hidden, batch).

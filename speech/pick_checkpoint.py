@@ -1,5 +1,5 @@
-"""Which checkpoint speaks best: each speaks the same prompts and is judged; OUT/best links the
-best.
+"""Pick the checkpoint that speaks best: each speaks the same prompts and is judged; OUT/best links
+the best.
 
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model openai/whisper-small
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model ... --follow --patience 3

@@ -225,7 +225,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
 
 def make_report(builder, sources, where, left_out, found, drop):
-    """What the data hold, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
+    """Facts about the data, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
     seconds = where[targets(builder), 2] / FRAME_RATE
     speakers = builder.facts.array()["speaker"]
 

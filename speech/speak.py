@@ -54,7 +54,7 @@ FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
 
 @dataclass
 class Prompt:
-    """What the model sees before it speaks."""
+    """Input of the model before it speaks."""
     name: str               # of the files to be written
     source: str             # its place in the user's files
     text: str               # text to be heard
@@ -71,6 +71,8 @@ def read_prompts(path, normalize):
     """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), else one
     text a line. normalize: the texts to speak. Raises UserError with every unusable prompt."""
     path, problems = Path(path), []
+    require(path.suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
+            f"{path}: is a table; give one text a line, or ChatML (speech/convert.py makes it)")
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
     samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))

@@ -159,7 +159,7 @@ def _attention_by_sample(q, k, v, seqlens):
 
 
 class Packed(NamedTuple):
-    """What all layers need of a batch: (S,) tensors, cos and sin (S, D)."""
+    """A batch's inputs to all layers: (S,) tensors, cos and sin (S, D)."""
     n_text: int                 # rows of text, which come first
     order: torch.Tensor         # sequence position of each row
     seq_index: torch.Tensor     # row of each sequence position

@@ -430,7 +430,7 @@ def whole_files(tensors, folder, codec=None):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a code is drawn, in each codebook by itself. temperature 0: the likeliest. top_k 0 and
+    """Settings of drawing codes, in each codebook apart. temperature 0: the likeliest. top_k 0 and
     top_p 1: off. max_new_tokens: rows per prompt."""
     temperature: float = DRAWS["temperature"]
     top_p: float = DRAWS["top_p"]
@@ -440,7 +440,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class State:
-    """Of a stream: rows so far, up to num_codebooks; rows left after codebook 0's EOC, or None."""
+    """A stream: rows so far, up to num_codebooks; rows left after codebook 0's EOC, or None."""
     rows: int = 0
     left: int | None = None
 

@@ -51,7 +51,7 @@ TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def is_third(model_type):
-    """Whether a model_type, of config.json or of read_config, is that of Higgs TTS 3."""
+    """True if a model_type of config.json or read_config is that of Higgs TTS 3."""
     return model_type in ("higgs_multimodal_qwen3", "qwen3")
 
 

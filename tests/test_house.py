@@ -42,13 +42,13 @@ def test_python_files_are_clean():
 
 def test_sizes_only_fall():
     """Lines of a folder's files of a kind; a ceiling is lowered with what is removed."""
-    for folder, kind, most in (("bench", "py", 1750), ("launch", "sh", 1000), ("tests", "py", 19_641)):
+    for folder, kind, most in (("bench", "py", 1750), ("launch", "sh", 1000), ("tests", "py", 18_422)):
         lines = sum(len((ROOT / path).read_text().splitlines()) for path in tracked(f"{folder}/*.{kind}"))
         assert lines <= most, f"{folder}: {lines} lines of .{kind}, at most {most}"
 
 
 # Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {".": 750, "core": 5_757, "speech": 8_370, "distill": 4_047, "diffusion": 3_942,
+CEILINGS = {".": 743, "core": 5_437, "speech": 7_897, "distill": 3_625, "diffusion": 3_299,
             "minimal": 943}
 
 
@@ -61,9 +61,9 @@ def test_no_folder_grows(folder):
 
 
 # Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
-RIDDLES = {r"\bwhat is\b": 46, r"\b(its|their) own\b|\bof (ours|theirs)\b": 29, r"\bbehind\b": 57, r"\bbeside\b": 39,
-           r"\b(stands?|stood)\b": 21, r"\b(so|as) (many|often)\b": 15, r"\b(told|said|tells?)\b": 17,
-           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 8}
+RIDDLES = {r"\bwhat is\b": 0, r"\b(its|their) own\b|\bof (ours|theirs)\b": 0, r"\bbehind\b": 1, r"\bbeside\b": 0,
+           r"\b(stands?|stood)\b": 0, r"\b(so|as) (many|often)\b": 0, r"\b(told|said|tells?)\b": 0,
+           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 0, r'"""(what|who|which|whether)\b': 0}
 
 
 def test_riddles_only_fall():
