@@ -282,7 +282,7 @@ class CheckpointManager:
         self.thread, self.error = None, None        # of the write under way, or the last one
         self.share_written = threading.Event()
         self.saves = 0      # in the keys by which ranks report in the store, alike on every rank
-        # in the folder's name: ranks of an earlier run that still live never write into ours
+        # in the folder's name: ranks of an earlier run that still run never write into this one
         self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
 
     def save(self, step, model, optimizer, stem, weights, save_config, state, files=None,

@@ -103,7 +103,7 @@ def _end_rank():
 
 
 def is_adopted(parent):
-    """True if torchrun ended before this rank asked: `parent` is no Python, no script between."""
+    """True if torchrun ended before this rank asked: `parent` is not Python or a script."""
     try:
         program = os.readlink(f"/proc/{parent}/exe")
         env = Path(f"/proc/{parent}/environ").read_bytes()

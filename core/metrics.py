@@ -193,7 +193,7 @@ class MetricsLog:
 
 def read_rows(path):
     """(rows of a metrics.jsonl, its fault or ""). A row is a JSON object with an integer "step";
-    all come back, also those after a line that is none. A last line cut off by a kill is no fault.
+    all come back, also those after a damaged line. A last line cut off by a kill is not a fault.
     """
     path, rows, wrong = Path(path), [], []
     if path.exists() and not path.is_file():

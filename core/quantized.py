@@ -40,7 +40,7 @@ class FrozenLinear(nn.Linear):
         out = self.product(x.flatten(0, -2))
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
-        # flat rows are no view: an adapter adds to them in place
+        # flat rows are not a view: an adapter adds to them in place
         return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])
 
 

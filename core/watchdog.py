@@ -119,7 +119,7 @@ class Watchdog:
     def __init__(self, world, limit_s):
         """limit_s: seconds a step may take, or a rank be silent."""
         self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
-        # of more ranks the store hears each less often, but a failure is seen within GRACE_S
+        # with more ranks each beats less often, but a failure is seen within GRACE_S
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
         now = time.monotonic()
         self.state = (0, "start", now, limit_s)     # progress made, where, since when, for how long

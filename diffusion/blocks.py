@@ -34,8 +34,8 @@ from diffusion.choices import CHECKS, EXECUTION, FILL, FULL, PLAN, QUESTION, Lay
 from diffusion.problems import read_chats, read_problems
 
 # numbers of a document that add up over rows and steps. clean: tokens, its slots in a row; noisy:
-# those of blocks with a target, which have a copy; tokens: those that are no fill; targets: those
-# in the loss; text: targets that are no fill; groups: blocks with targets; pairs: that may attend
+# those of blocks with a target, which have a copy; tokens: those that are not fill; targets: those
+# in the loss; text: targets that are not fill; groups: blocks with targets; pairs: that may attend
 COUNTS = ("clean", "noisy", "tokens", "targets", "text", "groups", "pairs")
 
 

@@ -1,6 +1,6 @@
 """Whose scores and draws a student learns by: another model, the untouched base, vLLM's server.
 
-A frozen model is no part of the module that DDP or FSDP2 wraps, so it has no gradients, no
+A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients, no
 optimizer and no place in a checkpoint; under FSDP2 it is sharded, too. The server scores by
 prompt_logprobs (vllm serve NAME --max-logprobs 64): answers go there as ids. For each
 token come the K likeliest (--distill_topk) and that token; all others are one bucket, as with

@@ -53,7 +53,7 @@ def check_flags(args, parser):
     require(not args.base_url or args.on_policy and args.use_lora and not args.use_dora,
             "--base_url needs --on_policy and --use_lora, without --use_dora: vLLM loads adapters")
     require(not args.on_policy or args.distill_weight == 1,
-            "--on_policy needs --distill_weight 1: the student's own answers are no targets")
+            "--on_policy needs --distill_weight 1: the student's own answers are not targets")
     if args.prompt_file and args.prompt_role == "user":
         args.train_turns = "last"
 

@@ -347,7 +347,7 @@ def canonical_turns(entry, paths):
         scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
         asked = [i for i, turn in enumerate(turns) if turn.role == "user"]
-        # a prompt may have no last clip, so it is no sign of a reference
+        # a prompt may have no last clip, so it does not prove a reference
         earlier = turns[:asked[-1]] if asked else []
         heard = any(turn.clips for turn in earlier if turn.role == "assistant")
         system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)

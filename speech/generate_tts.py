@@ -98,7 +98,7 @@ def check_flags(args, world_size):
     require(args.max_cer is None or args.best_of > 1 and listens,
             "--max_cer needs --best_of and a recogniser")
     require(args.max_cer is None or not args.split_text,
-            "--max_cer does not go with --split_text: a part is no answer to the whole text")
+            "--max_cer does not go with --split_text: a part does not answer the whole text")
     require(not (args.split_text and chatml),
             "--split_text is for texts and lines, not for ChatML prompts")
     require(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,

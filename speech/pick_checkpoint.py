@@ -5,7 +5,7 @@ the best.
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model ... --follow --patience 3
     python speech/pick_checkpoint.py out --by loss      # by validation loss; nothing is spoken
 
-The base is judged as well: a checkpoint that is no better is not worth taking. Speech and what was
+The base is judged as well: a checkpoint must be better than that. Speech and what was
 heard stay in OUT/picked/; rerun the same command to judge only new checkpoints. Keep all
 checkpoints for this (--save_total_limit 0). With --follow it judges checkpoints as they appear,
 until the run has ended; after --patience of them without a better one it writes OUT/stop, and the
