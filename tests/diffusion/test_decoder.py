@@ -435,12 +435,11 @@ def test_the_file_in_an_export_writes_our_texts(sdar, tmp_path):
     """generate.py, without this repository; also where config.json is not SDAR's."""
     (run, folder), written = sdar, set()
     published.export(newest(run), tmp_path / "usual")
-    for threshold in (0.9, 0.02):
+    for threshold, place in ((0.9, folder), (0.02, tmp_path / "usual")):
         args = types.SimpleNamespace(checkpoint=run, device="cpu", bf16=False)
         _, solver = sample_bd3lm.load_solver(args, sample_bd3lm.Sampling("confidence", threshold, 0.0))
         states = [question_state(problems.Problem("", text, "", ""), solver.tokens, solver.layout) for text in ASK]
         ours = "".join(f"{found['text']}\n" for found in sample_bd3lm.answer(solver, states, 1))
-        for place in (folder, tmp_path / "usual"):
-            assert python(place / "generate.py", *ASK, "--threshold", threshold) == ours
+        assert python(place / "generate.py", *ASK, "--threshold", threshold) == ours
         written.add(ours)
     assert len(written) == 2
