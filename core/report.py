@@ -42,7 +42,8 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; p
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
 audio {{ display: block; width: 100% }} .wide {{ overflow-x: auto }}
-blockquote {{ margin: 0 0 8px; white-space: pre-line }} .settings {{ columns: 340px }}
+blockquote {{ margin: 0 0 8px; white-space: pre-line }}
+.settings {{ columns: 340px; padding: 0; list-style: none }}
 </style><h1>{title}</h1><small>made {made}</small>{body}</html>
 """
 
