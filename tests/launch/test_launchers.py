@@ -231,6 +231,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     wait_until((tmp_path / "listens").exists, "trainer")
     process.kill()      # and a parent that does not ask how it ended, as a container's first process may be
     wait_until(lambda: not alive(process.mark), "end of every process")      # torchrun gets SIGTERM
+    assert not alive(process.mark)
 
 
 # -- after training ----------------------------------------------------------------------------------------------------
