@@ -79,8 +79,7 @@ def validate(world, model, average, how, t_range, asked_to_stop):
 
 def share_of_batches(world, rows, batch_rows, most=None):
     """Yield (number, Blocks) of a share of the first batches: equally many on all ranks, the last
-    ones perhaps of padding only.
-    """
+    ones perhaps of padding only."""
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
@@ -104,8 +103,7 @@ def bound(world, model, how, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
     asked to stop. asked_to_stop(): collective, called before every batch.
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
-    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ.
-    """
+    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ."""
     rows, repeats, device = how.rows, how.repeats, world.device
     t_range = bound_range(rows.documents.layout)
     # of each draw: its sum; at the end the variance of the sums' mean
@@ -151,8 +149,7 @@ def candidates(widths, block_sizes):
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
     """(low, high) of the candidate under which losses of blocks vary least (BD3-LM's var_min), by a
-    forward pass for each and each of the first SEARCH_BATCHES batches; None if asked to stop.
-    """
+    forward pass for each and each of the first SEARCH_BATCHES batches; None if asked to stop."""
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes)
     # sum, sum of squares, number
@@ -182,8 +179,7 @@ def choose_problems(rows, n, tokens, seed):
 
 def accuracy(world, model, how):
     """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
-    Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16 from fp32.
-    """
+    Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16 from fp32."""
     from diffusion.sample_bd3lm import Sampling, Solver, answer, score
     how_sampled = Sampling("confidence", temperature=0.0)
     solver = Solver(model, how.tokens, how.rows.documents.layout, how_sampled, how.bf16)
@@ -212,10 +208,8 @@ def setups(args, setup, rows, row_tokens):
             for way in memory.ways(args, setup) for each, accumulation in splits]
 
 
-def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
-    """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
-    `left` steps, UserError with all that it will not fit into.
-    """
+def step_of(config, backend):
+    """memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
     from core import memory         # not of an ordinary run
 
     def loss(model, rows, length, n_noisy, masked):
@@ -227,9 +221,16 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0)
             tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
-        model = config.network(config, args.attn_backend or "flex")
+        model = config.network(config, backend or "flex")
     attention = dit, "sparse_attention", lambda q, k, v, mask: memory.Kept.apply(q, k, v)
-    step = memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+    return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+
+
+def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
+    """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
+    `left` steps, UserError with all that it will not fit into."""
+    from core import memory
+    step = step_of(config, args.attn_backend)
     setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)
 
     def estimate(setup, targets):
@@ -239,7 +240,7 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0)
                                held_out if eval_rows else None)
     if order:
         found = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
-        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", model, [], left,
+        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left,
                           bool(eval_rows))
         return
     most = np.sort(rows.table["targets"])[::-1].cumsum()

@@ -112,6 +112,40 @@ def test_noisy_blocks_are_what_the_sampler_sees(models, kind):
             torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["all", "selective", "compiled"])
+def test_recomputed_and_compiled_layers_train_the_same(models, how):
+    """Dropout included; aot_eager is what --compile does before it makes kernels."""
+    tokens, found = load_tokenizer(models["qwen3"], "gsm8k"), []
+    inputs = noised(make_blocks(MIXED, 26, 24))
+    inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask))
+    for mode in (None, how):
+        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.0 if how == "compiled" else 0.2)
+        torch.manual_seed(0)
+        model = decoder.Decoder(config, recompute=None if mode == "compiled" else mode).train()
+        for layer in model.layers if mode == "compiled" else ():
+            layer.compile(backend="aot_eager", dynamic=False)
+        torch.manual_seed(1)
+        losses = model(inputs)
+        found.append([losses, *torch.autograd.grad((losses * inputs.weights).sum(), list(model.parameters()))])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
+    assert all(gradient.any() for gradient in found[0])
+
+
+def test_work_is_counted_like_a_plain_sum():
+    source = Qwen3Config(**SHAPE | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                    "intermediate_size": 12}, head_dim=4).to_dict()
+    with torch.device("meta"):
+        model = decoder.Decoder(decoder.Config(20, 19, source))
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name)
+    products = 2 * 10 * matrices + 2 * 3 * 8 * 20 + 4 * 7 * 16 * 2      # of tokens, of the head's rows, of pairs
+    assert model.flops(tokens=10, rows=3, pairs=7) == 3 * products
+    named = dict(model.named_parameters())
+    assert not model.decays("model.embed_tokens.weight", named["model.embed_tokens.weight"])
+    assert not model.decays("model.norm.weight", named["model.norm.weight"])
+    assert model.decays("lm_head.weight", named["lm_head.weight"])
+
+
 def test_the_mask_takes_a_spare_row_or_a_new_one(models):
     for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
         tokens = load_tokenizer(models[kind], "gsm8k")

@@ -1,4 +1,5 @@
 """Packed batches: losses and gradients of documents alone, the loss in pieces, compiled layers, other architectures."""
+import types
 
 import numpy as np
 import pytest
@@ -152,3 +153,12 @@ def test_other_architectures_packed(kind, settings):
         wanted = same[name].grad
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item(),
                                    msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_work_is_counted_like_a_plain_sum():
+    """10 tokens, 3 of them targets, 7 attended pairs; a head of 8 x 20, attention 16 wide in two layers."""
+    sizes = types.SimpleNamespace(hidden_size=8, vocab_size=20, num_attention_heads=4, head_dim=4, num_hidden_layers=2)
+    products, attended = 2 * 10 * 100 + 2 * 3 * 8 * 20, 4 * 7 * 16 * 2
+    assert packed_lm.flops(100, sizes, 10, 3, 7, lora=False) == 3 * (products + attended)
+    assert packed_lm.flops(100, sizes, 10, 3, 7, lora=True) == 2 * products + 3 * attended
+    assert packed_lm.flops(100, sizes, 10, 3, 7, lora=True, forward_only=True) == products + attended
