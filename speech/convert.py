@@ -44,7 +44,7 @@ from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample,
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile
 SOUNDS = AUDIO_FILES + NOT_READ
 TEXTS = (".normalized.txt", ".txt", ".lab")
-BESIDE = (".srt", ".vtt", *TEXTS, ".json", ".tsv")      # next to audio; the first that is there
+NEXT_TO = (".srt", ".vtt", *TEXTS, ".json", ".tsv")      # next to audio; the first that is there
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
 SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 INSIDE = ("wavs", "wav", "clips", "audio")      # subfolders in which a list's audio is looked for
@@ -94,9 +94,7 @@ def find_columns(names, given):
 
 
 def rows_of(path, entries, given):
-    """Rows of entries, which may be ChatML; UserError without columns of audio and of text, or
-    without one that --columns names.
-    """
+    """Rows of entries; UserError without columns of audio and text, or one that --columns names."""
     entries = iter(entries)
     first = list(itertools.islice(entries, LOOK))
     names = list(dict.fromkeys(name for _, one in first if isinstance(one, dict) for name in one))
@@ -144,18 +142,17 @@ def swift_row(entry):
 
 def metadata_row(folder, raw):
     """Row of a metadata.json of the GUIs, whose paths may leave out train/ and eval/."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("transcript_file"), str):
-        return BadSample("has no 'transcript_file'")
-
-    def inside(key):
-        name, moved = raw.get(key), folder / str(raw.get("split")) / str(raw.get(key))
-        return str(moved) if moved.exists() and not (folder / str(name)).exists() else name
-    kept = ("id", "scene", "language", "split", "duration", "voices")
-    return {**{key: raw.get(key) for key in kept}, "audio": inside("audio_file"),
-            "text": folder / inside("transcript_file"), "ref_audio": inside("ref_audio_file"),
-            "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
-            "speaker": raw.get("speaker_id") or raw.get("speaker_name"),
+    if not isinstance(raw, dict):
+        return raw
+    row = {meaning: raw[name] for meaning, name in find_columns(raw, {}).items()}
+    row |= {"text": raw.get("transcript_file"), "ref_speakers": raw.get("ref_speakers") or [],
             "task_type": raw.get("training_task_type") or raw.get("task_type")}
+    for key in ("audio", "text", "ref_audio"):
+        name = str(row.get(key))
+        moved = folder / str(raw.get("split")) / name
+        if moved.exists() and not (folder / name).exists():
+            row[key] = str(moved)
+    return row | {"text": folder / str(row["text"]) if row["text"] else None}
 
 
 def lines_of(path):
@@ -225,10 +222,8 @@ def open_table(path, given):
 
 
 def headerless(path, head, given):
-    """(separator, names) of lines of 2 to 4 fields, of which the first names audio; what the others
-    are is judged over all rows.
-    """
-    paths, why = audio_paths(path.parent), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
+    """(separator, names) of lines of 2 to 4 fields; what they are is judged over all rows."""
+    paths, why = audio_paths(path), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
     at = int(given.get("audio", 1)) - 1
     for separator in SEPARATORS:
         rows = [fields_of(line, separator, False) for line in head]
@@ -237,7 +232,7 @@ def headerless(path, head, given):
             if sum(bool(paths.look_up(row[at].strip())) for row in rows) >= 0.9 * len(rows):
                 break
             why = (f"and its first field names no audio files: {rows[0][at].strip()[:80]!r} is not "
-                   f"there; looked in {', '.join(paths.places())}")
+                   f"there; looked in {', '.join(paths.folders)}")
     else:
         raise UserError(f"{path}: is not a table that is known: its first line has neither columns "
                         f"of audio and of text, {why}; give it a first line: audio,text")
@@ -340,29 +335,24 @@ def read_sidecar(folder):
             at = str((place / name).relative_to(folder))
             row = {"audio": at, "id": os.path.splitext(at)[0],
                    "speaker": "" if plain else str(place.relative_to(folder))}
-            wanted = [one + end for end in BESIDE for one in (stem.lower(), name.lower())]
+            wanted = [one + end for end in NEXT_TO for one in (stem.lower(), name.lower())]
             text = next((one for one in wanted if one in there), spoken.get(stem.lower()))
+            try:
+                entries = entries_of(place / there[text]) if text else [BadSample(
+                    f"has no text next to it ({', '.join(wanted[::2])})", "empty_text")]
+            except UserError as error:
+                entries = [BadSample(error)]
             if stem in known:
                 entries, row["speaker"] = [{"text": known[stem]}], stem.split("-")[0]
-            elif not text:
-                names = ", ".join(stem + end for end in BESIDE)
-                entries = [BadSample(f"has no text next to it ({names})", "empty_text")]
-            else:
-                try:
-                    entries = entries_of(place / there[text])
-                except UserError as error:
-                    entries = [BadSample(error)]
-                if text.endswith(".normalized.txt"):        # LibriTTS: speaker_chapter_...
-                    row["speaker"] = stem.split("_")[0]
+            elif text and text.endswith(".normalized.txt"):     # LibriTTS: speaker_chapter_...
+                row["speaker"] = stem.split("_")[0]
             for number, entry in enumerate(entries, 1):
                 yield f"{there[text]} entry {number}" if text else at, \
                     row | entry if isinstance(entry, dict) else entry
 
 
 def entries_of(path):
-    """[columns, or BadSample, of each entry] of the text next to a recording; a plain text is one
-    entry without times.
-    """
+    """[columns, or BadSample, of each entry] of a text next to audio; a plain text is one entry."""
     text, ending, unit = json_files.read_text(path), path.suffix.lower(), 1
     if ending in (".srt", ".vtt"):
         return subtitles(text)
@@ -447,31 +437,29 @@ def read_tar(path):
     """Entries of a WebDataset shard: files of one name up to the first dot are a sample, or where
     these have several clips, up to the last.
     """
-    def first_dot(file):
-        return re.match("(?:.*/)?[^.]*", file[0])[0]
-
-    def last_dot(file):
-        return file[0].rpartition(".")[0]
-
     with tarfile.open(path, mode="r:") as tar:
         files = ((member.name, tar.extractfile(member).read()) for member in tar
                  if member.isfile() and not os.path.basename(member.name).startswith("."))
-        for group in (list(group) for _, group in itertools.groupby(files, first_dot)):
-            clips = sum(name.lower().endswith(SOUNDS) for name, _ in group)
-            for key, part in itertools.groupby(group, last_dot if clips > 1 else first_dot):
+        groups = itertools.groupby(files, lambda file: re.match("(?:.*/)?[^.]*", file[0])[0])
+        for group in (list(group) for _, group in groups):
+            clips, parts = sum(name.lower().endswith(SOUNDS) for name, _ in group), {}
+            for name, data in group:
+                parts.setdefault(name.rpartition(".")[0] * (clips > 1), {})[name] = data
+            for part in parts.values():
                 entry, found = {}, {}
                 try:
-                    for name, data in part:
+                    for name, data in part.items():
                         if name.lower().endswith(SOUNDS):
                             found |= {"audio": data, "id": name}
                         elif name.endswith(".json"):
-                            entry |= json_files.loads(data)
+                            about = json_files.loads(data)
+                            entry |= about if isinstance(about, dict) else {}
                         elif name.endswith(TEXTS):
                             found.setdefault("text", data.decode("utf-8-sig"))
                     entry |= found
-                except (ValueError, TypeError) as error:    # no JSON object, or no UTF-8
+                except ValueError as error:     # no JSON, or no UTF-8
                     entry = BadSample(error)
-                yield f"{path.name} {key}", entry
+                yield f"{path.name} {next(iter(part))}", entry
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(512) != bytes(512):     # tarfile takes a cut for the end
             raise EOFError("its end is not there")
@@ -575,9 +563,9 @@ CORPORA = {     # {name: (patterns of names that its folder holds, rows of the f
 # ---- The files that the user gave
 
 
-def audio_paths(folder):
-    """Paths of a folder of speech, where names may omit their ending and the usual subfolder."""
-    return Paths(Path(folder).resolve(), inside=INSIDE, endings=SOUNDS)
+def audio_paths(at):
+    """Paths of a list or folder of speech; names may omit their ending and the usual subfolder."""
+    return Paths((at if at.is_dir() else at.parent).resolve(), inside=INSIDE, endings=SOUNDS)
 
 
 def open_source(name, given):
@@ -597,11 +585,11 @@ def open_files(paths, given):
     for one in paths:
         with json_files.open_file(one) as file:
             head = file.read(512)
-        require(head[:2] not in (b"\x1f\x8b", b"PK"), f"{one}: is compressed; unpack it first "
-                "(gunzip, tar xzf, unzip), or save an Excel table as CSV")
-        require(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3",
+        require(not head.startswith((b"\x1f\x8b", b"PK\3\4")), f"{one}: is compressed; unpack it "
+                "first (gunzip, tar xzf, unzip), or save an Excel table as CSV")
+        require(not head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")),
                 f"{one}: is an audio file; give the folder with the texts, or a list of both")
-        columns = head[:4] in (b"PAR1", b"ARRO", b"\xff\xff\xff\xff")
+        columns = head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
         readers.add(read_columns if columns else read_tar if head[257:262] == b"ustar" else None)
     if readers == {None} and len(paths) == 1 and path.suffix not in (".parquet", ".arrow", ".tar"):
         start = next((line.strip() for line in lines_of(path) if line.strip()), "")
@@ -686,9 +674,7 @@ def lists_in(place, depth, given, refused):
 
 
 def checked(row, paths, plain):
-    """A row whose audio is there, by its absolute path, and whose text is one. Raises BadSample.
-    paths: of a list's audio; plain: of ChatML's.
-    """
+    """A row whose audio is there, by its absolute path, and whose text is one. Raises BadSample."""
     if not isinstance(row, dict):
         raise row if isinstance(row, BadSample) else BadSample(
             f"is a {type(row).__name__}, not an object")
@@ -808,8 +794,8 @@ def references_of(row, task, reading, pool, paths):
         raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
     if not audio and not row.get("voice_prompts"):
         return [], []
-    said = Path(paths.find(audio)).with_suffix(".txt") if audio and not text else None
-    text = text_of({"text": said}) if said and said.is_file() else text
+    words = Path(paths.find(audio)).with_suffix(".txt") if audio and not text else None
+    text = text_of({"text": words}) if words and words.is_file() else text
     if audio and (text or reading.lone_reference):
         return [("", text or "", clip(audio))], []
     return [], [("no_reference_text", f"what its reference {audio!r} says is not known")]
@@ -829,14 +815,12 @@ def is_held_out(row):
     return str(row.get("split")).strip().lower() in HELD_OUT
 
 
-def gather(at, rows, scratch, reading, held_out, refuse):
-    """Write [name, row] of each row of a source that can be used to the file `scratch`; returns
-    ({what is odd: [how many, an example]}, {speaker: rows for reference}, number of rows of another
-    split, whether rows name the split that is wanted). All rows first: their values decide whether
-    the columns are what they seem.
+def gather(at, rows, paths, scratch, reading, held_out, refuse):
+    """Write [name, row] of each row that can be used to the file `scratch`: all rows first: their
+    values decide whether columns are what they seem. Returns ({clause of ODD: [how many texts, an
+    example]}, {speaker: rows for reference}, rows of another split, whether to leave out others).
     """
-    base = (at if at.is_dir() else at.parent).resolve()
-    paths, plain = audio_paths(base), Paths(base)
+    plain = Paths(paths.base)       # of ChatML's audio
     odd, pool, texts, number, other, marked = {}, {}, Counter(), 0, 0, False
     for place, row in rows:
         name, label = f"{at} {place}", label_of(row) if isinstance(row, dict) else None
@@ -857,7 +841,7 @@ def gather(at, rows, scratch, reading, held_out, refuse):
         texts[row["text"]] += 1
         number += 1
         found = [(what, row["text"]) for what in ODD if ODD[what].search(row["text"])]
-        if not os.path.isabs(row["name"]) and not Path(row["audio"]).is_relative_to(base):
+        if not os.path.isabs(row["name"]) and not Path(row["audio"]).is_relative_to(paths.base):
             found.append((OUTSIDE, row["audio"]))
         for what, example in found:
             odd.setdefault(what, [0, example])[0] += 1
@@ -901,8 +885,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
             return
     note.unlink(missing_ok=True)
     at, about, rows = open_source(source, given)
-    rows, paths = unpacked(rows, out_path.with_suffix(".audio")), audio_paths(
-        at if at.is_dir() else at.parent)
+    rows, paths = unpacked(rows, out_path.with_suffix(".audio")), audio_paths(at)
     kept, first = 0, ""
 
     def refuse(name, error):
@@ -929,7 +912,8 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
                 kept += 1
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
-        odd, pool, other, marked = gather(at, rows, scratch, reading, held_out, refuse)
+        odd, pool, other, marked = gather(at, rows, paths, scratch, reading, held_out,
+                                          refuse)
         scratch.seek(0)
         checkpoint.write_atomically(out_path, write)
     if made:

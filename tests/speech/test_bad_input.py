@@ -57,7 +57,7 @@ def complains(done, *parts, errors=1):
 def test_data_folder(run, tmp_path):
     assert complains(run("--train_data_dir", tmp_path / "gone", "--train_data_file", ""), tmp_path / "gone", "there is no such file or folder")
     (tmp_path / "metadata.json").write_text('{"samples": [{"id": "s1", "audio_file": "a.wav"}]}')
-    assert complains(run("--train_data_dir", tmp_path, "--train_data_file", ""), "metadata.json sample 1 (s1): has no 'transcript_file'")
+    assert complains(run("--train_data_dir", tmp_path, "--train_data_file", ""), "metadata.json sample 1 (s1): its text is empty")
 
 
 def sample(*messages, **more):
