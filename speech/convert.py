@@ -479,7 +479,8 @@ def unpacked(rows, folder):
         if isinstance(audio, dict):
             name = audio.get("path")
             row["id"] = row.get("id") or os.path.basename(name or "")
-            audio = row["audio"] = audio.get("bytes") or (audio if "array" in audio else name)
+            audio = audio.get("bytes") or (name if audio.get("array") is None else audio)
+            row["audio"] = audio
         if not isinstance(audio, (bytes, dict)):
             yield place, row
             continue
@@ -495,7 +496,7 @@ def unpacked(rows, folder):
         except BadSample as error:
             yield place, error
             continue
-        except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:    # libsndfile's, NumPy's
             yield place, BadSample(f"is not readable audio ({error})", "audio")
             continue
         file, path, start = files.get(rate, (None, None, math.inf))
@@ -547,8 +548,8 @@ CORPORA = {     # {name: (patterns of names that its folder holds, rows of the f
          "audio": str(max(folder.glob(f"wav48*/{text.parent.name}/{text.stem}[_.]*"),
                           default=text.stem))} for text in sorted(folder.glob("txt/*/*.txt")))),
     "AISHELL-3": (("content.txt", "wav"), lambda folder: (      # after each word is its pinyin
-        {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7],
-         "language": "zh", "text": "".join(text.split()[::2])}
+        {"audio": f"wav/{name[:7]}/{name}", "speaker": name[:7], "language": "zh",
+         "text": "".join(text.split()[::2])}
         for name, text in tab_lines(folder / "content.txt"))),
     "Multilingual LibriSpeech": (("transcripts.txt", "audio"), lambda folder: (
         {"id": name, "audio": f"audio/{'/'.join(name.split('_')[:2])}/{name}",
@@ -678,12 +679,11 @@ def checked(row, paths, plain):
     if not isinstance(row, dict):
         raise row if isinstance(row, BadSample) else BadSample(
             f"is a {type(row).__name__}, not an object")
-    for item in content_items(row) if "messages" in row else ():
-        for key in ("audio_url", "url", "path"):
-            if isinstance(item, dict) and item.get("type") == "audio" and isinstance(
-                    item.get(key), str):
-                item[key] = plain.find(item[key])
     if "messages" in row:
+        for item in content_items(row):
+            for key in ("audio_url", "url", "path") if isinstance(item, dict) else ():
+                if item.get("type") == "audio" and isinstance(item.get(key), str):
+                    item[key] = plain.find(item[key])
         return row
     name = row.get("audio")
     if not isinstance(name, str) or not name.strip():
