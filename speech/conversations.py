@@ -12,6 +12,7 @@ import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from core.cli import UserError
@@ -32,7 +33,7 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
-KNOWN = 100_000         # audio files remembered by name: references come again
+KNOWN = 100_000         # audio files, and folders, that are remembered: references come again
 SETTINGS = "text_settings.json"     # in a checkpoint: by it, speech follows --normalize_text
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
@@ -134,7 +135,8 @@ class Paths:
     def __init__(self, base, inside=(), endings=()):
         folders = [base, *(base / name for name in inside), *base.parents[:2], Path.cwd()]
         self.base, self.folders = base, list(dict.fromkeys(map(str, folders)))
-        self.endings, self.known, self.listed = ("", *endings), {}, {}
+        self.endings = ("", *endings)
+        self.look_up, self.names_in = map(lru_cache(KNOWN), (self.look_up, self.names_in))
 
     def find(self, name):
         """Absolute path of an audio file; BadSample with every place that was tried."""
@@ -153,26 +155,21 @@ class Paths:
         """Absolute path of a file, also of one that Windows or macOS spells otherwise, or in
         another case; "" if there is none.
         """
-        if name not in self.known:
-            if len(self.known) >= KNOWN:
-                self.known.clear()
-            spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
-                unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
-            places = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
-                                   for folder in self.folders)      # one, of an absolute path
-            found = next((place + ending for place in places for ending in self.endings
-                          if os.path.isfile(place + ending)), "")
-            found = found or next(filter(None, map(self._any_case, places)), "")
-            self.known[name] = found and os.path.abspath(found)
-        return self.known[name]
+        spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
+            unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
+        places = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
+                               for folder in self.folders)      # one, of an absolute path
+        for path in (place + ending for place in places for ending in self.endings):
+            if os.path.isfile(path):
+                return os.path.abspath(path)
+        for folder, name in map(os.path.split, places):
+            if real := self.names_in(folder).get(name.lower()):
+                return os.path.abspath(os.path.join(folder, real))
+        return ""
 
-    def _any_case(self, path):
-        folder, name = os.path.split(path)
-        if folder not in self.listed:
-            names = os.listdir(folder) if os.path.isdir(folder) else ()
-            self.listed[folder] = {there.lower(): there for there in names}
-        real = self.listed[folder].get(name.lower())
-        return os.path.join(folder, real) if real else ""
+    def names_in(self, folder):
+        names = os.listdir(folder) if os.path.isdir(folder) else ()
+        return {name.lower(): name for name in names}
 
 
 # ---- Raw samples
@@ -196,7 +193,7 @@ def is_chatml(entry):
 
 
 def label_of(entry):
-    """Name of a row or raw sample for people: its id, or the file of its last clip."""
+    """Name of a row or raw sample: its id, or the file of its last clip."""
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     if found := misc.get("sample_id") or entry.get("id"):
         return found
