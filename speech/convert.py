@@ -46,7 +46,7 @@ SOUNDS = AUDIO_FILES + NOT_READ
 TEXTS = (".normalized.txt", ".txt", ".lab")
 NEXT_TO = (".srt", ".vtt", *TEXTS, ".json", ".tsv")      # next to audio; the first that is there
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
-SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
+SEPARATORS = "\t,;|"
 INSIDE = ("wavs", "wav", "clips", "audio")      # subfolders in which a list's audio is looked for
 LANGUAGES = set("zh ja jp en ko yue de fr es it pt ru ar vi th".split())
 HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
@@ -582,32 +582,17 @@ def open_source(name, given):
 
 def open_files(paths, given):
     """(about, rows) of a list, or of files that hold audio and texts, all of one kind."""
-    path, readers = paths[0], set()
-    for one in paths:
-        with json_files.open_file(one) as file:
-            head = file.read(512)
-        require(not head.startswith((b"\x1f\x8b", b"PK\3\4")), f"{one}: is compressed; unpack it "
-                "first (gunzip, tar xzf, unzip), or save an Excel table as CSV")
-        require(not head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")),
-                f"{one}: is an audio file; give the folder with the texts, or a list of both")
-        columns = head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
-        readers.add(read_columns if columns else read_tar if head[257:262] == b"ustar" else None)
-    if readers == {None} and len(paths) == 1 and path.suffix not in (".parquet", ".arrow", ".tar"):
-        start = next((line.strip() for line in lines_of(path) if line.strip()), "")
-        if start[:1] not in ("{", "[") and path.suffix not in (".json", ".jsonl"):
-            return open_table(path, given)
-        whole = json_files.json_value(path) if path.suffix == ".json" else None
-        if isinstance(whole, dict) and isinstance(whole.get("samples"), list):
-            return "metadata.json", ((f"sample {number}", metadata_row(path.parent, raw))
-                                     for number, raw in enumerate(whole["samples"], 1))
-        unit, entries = json_files.read_entries(path)
-        return "JSON", rows_of(path, ((f"{unit} {number + 1}", entry) for number, entry
-                                      in entries(lambda number: True)), given)
-    read, *others = readers
-    require(read and not others, f"{path}: is not a parquet, arrow or tar file, or others given "
-            "with it are not: give one list, or files of one kind")
-    if read == read_columns:
+    path = paths[0]
+    with json_files.open_file(path) as file:
+        head = file.read(512)
+    require(not head.startswith((b"\x1f\x8b", b"PK\3\4")),
+            f"{path}: is compressed: gunzip, tar xzf or unzip it, or save an Excel table as CSV")
+    require(not head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")),
+            f"{path}: is an audio file; give the folder with the texts, or a list of both")
+    read = read_tar if head[257:262] == b"ustar" else None
+    if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         cli.require_package("pyarrow", f"{path}: parquet and arrow files")
+        read = read_columns
 
     def entries():
         for one in paths:
@@ -617,7 +602,21 @@ def open_files(paths, given):
                     ValueError, NotImplementedError) as error:
                 raise UserError(f"{one}: cannot be read, it may be cut off "
                                 f"({str(error).partition(chr(10))[0]})")
-    return counted(len(paths), "file") + " with audio", rows_of(path, entries(), given)
+    if read:
+        return f"{counted(len(paths), 'file')} with audio", rows_of(path, entries(), given)
+    require(len(paths) == 1, f"{path}: is one of {len(paths)} lists; give one")
+    require(path.suffix not in (".parquet", ".arrow", ".tar"),
+            f"{path}: is not a parquet, arrow or tar file")
+    start = next((line.strip() for line in lines_of(path) if line.strip()), "")
+    if start[:1] not in ("{", "[") and path.suffix not in (".json", ".jsonl"):
+        return open_table(path, given)
+    whole = json_files.json_value(path) if path.suffix == ".json" else None
+    if isinstance(whole, dict) and isinstance(whole.get("samples"), list):
+        return "metadata.json", ((f"sample {number}", metadata_row(path.parent, raw))
+                                 for number, raw in enumerate(whole["samples"], 1))
+    unit, read_all = json_files.read_entries(path)
+    return "JSON", rows_of(path, ((f"{unit} {number + 1}", entry) for number, entry
+                                  in read_all(lambda number: True)), given)
 
 
 def open_folder(folder, given):
@@ -885,7 +884,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
             return
     note.unlink(missing_ok=True)
     at, about, rows = open_source(source, given)
-    rows, paths = unpacked(rows, out_path.with_suffix(".audio")), audio_paths(at)
+    rows, paths = unpacked(rows, out_path.with_suffix(".audio").resolve()), audio_paths(at)
     kept, first = 0, ""
 
     def refuse(name, error):
@@ -912,8 +911,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
                 kept += 1
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
-        odd, pool, other, marked = gather(at, rows, paths, scratch, reading, held_out,
-                                          refuse)
+        odd, pool, other, marked = gather(at, rows, paths, scratch, reading, held_out, refuse)
         scratch.seek(0)
         checkpoint.write_atomically(out_path, write)
     if made:
