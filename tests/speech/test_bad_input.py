@@ -198,22 +198,8 @@ def test_sample_names_that_are_not_unicode(run, tiny, data):
     assert done.status == 1 and "odd\\ud800" in done.output, done.output
 
 
-@pytest.fixture(scope="module")
-def other_model(tiny, tmp_path_factory):
-    """The same architecture and tokenizer with other weights."""
-    from transformers import AutoTokenizer
-
-    from speech import make_tiny
-    folder = tmp_path_factory.mktemp("other")
-    make_tiny.make_model(folder, AutoTokenizer.from_pretrained(tiny.model), seed=1)
-    for path in tiny.model.glob("tokenizer*"):
-        shutil.copy(path, folder / "model")
-    return folder / "model"
-
-
 @pytest.mark.slow
-def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy, other_model):
-    complains(run(*LORA, "--model_path", other_model), "checkpoint-1", "made with another base model", "another --output_dir")
+def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy):
     fewer = written(data, tiny.samples()[:5], "fewer.json")
     complains(run(*LORA, "--train_data_file", fewer, "--resume", used), "checkpoint-1", "another training data")
     complains(run(), "checkpoint-1", "another set of trained weights (lora, this run full)")
@@ -224,21 +210,6 @@ def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy, othe
 def test_resume_with_other_adapters_is_refused(run, used_copy):
     complains(run(*LORA, "--lora_rank", 8), "checkpoint-1", "adapter has r 4, this run 8", "the same LoRA flags")
     complains(run(*LORA, "--lora_target_modules", "all-linear"), "target_modules")
-
-
-@pytest.mark.slow
-def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
-    out = used_copy.parent
-    complains(run(*LORA, "--resume", "none"), f"--resume none, but {out} holds checkpoints", "--resume auto")
-    complains(run(*LORA, "--resume", out), f"--resume {out}: no manifest.json")
-    weights = used_copy / "adapter_model.safetensors"
-    data = weights.read_bytes()
-    for spoilt, said in ((data[:-1], "bytes instead of"), (data[:-1] + bytes([data[-1] ^ 1]), "another checksum")):
-        weights.write_bytes(spoilt)
-        complains(run(*LORA, "--resume", used_copy), f"--resume {used_copy}: adapter_model.safetensors", said)
-        done = run(*LORA)
-        complains(done, f"{out}: every checkpoint is damaged; to start over, give another")
-        assert f"{used_copy} is damaged (adapter_model.safetensors" in done.output
 
 
 @pytest.mark.parametrize("flags, said", [

@@ -169,11 +169,10 @@ def test_sets_as_tools_write_them_are_read_or_refused_in_one_line(tmp_path, name
 
 
 def test_speech_to_understand_is_not_trained_as_speech(folder):
-    path = lines(folder / "s.jsonl", {"messages": [{"role": "user", "content": "<audio>What was said?"},
-                                                   {"role": "assistant", "content": "This."}], "audios": ["a.wav"]},
-                 {"messages": [{"role": "assistant", "content": "<audio>a<audio>b"}], "audios": ["a.wav", "b.wav"]},
-                 {"messages": [{"role": "assistant", "content": "Bare text."}], "audios": ["a.wav"]})
-    samples, problems = read(path)
+    samples, problems = read(lines(folder / "s.jsonl", *({"messages": messages, "audios": clips} for messages, clips in (
+        ([{"role": "user", "content": "<audio>What was said?"}, {"role": "assistant", "content": "This."}], ["a.wav"]),
+        ([{"role": "assistant", "content": "<audio>a<audio>b"}], ["a.wav", "b.wav"]),
+        ([{"role": "assistant", "content": "Bare text."}], ["a.wav"])))))
     assert spoken(samples) == [("a.wav", "Bare text.")]
     assert "speech to understand" in problems[0] and "2 <audio> and 2 audios" in problems[1]
 
@@ -352,19 +351,16 @@ def test_the_script(folder):
 
 
 def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
-    path = lines(folder / "m.jsonl", {"audio": "b.wav", "text": "[SPEAKER0] Alone."},
-                 {"audio": "a.wav", "text": "[SPEAKER0] Hi.\n[SPEAKER1] Ho.", "scene": "a_room"})
-    (one, two), _ = read(path)       # the text decides, not the task type
-    assert two.turns[0].text == (MULTISPEAKER_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a room.\n\n"
-                                 "SPEAKER0: feminine\nSPEAKER1: masculine\n<|scene_desc_end|>")
-    assert one.turns[0].text == "Generate audio following instruction."
-    assert read(path, task_type="multi_speaker_smart_voice")[0][1].turns[0] == two.turns[0]
-    chat = lines(folder / "chat.jsonl", {"messages": [
-        {"role": "user", "content": "[SPEAKER0] Hi.\n[SPEAKER1] Ho."},
-        {"role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}], "scene": "Audio is recorded from a room."})
-    spoken_later = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, scene="Audio is recorded from a room.")
-    assert spoken_later[0].turns[0].text == two.turns[0].text
-    assert read(chat)[0][0].turns[0].text.split() == two.turns[0].text.split()
+    """The text decides, not the task type; ChatML without a system turn, and a text to speak, get the same."""
+    words, scene = "[SPEAKER0] Hi.\n[SPEAKER1] Ho.", "Audio is recorded from a room."
+    path = lines(folder / "m.jsonl", {"audio": "b.wav", "text": "[SPEAKER0] Alone."}, {"audio": "a.wav", "text": words, "scene": "a_room"})
+    expected = (f"{MULTISPEAKER_SYSTEM}\n\n<|scene_desc_start|>\n{scene}\n\nSPEAKER0: feminine\nSPEAKER1: masculine\n<|scene_desc_end|>")
+    for task in ("single_speaker_smart_voice", "multi_speaker_smart_voice"):
+        assert [s.turns[0].text for s in read(path, task_type=task)[0]] == ["Generate audio following instruction.", expected]
+    chat = lines(folder / "chat.jsonl", {"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": {
+        "type": "audio", "audio_url": "a.wav"}}], "scene": scene})
+    assert text_prompts([("x", words)], False, scene=scene)[0].turns[0].text == expected
+    assert read(chat)[0][0].turns[0].text.split() == expected.split()
 
 
 @pytest.fixture
