@@ -672,7 +672,7 @@ def ensure_codes(world, clips, how, bad=None):
 
 
 def lock_cache(folder, wait_s):
-    """checkpoint.RunLock of a cache folder, made if need be. Stopped when asked to stop."""
+    """The lock of a cache folder, which is made if need be. Stopped when asked to stop."""
     def waiting():
         if watchdog.stop_requested():
             raise watchdog.Stopped("")

@@ -112,7 +112,7 @@ def judge(folder, place):
 
 def is_running():
     try:
-        checkpoint.lock_folder(out, wait_s=0).release()
+        checkpoint.lock_folder(out, wait_s=0).close()
     except UserError:
         return True
     return False
