@@ -225,13 +225,6 @@ def try_lock(path):
 # ---- The checkpoints of a run
 
 
-def pickled(value):
-    """Bytes of a value that torch.load reads."""
-    buffer = io.BytesIO()       # torch's writer of files has one error for all that a disk does
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 class CheckpointManager:
     """Writes the checkpoints of OUTPUT_DIR, one at a time, and finds the one to resume from."""
 
@@ -272,13 +265,14 @@ class CheckpointManager:
         rng = {"torch": torch.get_rng_state()}      # nothing else draws numbers in training
         if self.world.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        rng = dist.all_gather(self.world, pickled(rng))
+        states = io.BytesIO()       # torch's writer of files has one error for all that a disk does
+        torch.save(dist.all_gather(self.world, rng), states)
         share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
         moments = optim.state_tensors(optimizer, model.named_parameters())
         share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
         if self.world.is_main:
-            rng, text = pickled(rng), json.dumps(state, indent=1)
-            share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(rng),
+            text = json.dumps(state, indent=1)
+            share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(states.getvalue()),
                       f"{STATE}/state.json": lambda path: path.write_text(text),
                       **dict.fromkeys(configs, lambda path: None)}        # are there already
         # not a daemon: the interpreter's end waits for a checkpoint under way
@@ -356,7 +350,9 @@ class CheckpointManager:
         # weights_only: a checkpoint from somebody else must not run code
         states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
         if self.world.rank < len(states):
-            rng = torch.load(io.BytesIO(states[self.world.rank]), weights_only=True)
+            rng = states[self.world.rank]
+            if isinstance(rng, bytes):      # as they were saved before December 2026
+                rng = torch.load(io.BytesIO(rng), weights_only=True)
             torch.set_rng_state(rng["torch"])
             if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
                 torch.cuda.set_rng_state(rng["cuda"], self.world.device)

@@ -11,6 +11,7 @@ prints nothing. core/watchdog.py ends ranks that torchrun cannot: a main thread 
 collective takes no signal.
 """
 import contextlib
+import errno
 import gc
 import multiprocessing
 import os
@@ -93,7 +94,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         world.store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
-        store = dist.PrefixStore("trainer", world.store) if world.store else dist.HashStore()
+        store = dist.PrefixStore("trainer", world.store) if world.size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
                                 timeout=limit, device_id=world.device if cuda else None)
         # torch has put another there, which prints nothing of a hook that ends the process
@@ -155,7 +156,8 @@ def report_error(kind, error, trace):
         if rank != 0:       # mostly all ranks raise it alike: rank 0 reports it
             wait_for_torchrun()
     elif isinstance(error, OSError) and error.filename:
-        text = error_text(f"error: {error.filename2 or error.filename} cannot be read or written "
+        read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
+        text = error_text(f"error: {error.filename2 or error.filename} cannot be {read}written "
                           f"({error.strerror})")
     elif any(words in str(error) for words in NO_SHM):
         text = ("error: /dev/shm is full; make it larger, as with docker run --shm-size=8g, or "
