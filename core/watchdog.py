@@ -62,6 +62,9 @@ def disarm():
     for number in SIGNALS:      # ignored: the interpreter's end gives handlers back to the default
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":       # at the interpreter's end one in a call of the store
+            thread.join(GRACE_S)            # would abort the process
 
 
 def exit_if_asked(world, output_dir):
@@ -118,7 +121,7 @@ class Watchdog:
         if world.store is not None:
             self.store = world.store.clone()    # beats wait for no call of the main thread
             for watch in (self._watch, self._watch_store):
-                threading.Thread(target=watch, daemon=True).start()
+                threading.Thread(target=watch, daemon=True, name="watchdog").start()
 
     def report_progress(self, where, limit_s=None):
         """On all ranks at the same places. where: what the main thread does now, for the message.
@@ -130,7 +133,7 @@ class Watchdog:
         """Beat; when a rank hangs or has failed, end this process, which may wait for that one."""
         seen, moved = (None, None), [0, 0]      # this rank's state, the next one's report; beats
         try:
-            while not _at_rest.is_set():
+            while True:
                 failed = self._beat()
                 now = self.state, self._report((self.world.rank + 1) % self.world.size)
                 moved = [beat if found and found == before else self.beats
@@ -142,15 +145,14 @@ class Watchdog:
                     self._beat(round(GRACE_S / self.beat_s))    # time for others to print a stack
                     self._end()
         except Exception as error:      # the store is gone: its host is, rank 0 or torchrun
-            time.sleep(GRACE_S)         # torchrun, when it noticed, ends this process meanwhile
+            _at_rest.wait(GRACE_S)      # torchrun, when it noticed, ends this process meanwhile
             self._end(self.world.local_rank == 0 and        # torchrun says why on rank 0's node
                       "rank 0 or its node is gone: the store of the run does not answer "
                       f"({str(error).splitlines()[0]})")
 
     def _watch_store(self):
         """See, in another thread, a store whose host is frozen: no call to it ends."""
-        while not _at_rest.is_set():
-            time.sleep(self.beat_s)
+        while not _at_rest.wait(self.beat_s):
             self.unanswered += self.beat_s
             if self.unanswered > self.limit_s + GRACE_S:
                 self._end((self.world.local_rank == 0 or self.world.rank == 1) and  # 0 may not
@@ -173,7 +175,8 @@ class Watchdog:
             self.store.set(f"watch/{self.world.rank}", json.dumps([self.beats, *self.state, me]))
             failed = self.store.check([FAILED])     # set() waits for no answer
             self.unanswered = 0
-            time.sleep(self.beat_s)
+            if _at_rest.wait(self.beat_s):
+                sys.exit()      # ends this thread
         return failed
 
     def _report(self, rank):
