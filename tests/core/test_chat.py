@@ -160,7 +160,7 @@ def test_tools_and_calls_go_to_the_template(made, tmp_path):
         assert part in str(refused)
     refused, = encoder(made, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
     assert "its tools contain the control token" in str(refused)
-    for spoilt, part in (({"tools": [{"name": 3}]}, 'its "tools" are no list'), ({"tools": "no"}, "is not JSON"),
+    for spoilt, part in (({"tools": [{"name": 3}]}, 'its "tools" are no list'), ({"tools": "no"}, "not valid JSON"),
                          ({"tools": [TOOL], "messages": [SINGLE[0], talk[1] | {"tool_calls": [{"name": 1}]}]},
                           "its tool_calls are no list")):
         problems, path = [], chats.write(tmp_path / "spoilt.jsonl", [SINGLE], **spoilt)
