@@ -280,8 +280,7 @@ class Encoder:
             if isinstance(turns, list):
                 found[i] = attempt(self._mask, turns, ids)
                 if isinstance(found[i], ValueError) and self.split and len(turns) > 1:
-                    each = [attempt(self._mask, [turn], ids) for turn in turns]
-                    found[i] = next((one for one in each if isinstance(one, ValueError)), each)
+                    found[i] = attempt(lambda ts=turns: [self._mask([turn], ids) for turn in ts])
         return found
 
     def _turns(self, messages, tools):

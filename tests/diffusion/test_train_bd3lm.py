@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core import checkpoint, dist, optim
+from core import checkpoint, optim
 from core.cli import UserError
 from diffusion import choices, dit, elbo, make_problems, problems, published
 from tests.helpers.block_problems import documents_of
@@ -166,21 +166,6 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
     one, other = states(newest(whole)), states(newest(resumed))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
-
-
-def test_the_average_in_a_checkpoint_follows_its_formula(shared):
-    run = shared("ddp 1x4 --save_steps 1 --eval_steps 0")
-    dist.seed_everything(42)
-    vocabulary = tensors(newest(run), "model")["embed.weight"].shape[0]
-    model = dit.DiT(dit.config_of("nano", vocabulary, vocabulary - 1))
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step, folder in checkpoint.list_checkpoints(run.output_dir):
-        decay = min(0.7, (1 + step) / (10 + step))
-        for name, weight in tensors(folder, "model").items():
-            average[name] += (1 - decay) * (weight - average[name])
-        for name, tensor in tensors(folder, "ema").items():
-            torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
-    assert step == 4
 
 
 @pytest.mark.parametrize("flags", [
