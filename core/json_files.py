@@ -1,4 +1,4 @@
-"""Text, JSON, JSONL, parquet and arrow files -> their values, or a UserError of one line.
+"""Text, JSON, JSONL and parquet files -> their values, or a UserError of one line.
 
 Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
 Standard library only.
@@ -134,21 +134,14 @@ def without_null(value):
     return [without_null(part) for part in value] if isinstance(value, list) else value
 
 
-def table_rows(path, size=1024):
-    """Yield the rows of a parquet file, or of an arrow file as datasets' save_to_disk writes it, as
-    dicts without fields of null; UserError. size: rows of a parquet file read together.
-    """
-    path = Path(path)
+def table_rows(path):
+    """Yield the rows of a parquet file as dicts without fields of null. UserError."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path}: pip install pyarrow to read it, or give JSONL")
     try:
-        batches = (pyarrow.parquet.ParquetFile(path).iter_batches(size) if path.suffix == ".parquet"
-                   else pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))))
-        for batch in batches:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
             yield from map(without_null, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as {path.suffix[1:]} "
-                        f"({str(error).splitlines()[0]})")
+        raise UserError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]})")
