@@ -43,7 +43,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     """
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
-    builder, parts, bad = None, [], {}          # bad: clips that cannot be used, on rank 0
+    builder, parts = None, []
     start = time.monotonic()
     folder = new_table(output_dir)      # the other ranks learn rank 0's from write()
     problems = Problems(sources.drop, None if dry else output_dir)
@@ -66,7 +66,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
               f"{time.monotonic() - start:.1f} s)", flush=True)
 
     def write():
-        cache, shards, where = codes
+        cache, shards, where, _, bad = codes
         bad.update(builder.shorter_than(ids.min_frames, where))
         found = problems if dry else Problems(sources.drop, output_dir, more=True)
         found.add(builder.without_audio(bad, parts) if bad else [])
@@ -78,9 +78,9 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     try:
         rank0(world, read)
         if dry:
-            codes = plan_codes(builder.clips, encoding, bad)
+            codes = plan_codes(builder.clips, encoding)
         else:
-            codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
+            codes = ensure_codes(world, builder.clips if builder else [], encoding)
         return Table(rank0(world, write))
     except BaseException:
         if world.is_main:

@@ -2,7 +2,7 @@
 
     builder = TableBuilder(tokenizer, ids, folder)
     builder.add(samples, problems)                  # of read_samples or read_all
-    builder.write(*codes.ensure_codes(world, builder.clips, how))
+    builder.write(*codes.ensure_codes(world, builder.clips, how)[:3])
     table = Table(folder)
     train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
 

@@ -86,7 +86,7 @@ import numpy as np
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems, problem
 from speech import weights
-from speech.codes import FRAME_RATE, MEASURES, Encoding, ensure_codes, measures_of
+from speech.codes import FRAME_RATE, MEASURES, Encoding, ensure_codes
 from speech.dataset import (TABLE, TableBuilder, file_of, new_table, own_references, places,
                             write_prepared)
 from speech.dataset import Reading, Sources, read_all
@@ -107,7 +107,7 @@ def targets(builder):
 def find_problems(builder, sources, where, measures, least, most):
     """[Problem] of samples; those with a clip that has no codes are passed over. builder:
     TableBuilder. sources: of dataset.read_all. where: (n_clips, 4) of ensure_codes. measures:
-    (n_clips, 5) of measures_of. least, most: seconds of a clip.
+    (n_clips, 5) of ensure_codes. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
     target, facts, found = targets(builder), builder.facts.array(), []
@@ -177,7 +177,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     with all errors in the data, unless they are dropped.
     """
     out, start = Path(output_dir), time.monotonic()
-    bad, noted, drop = {}, [], sources.drop
+    noted, drop = [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
     table = new_table(out)
     builder, parts = None, []
@@ -193,10 +193,10 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
                   "the others is encoded, with its faults", flush=True)
 
     def write():
-        cache, shards, where = codes
+        cache, shards, where, measures, bad = codes
         bad.update(builder.shorter_than(ids.min_frames, where))
         problems = builder.without_audio(bad, parts) + noted + find_problems(
-            builder, parts, where, measures_of(cache, shards, where), least, most)
+            builder, parts, where, measures, least, most)
         refused = found.counts.total()
         found.add(problems)
         found.settle("\nfix: correct them, or drop them with --drop_bad")
@@ -216,7 +216,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     try:
         dist.rank0(world, read)
-        codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
+        codes = ensure_codes(world, builder.clips if builder else [], encoding)
         return dist.rank0(world, write)
     except BaseException:
         if world.is_main:

@@ -37,7 +37,8 @@ def write_audio(path, wave, rate, **options):
 def fill(clips, codec, cache, num_proc=0):
     """Fill a cache in this process; returns ([codes per clip], folder of the shards)."""
     how = Encoding(codec, cache, 8, num_proc)
-    folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, how)
+    folder, shards, where, _, bad = ensure_codes(World(device=torch.device("cpu")), clips, how)
+    assert not bad
     reader = CodeReader(folder, shards)
     return [reader.codes(*row.tolist()) for row in where], folder
 
@@ -233,7 +234,7 @@ def test_a_damaged_shard_is_set_aside_and_its_clips_are_encoded_again(filled, ti
     codes, folder = fill(clips, tiny.codec, tmp_path / "codes")
     assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips))
     said = capfd.readouterr().out
-    assert f"{shard} is damaged (" in said and "shards of the code cache, now set aside: 1; clips to encode: 2" in said
+    assert f"{shard} is damaged (" in said and "it is kept as" in said
     kept, = folder.glob("*.damaged-*")
     assert kept.name.startswith(shard.name) and not shard.exists() and len(encoded(folder)) == 2
     fill(clips, tiny.codec, tmp_path / "codes")
@@ -248,13 +249,11 @@ def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_pat
     said = {1: f"{path}: is silent: every sample from offset 1.2 s is 0",
             3: f"{path}: is too short: 0.000 s from offset 9.0 s; a clip needs 0.04 s"}
     for num_proc in (0, 2):
-        bad = {}
         how = Encoding(tiny.codec, tmp_path / "codes", 8, num_proc)
-        folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, how, bad)
+        folder, shards, where, _, bad = ensure_codes(World(device=torch.device("cpu")), clips, how)
         assert bad == said and where[[1, 3], :3].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
         assert (CodeReader(folder, shards).codes(*where[2].tolist()) == filled[2][good.path]).all()
-    bad = {}        # headers tell of lengths alone
-    _, _, planned = plan_codes(clips, how, bad)
+    _, _, planned, _, bad = plan_codes(clips, how)      # headers tell of lengths alone
     assert list(bad) == [3] and bad[3] == said[3] and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 13
 
 
