@@ -3,12 +3,12 @@
     folder, shards, where, *_ = codes.ensure_codes(world, clips, codes.Encoding(codec, cache, 8))
     codes.CodeReader(folder, shards).codes(*where[0].tolist())      # (T, 8) int16 of the first clip
 
-A file is hashed and decoded piece by piece, averaged to mono, cut, resampled to 24 kHz and encoded
-clip by clip: zeros after the shorter ones of a batch would change codes. Codes lie in append-only
-shards under CACHE/<codec fingerprint>/: int16 codes, their lengths, a content key for each clip,
-and for each (path, size, date, cut) the key it had, so that later runs look at file dates alone.
-Shards appear whole, under unique names; one run at a time fills a cache. Each clip's codes have a
-CRC-32, compared when a run starts and whenever they are read; the other columns have a SHA-256.
+A file is decoded to mono, cut, resampled to 24 kHz and encoded clip by clip: zeros after the
+shorter ones of a batch would change codes. Codes lie in append-only shards under CACHE/<codec
+fingerprint>: int16 codes, their lengths, a content key for each clip, and for each (path, size,
+date, cut) the key it had, so that later runs look at file dates alone. One run at a time fills a
+cache. Each clip's codes have a CRC-32, compared when a run starts and whenever they are read; the
+other columns have a SHA-256.
 """
 import contextlib
 import hashlib
@@ -33,7 +33,7 @@ from core import checkpoint, packing, tensor_io, watchdog
 from core.cli import UserError, require, require_package
 from core.dist import all_gather, rank0
 from speech.choices import LONGEST_CLIP_S
-from speech.conversations import AUDIO_FILES, FILLED_S
+from speech.conversations import FILLED_S
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
@@ -49,6 +49,8 @@ PIPELINE = b"mono-mean soxr-HQ 24k v2"      # of the fingerprint: another name f
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # besides the codes
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
+REMEDY = ("delete it and start again, and its clips are encoded again (of a prepared folder: by "
+          "prepare_tts.py)")
 
 
 # ---- Decoding. A faulty file is a ValueError with the reason.
@@ -69,8 +71,6 @@ def decode_file(path, cuts):
         digest = hashlib.file_digest(data, "sha256").hexdigest()
         with open_sound(data) as file:
             rate, promised, log = file.samplerate, file.frames, file.extra_info
-            if all(cut == (None, None) for cut in cuts):
-                check_seconds(max(promised / rate, 1))      # before it fills the memory
             # a recording may last for hours: no more is kept than check_seconds refuses
             most = LONGEST_CLIP_S * rate + 1
             starts = [round((offset or 0) * rate) for offset, _ in cuts]
@@ -107,9 +107,8 @@ def readable(path):
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:
         why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without a buffer's name
-        name = os.path.basename(path)
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read; convert "
-                         f"others: ffmpeg -i {name} {os.path.splitext(name)[0]}.flac")
+                         "others: ffmpeg -i FILE NEW.flac")
 
 
 def open_sound(file):
@@ -153,14 +152,14 @@ def cut_wave(part, rate, offset=None, length=None):
 
 def check_seconds(there, offset=None, length=None):
     """Refuse a cut of which `there` seconds are in its recording: too many, too few, or not all."""
+    where = f" from offset {offset} s" if offset else ""
     if there > LONGEST_CLIP_S:
-        raise ValueError(f"lasts {there / 60:.1f} minutes, of which at most "
-                         f"{LONGEST_CLIP_S / 60:.1f} are decoded: cut it")
+        raise ValueError(f"lasts {there / 60:.1f} minutes{where}; at most {LONGEST_CLIP_S // 60} "
+                         "are decoded: cut it")
     if length and there and length - there > PAST_S:
         raise ValueError(f"ends {length - there:.2f} s before the cut from {offset:g} to "
                          f"{offset + length:g} s: times of another recording, or not seconds")
     if round(there * SAMPLE_RATE) < MIN_SAMPLES:
-        where = f" from offset {offset} s" if offset else ""
         raise ValueError(f"is too short: {there:.3f} s{where}; a clip needs 0.04 s")
 
 
@@ -170,11 +169,8 @@ def filled(wave):
 
 
 def holds_codes(path):
-    """True if a file holds saved codes, by its first bytes."""
-    if path.endswith(AUDIO_FILES):      # these are opened once, to be decoded
-        return False
-    with readable(path) as file:
-        return file.read(6) == b"\x93NUMPY"
+    """True if a file holds saved codes, by its name."""
+    return path.endswith(SAVED)
 
 
 def read_codes(path):
@@ -255,10 +251,8 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
 
 
 def codec_frames(samples, config):
-    """Codec frames of a waveform of `samples` at 24 kHz; config: of codec_config.
-
-    The semantic branch decides: 24 -> 16 kHz, 160 zeros at both ends, HuBERT's unpadded
-    convolutions, then every semantic_downsample_factor-th vector (transformers' encode).
+    """Codec frames of `samples` at 24 kHz, as the semantic branch decides: at 16 kHz with 160 zeros
+    at both ends, HuBERT's unpadded convolutions, then every semantic_downsample_factor-th vector.
     """
     n = -(-samples * config.semantic_sample_rate // config.sample_rate) + 2 * 160
     hubert = config.semantic_model_config
@@ -300,9 +294,7 @@ def key_of(clip, filled, *parts):
 
 
 def file_keys(clips):
-    """((n, 2) int64 of size and date in ns, (n,) keys) of clips, the same as long as nobody touches
-    their files. An OSError names a file that is gone.
-    """
+    """((n, 2) int64 of size and date in ns, (n,) keys) of clips; OSError for a file now gone."""
     stats = [(about.st_size, about.st_mtime_ns) for about in (os.stat(c.path) for c in clips)]
     keys = [key_of(c, c.filled, c.path, *about) for c, about in zip(clips, stats)]
     return np.array(stats, np.int64).reshape(-1, 2), np.array(keys, KEY)
@@ -314,9 +306,7 @@ def digest_columns(columns):
 
 
 def write_shard(folder, encoded, files):
-    """A new shard of {content key: ((T, K) int16 codes, (5,) of MEASURES or NaN)} and {file key:
-    content key}.
-    """
+    """A new shard of {content key: ((T, K) codes, (5,) of MEASURES)}, {file key: content key}."""
     def raw(keys):
         return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
     # contiguous: safetensors writes memory as it lies
@@ -333,8 +323,8 @@ def write_shard(folder, encoded, files):
 
 
 def read_shard(path, with_codes=False):
-    """{name: array} of COLUMNS of a shard, whose codes are checked as well if asked for. ValueError
-    when it is damaged, OSError when it cannot be read.
+    """{name: array} of COLUMNS of a shard, whose codes are checked as well if asked for. UserError
+    when it is damaged.
     """
     try:
         # open() names the reason: to safe_open all are the same
@@ -342,14 +332,14 @@ def read_shard(path, with_codes=False):
             found = {name: file.get_tensor(name) for name in COLUMNS}
             codes = file.get_tensor("codes") if with_codes else None
             digest = (file.metadata() or {}).get("sha256")
-    except SafetensorError as error:
-        raise ValueError(f"it is not a shard: {error}")
-    if digest_columns(found) != digest:
-        raise ValueError("its columns have another checksum than when they were written")
-    if with_codes:
-        ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
-        for start, stop, checksum in zip([0, *ends], ends, found["checksums"].tolist()):
-            check_clip(codes[start:stop], checksum)
+        if digest_columns(found) != digest:
+            raise ValueError("its columns have another checksum than when they were written")
+        if with_codes:
+            ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
+            for start, stop, checksum in zip([0, *ends], ends, found["checksums"].tolist()):
+                check_clip(codes[start:stop], checksum)
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({error}); {REMEDY}")
     return found
 
 
@@ -358,38 +348,28 @@ def check_clip(codes, checksum):
     and are those that were written.
     """
     if codes.size and (codes.min() < 0 or codes.max() >= CODES):
-        raise ValueError(f"it has codes beyond 0 to {CODES - 1}")
+        raise ValueError(f"codes beyond 0 to {CODES - 1}")
     if zlib.crc32(codes) != checksum:
-        raise ValueError("it has another checksum")
+        raise ValueError("codes with another checksum than when they were written")
 
 
-def read_index(folder, damaged):
+def read_index(folder):
     """(shard names, {column: array} of all their clips and files). "where", (n, 4) int64, has each
     clip's shard, first row, frames and checksum. The last row of all is for those not there.
-
-    damaged: {shard: why}, which are passed over, and to which those with damage are added.
     """
-    nowhere = {"keys": np.zeros(1, KEY), "files": np.zeros(1, KEY), "file_keys": np.zeros(1, KEY),
-               "where": np.full((1, 4), -1), "measures": np.full((1, 5), np.nan, np.float32)}
-    shards, parts = [], []
-    for name in sorted(os.listdir(folder)) if os.path.exists(folder) else ():
-        if name in damaged or not re.fullmatch(r"codes-\w+\.safetensors", name):
-            continue
-        try:
-            part = read_shard(Path(folder) / name)
-        except FileNotFoundError:       # set aside by another run since
-            continue
-        except ValueError as why:
-            damaged[name] = str(why)
-            continue
+    parts, names = [], os.listdir(folder) if os.path.exists(folder) else ()
+    shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
+    for number, name in enumerate(shards):
+        part = read_shard(Path(folder) / name)
         lengths = part["lengths"].astype(np.int64)
         part |= {name: part[name].view(KEY).reshape(-1) for name in ("keys", "files", "file_keys")}
-        part["where"] = np.stack([np.full(len(lengths), len(shards)), np.cumsum(lengths) - lengths,
+        part["where"] = np.stack([np.full(len(lengths), number), np.cumsum(lengths) - lengths,
                                   lengths, part["checksums"]], axis=1, dtype=np.int64)
-        shards.append(name)
         parts.append(part)
-    return shards, {name: np.concatenate([*(part[name] for part in parts), last])
-                    for name, last in nowhere.items()}
+    parts.append({"keys": np.zeros(1, KEY), "files": np.zeros(1, KEY),
+                  "file_keys": np.zeros(1, KEY), "where": np.full((1, 4), -1),
+                  "measures": np.full((1, 5), np.nan, np.float32)})
+    return shards, {name: np.concatenate([part[name] for part in parts]) for name in parts[-1]}
 
 
 def find(keys, wanted):
@@ -400,29 +380,20 @@ def find(keys, wanted):
 
 
 def look_up(folder, clips):
-    """(shard names, {damaged shard: why}, (n, 4) "where" of clips, (n, 5) float32 of MEASURES,
-    (m, 3) int64 number, size and date of clips not there), once the codes of all shards in use were
-    compared with their checksums.
+    """(shard names, (n, 4) "where" of clips, (n, 5) float32 of MEASURES, (m, 3) int64 number, size
+    and date of clips not there), once the codes of all shards in use were checked.
     """
-    def damage(name):
-        try:
-            read_shard(Path(folder) / name, with_codes=True)
-        except (FileNotFoundError, ValueError) as why:
-            return str(why)
-
-    damaged, more, starts = {}, True, range(0, len(clips), 8192)
     with ThreadPoolExecutor(16) as pool:        # waits for the file system
         stats, wanted = map(np.concatenate, zip(file_keys([]), *pool.map(
-            lambda start: file_keys(clips[start:start + 8192]), starts)))
-        while more:
-            shards, index = read_index(folder, damaged)
-            at = find(index["keys"], index["file_keys"][find(index["files"], wanted)])
-            where = index["where"][at]
-            used = [shards[i] for i in np.unique(where[:, 0]) if i >= 0]
-            more = {name: why for name, why in zip(used, pool.map(damage, used)) if why}
-            damaged |= more
+            lambda start: file_keys(clips[start:start + 8192]), range(0, len(clips), 8192))))
+        shards, index = read_index(folder)
+        at = find(index["keys"], index["file_keys"][find(index["files"], wanted)])
+        where = index["where"][at]
+        for _ in pool.map(lambda i: read_shard(Path(folder) / shards[i], with_codes=True),
+                          np.unique(where[where[:, 0] >= 0, 0])):
+            pass
     new = np.flatnonzero(where[:, 0] < 0)
-    return shards, damaged, where, index["measures"][at], np.column_stack([new, stats[new]])
+    return shards, where, index["measures"][at], np.column_stack([new, stats[new]])
 
 
 class CodeReader:
@@ -440,9 +411,7 @@ class CodeReader:
             found = self.open_shards[shard].get_slice("codes")[start:start + frames]
             check_clip(found, checksum)
         except (OSError, SafetensorError, ValueError) as error:
-            raise UserError(f"{path}: a clip in it cannot be read ({error}); start the same "
-                            "command again (for a prepared folder prepare_tts.py), and its clips "
-                            "are encoded again")
+            raise UserError(f"{path}: is damaged ({error}); {REMEDY}")
         return found
 
     def __getstate__(self):
@@ -457,28 +426,29 @@ def ensure_codes(world, clips, how):
     gets (folder, shard names, (n, 4) "where" of clips, (n, 5) of MEASURES, NaN where their sound is
     not known, {number of a clip without codes, whose row has 0 frames: file and reason}).
 
-    A cache that has all clips is only read; damaged shards are set aside, and their clips encoded
-    again. how: Encoding.
+    A cache that has all clips is only read. how: Encoding.
     """
-    found, bad = None, {}
+    found = None
+
+    def waiting():
+        if watchdog.stop_requested():
+            raise watchdog.Stopped("")
 
     def plan():
         nonlocal found
         folder = Path(how.cache_dir) / codec_fingerprint(how.codec_dir)
         found = look_up(folder, clips)
-        if not found[1] and not len(found[-1]):
+        if not len(found[-1]):
             return folder, []
         checkpoint.prepare_folder(how.cache_dir, "--code_cache")
         folder.mkdir(exist_ok=True)
         try:
             lock.enter_context(checkpoint.lock_folder(
-                folder, "--code_cache", wait_s=0.9 * how.wait_limit_s, waiting=check_stop))
+                folder, "--code_cache", wait_s=0.9 * how.wait_limit_s, waiting=waiting))
         except watchdog.Stopped:
             return folder, None
         checkpoint.remove_named(folder, checkpoint.TEMPORARY)
         found = look_up(folder, clips)      # another run may have been filling it
-        for name, why in found[1].items():  # so that nobody takes them for codes
-            checkpoint.move_aside(folder / name, f"is damaged ({why})")
         files = {}
         for i, *about in found[-1].tolist():
             files.setdefault(clips[i].path, (clips[i].path, tuple(about), {}))[2][i] = clips[i]
@@ -491,25 +461,20 @@ def ensure_codes(world, clips, how):
         shares = [({}, work is None)]
         if work:
             failed = encode_share(world, work, folder, how)
+            torch.cuda.empty_cache()        # of the codec
             shares = all_gather(world, (failed, bool(watchdog.stop_requested())))
         if any(stop for _, stop in shares):
             raise watchdog.Stopped("asked to stop while audio was being encoded; finished clips "
                                    "stay in the code cache")
         if not world.is_main:
             return None
-        shards, _, where, measures, missing = look_up(folder, clips) if work else found
-    for failed, _ in shares:
-        bad.update(failed)
+        shards, where, measures, missing = look_up(folder, clips) if work else found
+    bad = {i: why for failed, _ in shares for i, why in failed.items()}
     for i in missing[:, 0].tolist():
         bad.setdefault(i, f"{clips[i].path}: changed while it was being read, or is a copy of one "
                           "that cannot be used")
     where[missing[:, 0], 2] = 0
     return folder, shards, where, measures, bad
-
-
-def check_stop():
-    if watchdog.stop_requested():
-        raise watchdog.Stopped("")
 
 
 def decode_job(job):
@@ -544,7 +509,7 @@ def encode_share(world, work, folder, how):
     if not jobs:
         return {}
     codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
-    known, store = np.sort(read_index(folder, {})[1]["keys"]), world.store or HashStore()
+    known, store = np.sort(read_index(folder)[1]["keys"]), world.store or HashStore()
     bad, encoded, files, start, flushed = {}, {}, {}, time.monotonic(), time.monotonic()
     workers = min(len(jobs), max(1, how.processes // world.local_size) if how.processes else 0)
     loader = DataLoader(jobs, batch_size=None, num_workers=workers, collate_fn=decode_job,
@@ -595,9 +560,6 @@ def encode_share(world, work, folder, how):
                 encoded, files, flushed = {}, {}, time.monotonic()
     if files:
         write_shard(folder, encoded, files)
-    del codec
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
     return bad
 
 
