@@ -35,7 +35,6 @@ logging.disable_progress_bar()      # of weights: one per rank would fill the lo
 
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # what a processor names if the base names no codec
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
-SWAPPED = "--model_path and --audio_tokenizer_path are swapped"
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
 # of the layout of 2025: its names of weights, ours
@@ -103,36 +102,37 @@ def find_files(world, model_path, codec_path):
 # ---- Folders and configuration
 
 
-def find_checkpoint(name, flag, model_types, advice):
-    """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError.
-    advice: {model_type of another checkpoint: advice to the user who gave it}."""
+def find_checkpoint(name, flag, known, advice):
+    """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError. known:
+    model_types; advice: {other model_type: advice to the user who gave it}."""
     folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
     except UserError as error:
-        if (folder / "adapter_config.json").is_file():
-            raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this "
-                            "folder as --adapter (generate_tts.py, lora.py), or merge both "
-                            "(lora.py merge)")
+        require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
+                "give the base as --model_path and this folder as --adapter (generate_tts.py, "
+                "lora.py), or merge both (lora.py merge)")
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
     kind = config.get("model_type")
-    require(kind in model_types, f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, model_types))}" + f"; {advice.get(kind)}" * (kind in advice))
+    require(kind in known, f"{flag} {name}: is a {kind!r} checkpoint, not "
+            f"{' or '.join(map(repr, known))}" + f"; {advice.get(kind)}" * (kind in advice))
     return folder, config
 
 
-def find_model(name, flag="--model_path"):
+def find_model(name):
     """find_checkpoint for the model: V2 in its native or 2025 format, or Higgs TTS 3."""
-    return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-                           {"higgs_audio_v2_tokenizer": SWAPPED})
+    return find_checkpoint(
+        name, "--model_path", ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
+        {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
 
 
-def find_codec(name, flag="--audio_tokenizer_path"):
+def find_codec(name):
     """find_checkpoint for the native audio tokenizer."""
-    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), {
-        "higgs_audio_v2": SWAPPED, "higgs_audio": SWAPPED,
+    swapped = "--model_path and --audio_tokenizer_path are swapped"
+    return find_checkpoint(name, "--audio_tokenizer_path", ("higgs_audio_v2_tokenizer",), {
+        "higgs_audio_v2": swapped, "higgs_audio": swapped,
         None: "the 2025 codec format is not read, use the native one"})
 
 
@@ -205,17 +205,12 @@ def empty_model(config, dtype, folder=None):
     stored = Path(folder or "") / "generation_config.json"
     if folder and stored.is_file() and "ras_win_len" in json_files.read_object(stored):
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    else:
-        model.generation_config = released_generation(config)
+    else:       # the released settings and this config's ids
+        model.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50,
+            top_p=0.95, ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
     return model
-
-
-def released_generation(config):
-    """GenerationConfig with the released settings and this config's ids."""
-    return GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
-        ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
 def open_model(folder):
