@@ -101,7 +101,7 @@ class Turn:
 @dataclass
 class Sample:
     """A canonical conversation. name: its place in the user's files; speaker, language: the data's
-    labels. recognised: keys of RECOGNISED. notes: [(check, text)] of what is odd, but stops no run.
+    labels. recognised: keys of RECOGNISED. notes: [(check, text)] of oddities that stop no run.
     """
     name: str
     turns: list

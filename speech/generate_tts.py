@@ -34,12 +34,10 @@ flag("--dtype", "auto", "of the base's weights; adapters stay float32; auto: bfl
 choices.base_dtype(p, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
 # what to say
 flag("--text", None, "one or more texts", nargs="+")
-flag("--prompts", None, "file: one text a line, or ChatML (.json, .jsonl), which may hold "
-     "the voice to take")
+flag("--prompts", None, "file: one text a line, or ChatML, which may hold the voice to take")
 flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
-flag("--scene", None, "scene description for texts and lines, e.g. 'Audio is recorded from a quiet "
-     "room.'")
+flag("--scene", None, "scene of texts and lines, e.g. 'Audio is recorded from a quiet room.'")
 flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inference has them "
      "(default: as the checkpoint was trained; on for a base model)", choices=choices.ON_OFF)
 # how
@@ -52,35 +50,30 @@ flag("--ras_window", None, "V2: rows that repetition-aware sampling looks back a
 flag("--max_seconds", 30.0, "of speech; longer speech is cut, and says so")
 flag("--seed", 42, "of the draws")
 flag("--batch_size", 4, "prompts generated together on each device")
-flag("--best_of", 1,
-     "takes of each text, ranked by end-of-stream, then by errors of --asr_model or "
-     "--asr_command, then by --speaker_model; a faultless take ends the search")
+flag("--best_of", 1, "takes of each text, ranked by end-of-stream, errors of --asr_model or "
+     "--asr_command, --speaker_model; a faultless take ends the search")
 flag("--split_text", 0, "speak texts of more than N characters part by part, cut after sentences "
      "and at tags, which are carried on; each part is spoken after the reference, or after its "
      "speaker's last part; 0 = off", metavar="N")
 flag("--stream", None, "with --split_text, of one --text: write its sound part by part as it is "
      "spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
-choices.recognisers(p)
-choices.speakers(p)
+choices.judges(p)
 # output
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
 switch("--overwrite", "delete results of an earlier run in there first")
 flag("--max_cer", None, "with --best_of: write best.jsonl, training data, of the takes that ended "
-     "by themselves with at most this share of character errors, through their codes", type=float,
-     metavar="SHARE")
+     "by themselves with at most this share of character errors", type=float, metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 
-# flags that a sample's sound depends on, noted in its JSON file
-SOUND = ("model_path", "adapter", "base_dtype", "batch_size")
 BEST = "best.jsonl"     # of --max_cer
 
 
 def check_flags(args, world_size):
     require(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith(choices.CHATML)
-    for name in ("reference_audio", "reference_text", "scene"):
-        require(not (chatml and getattr(args, name)),
-                f"--{name} is for texts and lines; a ChatML prompt says so itself")
+    for name in ("reference_audio", "reference_text", "scene", "split_text"):
+        require(not (chatml and getattr(args, name)), f"--{name} is for texts and lines, not for "
+                "ChatML prompts, which say themselves whose voice they take")
     require(args.reference_audio or not args.reference_text,
             "--reference_text is the transcript of --reference_audio")
     cli.zero_or_more(args, "temperature top_k ras_window seed split_text")
@@ -90,17 +83,14 @@ def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size best_of")
     cli.share(args, "max_cer")
     choices.check_base_dtype(args)
-    choices.check_recognisers(args)
+    choices.check_judges(args)
     listens = args.asr_model or args.asr_command
     require(args.best_of > 1 or not (listens or args.speaker_model),
             "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to "
             "judge speech, speech/evaluate_tts.py")
-    require(args.max_cer is None or args.best_of > 1 and listens,
-            "--max_cer needs --best_of and a recogniser")
-    require(args.max_cer is None or not args.split_text,
-            "--max_cer does not go with --split_text: a part does not answer the whole text")
-    require(not (args.split_text and chatml),
-            "--split_text is for texts and lines, not for ChatML prompts")
+    require(args.max_cer is None or args.best_of > 1 and listens and not args.split_text,
+            "--max_cer needs --best_of and a recogniser, and no --split_text: a part does not "
+            "answer the whole text")
     require(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
             "--stream takes one --text, --split_text and one process")
     file = Path(args.stream or "-")
@@ -116,15 +106,14 @@ args = cli.parse(p, check_flags)
 
 import json
 import time
+from functools import partial
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from core import checkpoint, dist
 from speech import conversations, speak, weights
 from speech.codes import FRAME_RATE, load_codec
-from speech.conversations import system_parts
 
 # ---- Ranks, output folder, model, prompts
 
@@ -146,8 +135,7 @@ def read_texts():
     lines = [(f"--text {text!r}", text) for text in args.text or ()]
     lines = speak.read_lines(args.prompts) if args.prompts else lines
     for name, text in lines if args.split_text and args.reference_audio else ():
-        speakers = {speaker for speaker, _ in speak.parts(text, args.split_text)}
-        require(len(speakers) == 1,
+        require(len({speaker for speaker, _ in speak.parts(text, args.split_text)}) == 1,
                 f"{name}: --split_text would give all its speakers the voice of "
                 "--reference_audio; drop one of the two flags")
     return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
@@ -168,30 +156,33 @@ require(args.reference_text or not args.reference_audio or third, "--reference_a
 normalize, why = conversations.setting_to_speak(
     args.normalize_text or ("off" if third else None), folder, args.adapter)
 samples = read_texts()
-read = [args.prompts or "", *(clip.path for sample in samples for turn in sample.turns
-                              for clip in turn.clips)]
-lost = {Path(file).resolve() for file in read} & {
-    Path(file).resolve() for file in (*old, args.stream or "-")}
+read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
+        for clip in turn.clips} | {Path(args.prompts or "").resolve()}
+lost = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
 require(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: give another "
         "--output_dir")
 config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
 ids = module.token_ids(tokenizer, config)
 codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
-draws = speak.draws(config, {name: getattr(args, name) for name in speak.DRAW_FLAGS})
-settings = speak.sampling(config, args.max_seconds, **draws)
-room = module.positions(config) - settings.max_new_tokens
+given = {name: getattr(args, name) for name in speak.DRAW_FLAGS if getattr(args, name) is not None}
+settings = speak.sampling(config, args.max_seconds, **given)
+# what a sample's sound depends on, for its JSON file
+noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": args.base_dtype,
+         "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
+         **module.DRAWS, **given}
 
 
 def prepare(some, numbers):
-    return speak.prepare(some, tokenizer, ids, codec, bandwidth, room, numbers)
+    return speak.prepare(some, tokenizer, ids, codec, bandwidth,
+                         module.positions(config) - settings.max_new_tokens, numbers)
 
 
 # batches are cut from the whole list, so that the number of ranks changes nothing in them
 batches, problems = {}, []
-for number in range(-(-len(samples) // args.batch_size))[world.rank::world.size]:
-    numbers = range(len(samples))[number * args.batch_size:(number + 1) * args.batch_size]
+for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
+    numbers = range(len(samples))[first:first + args.batch_size]
     try:
-        batches[number] = prepare([samples[i] for i in numbers], numbers)
+        batches[first // args.batch_size] = prepare([samples[i] for i in numbers], numbers)
     except UserError as error:
         problems.append(str(error))
 problems = list(dict.fromkeys(sum(dist.all_gather(world, problems), [])))
@@ -203,9 +194,10 @@ native = speak.load_model(folder, config_dict, args.adapter, dtype, device, args
 listeners = None
 if args.best_of > 1:
     from speech import judges
-    flags = args.asr_model, args.asr_command, args.speaker_model, False, args.language
-    dist.rank0(world, lambda: judges.load_judges(*flags) and None)      # one downloads for all
-    listeners = judges.load_judges(*flags)
+    load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
+                   language=args.language, device=device)
+    dist.rank0(world, lambda: load() and None)      # one downloads for all
+    listeners = load()
 for path in old if main_rank else ():       # only now that nothing can be wrong any more
     path.unlink()
 dist.all_gather(world, None)        # nobody writes before that is done
@@ -220,76 +212,69 @@ if main_rank:
 # ---- Speaking
 
 
-def speak_by_parts(prompts, seed):
-    """speak.speak()'s list of a batch, its texts spoken part by part."""
+def say(prompts, seed):
+    return speak.speak(native, codec, ids, settings, prompts, seed, args.best_of, listeners)
+
+
+def say_by_parts(prompts, seed):
+    """say()'s list of a batch, its texts spoken part by part."""
     given = (args.reference_audio, args.reference_text) if args.reference_audio else None
 
     def prepare_parts(asked):
         some = []
         for i, part, reference in asked:
             # a part of a dialogue keeps the dialogue's
-            system, scene = system_parts(prompts[i].text, args.scene, references=bool(given))
+            system, scene = conversations.system_parts(prompts[i].text, args.scene,
+                                                       references=bool(given))
             some += speak.text_prompts([(prompts[i].source, part)], False, *(reference or ()),
                                        system=system, scene=scene)
         return prepare(some, [int(prompts[i].name) for i, *_ in asked])
 
-    def speak_some(some, turn):
-        return speak.speak(native, codec, ids, settings, some,
-                           seed + turn * speak.STRIDE * args.best_of, args.best_of, listeners)
-    return speak.speak_parts([speak.parts(prompt.text, args.split_text) for prompt in prompts],
-                             [given] * len(prompts), prepare_parts, speak_some, listeners,
-                             speak.stream(args.stream) if args.stream else None)
+    return speak.speak_parts(
+        [speak.parts(prompt.text, args.split_text) for prompt in prompts], given, prepare_parts,
+        lambda some, turn: say(some, seed + turn * speak.STRIDE * args.best_of), listeners,
+        speak.stream(args.stream) if args.stream else None)
 
 
 def speak_batch(prompts, seed):
     """Speak and write one batch of Prompts -> what their JSON files say."""
     start = time.monotonic()
     try:
-        if args.split_text:
-            found = speak_by_parts(prompts, seed)
-        else:
-            found = speak.speak(native, codec, ids, settings, prompts, seed, args.best_of,
-                                listeners)
+        found = (say_by_parts if args.split_text else say)(prompts, seed)
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
                         "--batch_size or --max_seconds")
-    seconds = time.monotonic() - start
     total = sum(len(codes) for codes, *_ in found) / FRAME_RATE
-    noted = {name: getattr(args, name) for name in SOUND} | draws
-    noted["normalize_text"] = "on" if normalize else "off"
-    found_records = []
+    rtf, written = (time.monotonic() - start) / total if total else None, []
     for prompt, (codes, ended_by, wave, facts) in zip(prompts, found):
-        about = speak.record(prompt, codes, ended_by, seed, seconds / total if total else None)
-        about |= noted | facts
         if args.save_codes or args.max_cer is not None:
             checkpoint.write_atomically(
                 Path(args.output_dir) / f"{prompt.name}.npy",
                 lambda path, codes=codes: speak.save_codes(path, codes))
-        speak.write_sample(args.output_dir, prompt.name, wave, about)
-        rtf = f"{about['real_time_factor']:6.2f}" if total else "     -"
+        about = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave, seed=seed,
+                                   real_time_factor=rtf, **noted, **facts)
         notice = "" if about["frames"] else "  <- no speech: end-of-stream came at once"
         if ended_by != "eos":
             notice = "  <- cut off: no end-of-stream came"
-        tqdm.write(f"{about['name']} | {about['seconds']:6.2f} s | {rtf} s/s | ended by "
+        tqdm.write(f"{prompt.name} | {about['seconds']:6.2f} s | {rtf or 0:6.2f} s/s | ended by "
                    f"{ended_by:<6} | {prompt.text[:60]!r}{notice}")
-        found_records.append(about)
-    return found_records
+        written.append(about)
+    return written
 
 
 records = []
 for number, prompts in tqdm(batches.items(), unit="batch", disable=None if main_rank else True):
     records += speak_batch(prompts, args.seed + number)
-records = sum(dist.all_gather(world, records), [])
+records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: int(record["name"]))
 if main_rank:
-    lengths = np.array([record["seconds"] for record in records])
+    seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
-    print(f"done       {len(records)} samples, {lengths.sum():.1f} s of speech (mean "
-          f"{lengths.mean():.1f} s), {stopped} ended by themselves; {args.output_dir}")
+    print(f"done       {len(records)} samples, {seconds:.1f} s of speech, {stopped} ended by "
+          f"themselves; {args.output_dir}")
     if stopped < len(records):
         print(f"notice     {len(records) - stopped} were cut off at --max_seconds "
               f"{args.max_seconds:g}: raise it, or the model has not learnt to stop")
     if args.max_cer is not None:
-        records.sort(key=lambda record: int(record["name"]))
         rows = speak.good_rows(samples, records, args.max_cer, ids.min_frames)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         checkpoint.write_text(Path(args.output_dir) / BEST, lines)

@@ -67,9 +67,9 @@ def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
         number, takes = iter(range(9)), []
         monkeypatch.setattr(speak, "generate", lambda *_, number=number: [(np.full((9, 8), next(number)), "eos")])
         monkeypatch.setattr(speak, "decode", lambda codec, codes, takes=takes: takes.append(int(codes[0, 0])))
-        monkeypatch.setattr(speak, "listen", lambda some, waves, by, device, takes=takes: [
+        monkeypatch.setattr(speak, "listen", lambda some, waves, by, takes=takes: [
             judges.word_rates([TEXTS[0]], [heard[takes[-1]]])[0][0] | {"speaker_similarity": likes[takes[-1]]}])
-        (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judges.Judges(None, embed, False, None, []))
+        (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judges.Judges(None, embed, False, None))
         assert facts["take"] == codes[0, 0] == best and len(takes) == (4 if embed else 2)
 
 
@@ -94,7 +94,7 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     def say(prompts, turn):
         return speak.speak(native, codec, ids, settings, prompts, turn)
     texts = [[("", "one two."), ("", "three.")], [("", "four.")]]
-    first, second = speak.speak_parts(texts, [None, None], behind, say)
+    first, second = speak.speak_parts(texts, None, behind, say)
     assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].audio_ids)
     codes, ended_by, wave, _ = first
     heard = len(seen[1][0].audio_ids) - 9       # frames of the first part
@@ -127,7 +127,7 @@ def test_a_speaker_goes_on_behind_his_own_last_part(voice):
     def behind(some):
         asked.extend((part, reference and int(np.load(reference[0])[0, 0])) for _, part, reference in some)
         return [SimpleNamespace(text=part) for _, part, _ in some]
-    speak.speak_parts([speak.parts("[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.", 9)], [None], behind, say)
+    speak.speak_parts([speak.parts("[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.", 9)], None, behind, say)
     assert [number for _, number in asked] == [None, None, 0, 1]
 
 
@@ -183,9 +183,9 @@ def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
     with pytest.raises(ValueError, match=why):
         check_codes(read_codes(str(tmp_path / "a.npy"))[1], offset, 8, 1024)
     clips = [Clip(str(tmp_path / "a.npy"), offset, offset), *[Clip(str(tmp_path / "a.npy"))] * bool(offset)]
-    planned, bad, how = {}, {}, Encoding(VOICE / "codec", tmp_path / "cache", 8)
-    plan_codes(clips, how, planned)         # a dry run says no more, and no less
-    ensure_codes(WORLD, clips, how, bad)
+    how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
+    planned = plan_codes(clips, how)[-1]        # a dry run says no more, and no less
+    bad = ensure_codes(WORLD, clips, how)[-1]
     assert list(bad) == [0] and why in bad[0] and "a.npy" in bad[0] and planned == bad
 
 
@@ -241,7 +241,7 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
     how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
     assert not problems and [len(builder.clips_of(i)) for i in range(3)] == [1, 2, 1]
     assert plan_codes(clips, how)[2][:, 2].tolist() == [9, 10, 10, 11]
-    folder, shards, where = ensure_codes(WORLD, clips, how)
+    folder, shards, where, *_ = ensure_codes(WORLD, clips, how)
     reader = CodeReader(folder, shards)
     for i, prompt in enumerate(prompts):
         *_, answer = codes = [reader.codes(*where[clip].tolist()) for clip in builder.clips_of(i)]
