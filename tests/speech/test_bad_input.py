@@ -114,19 +114,20 @@ def test_bad_audio_is_listed_together(run, tiny, data):
                    for line in message)
 
 
+def copy_of(folder, to, without):
+    return shutil.copytree(folder, to, ignore=shutil.ignore_patterns(without))
+
+
 def test_model_and_tokenizer_paths(run, tiny, tmp_path):
-    def without(folder, pattern):
-        shutil.copytree(folder, tmp_path / pattern, ignore=shutil.ignore_patterns(pattern))
-        return tmp_path / pattern
     complains(run("--model_path", tiny.codec, "--audio_tokenizer_path", tiny.model),
               "--model_path", tiny.codec, "--model_path and --audio_tokenizer_path are swapped")
     complains(run("--model_path", "./gone"), "--model_path ./gone: no such folder")
     complains(run("--model_path", "owner/gone"), "--model_path owner/gone: neither a folder here nor to be had")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     complains(run("--model_path", tmp_path), "is a 'bert' checkpoint, not 'higgs_audio_v2'")
-    assert complains(run("--model_path", without(tiny.model, "*.safetensors")), tmp_path / "*.safetensors", "weights")
-    assert complains(run("--model_path", without(tiny.model, "tokenizer*")), tmp_path / "tokenizer*", "tokenizer")
-    codec = without(tiny.codec, "model*")
+    assert complains(run("--model_path", copy_of(tiny.model, tmp_path / "a", "*.safetensors")), tmp_path / "a", "weights")
+    assert complains(run("--model_path", copy_of(tiny.model, tmp_path / "b", "tokenizer*")), tmp_path / "b", "tokenizer")
+    codec = copy_of(tiny.codec, tmp_path / "c", "*.safetensors")
     assert complains(run("--audio_tokenizer_path", codec), codec, "holds no *.safetensors weights")
 
 
