@@ -426,9 +426,9 @@ def check_trainer(args, world_size, parser):
                 f"{', '.join(TRACKERS)}, or none alone")
         require_package(name, f"--report_to {name}")
     check_parallel(args, world_size)
-    above_zero(args, "gpu_memory host_memory")
-    for name in ("host_memory", *["gpu_memory"] * (not args.auto)):
-        require(args.dry_run is not None or not getattr(args, name), f"--{name} needs --dry_run")
+    above_zero(args, "gpu_memory")
+    require(args.auto or args.dry_run is not None or not args.gpu_memory,
+            "--gpu_memory needs --dry_run or --auto")
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)

@@ -117,15 +117,15 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
     flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
              "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
              "--validation_split", 0.1, "--save_steps", 3)
-    said = forked(*flags, "--dry_run", "--host_memory", 64, ranks=2).output
+    said = forked(*flags, "--dry_run", ranks=2).output
     assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
     assert re.fullmatch(r"FITS 2\.\d of 80\.0 GiB · \d+ steps · at least 0 s on an H200", line_of(said, "FITS"))
     assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
     clips = int(number(r"(\d+) distinct clips", said))
     assert f"{clips} still to be encoded" in said
     # one process that plans for two GPUs says the same, up to what is free on the disk
-    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, "--host_memory", 64, evaluate=True).output
-    assert said[said.index("plan  "):said.rindex("; ")] in alone
+    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
+    assert said[said.index("plan  "):said.index("dry run ok")] in alone
 
     done = forked(*flags, ranks=2)
     assert line_of(done.output, "samples") == line_of(said, "samples")
@@ -134,9 +134,6 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
     train_ids, _ = split_validation(24, 0.1, 42)
     assert number(r"samples +(\d+)", said) == len(train_ids) == 22
     assert number(r"packs .* of ([\d,]+) tokens an epoch", said) == lengths[train_ids].sum()
-    (padding,) = done.metrics("train/padding").values()
-    assert number(r"([\d.]+)% of slots", said) == pytest.approx(
-        100 * (1 - padding), abs=3)      # the plan leaves out what fills up the last step
     (step,) = done.metrics("train/loss")
     assert step == number(r"steps +(\d+)", said)
     newest = tmp_path / "out" / f"checkpoint-{step}"
@@ -164,9 +161,6 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_and_disk(run):
+def test_memory(run):
     message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB", "what helps: --auto")
     assert len(message) == 1
-    many = ("--max_steps", 10**12, "--save_steps", 1, "--save_total_limit")     # exabytes
-    assert complains(run(*many, 0), "1000000000001 checkpoints need", "its disk has", "free")
-    assert run(*many, 3).status == 0
