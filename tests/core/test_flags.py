@@ -51,9 +51,7 @@ def test_known_launch_line_parses():
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--fp8"], "--fp8: no such flag; the nearest one is --fp16"),
-    (["--learn", "1e-4"], "--learn: no such flag; the nearest one is --learning_rate"),
-    (["--model", "m"], "--model: no such flag; the nearest one is --model_path, --help lists all"),
+    (["--learn", "1e-4"], "--learn: no such flag; --help lists all"),
     (["--use_lora", "maybe"], "--use_lora: 'maybe' is neither true nor false"),
     (["--task_type", "singing"], "--task_type: invalid choice: 'singing'"),
     (["--deepspeed", "zero2"], "--parallel: 'zero2' is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp"),
@@ -70,10 +68,6 @@ def test_refused_flags_in_one_line(words, said, capsys):
 @pytest.mark.parametrize("theirs, ours", [
     ("--model_name_or_path other", {"model_path": "other"}), ("--lora_r 8", {"lora_rank": 8}),
     ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler": "constant"}),
-    ("--dataloader_num_workers 3", {"num_workers": 3}),
-    ("--optim adamw_torch_fused", {"optim": "adamw_torch_fused"}),
-    ("--deepspeed default-zero3", {"parallel": "fsdp"}),
-    ("--lora_target_modules ALL", {"lora_target_modules": "all-linear"}),
     ("--bf16 false --tf32 True", {"bf16": False, "tf32": True}), ("--seed 1", {"compile": "auto"}),
     ("--resume_from_checkpoint true", {"resume": "auto"}),
     ("--resume_from_checkpoint out/checkpoint-5", {"resume": "out/checkpoint-5"}),
@@ -98,9 +92,9 @@ def test_combinations_that_make_no_sense(words, part):
 # --config
 
 
-def configured(tmp_path, text, *words, script="train_v2_ddp.py"):
+def configured(tmp_path, text, *words):
     (tmp_path / "run.yaml").write_text(text)
-    return cli.parse(*script_flags(script), ["--config", str(tmp_path / "run.yaml"), *words])
+    return cli.parse(*script_flags(), ["--config", str(tmp_path / "run.yaml"), *words])
 
 
 def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
@@ -124,20 +118,17 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag; the nearest one is learning_rate"),
-    ("seed: 1\nseed: 2", "line 2: seed is there twice"),
-    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
-    ("seed: 1", "--config is given twice")])
+    ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag"),
+    ("seed: 1\nseed: 2", "line 2: seed is there twice"), ("seed: {a: 1}", "line 1: seed takes a value or a list"),
+    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
-        configured(tmp_path, text, *REQUIRED, *["--config", "other.yaml"] * ("given twice" in said))
+        configured(tmp_path, text, *REQUIRED)
     err = capsys.readouterr().err
     assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_a_file_of_flags_of_an_older_chat_run_and_a_pipe(tmp_path, capsys):
-    configured(tmp_path, "too_long: stop\nmodel_path: m\ntrain_data_file: d", script="distill/train_sft.py")
-    (tmp_path / "run.yaml").unlink()
+def test_a_pipe_of_flags(tmp_path, capsys):
     os.mkfifo(tmp_path / "run.yaml")
     with pytest.raises(SystemExit):
         cli.parse(*script_flags(), ["--config", str(tmp_path / "run.yaml")])
@@ -193,7 +184,7 @@ def test_help_and_mistakes_come_before_torch(script):
                     for words in (["--help"] + ["all"] * (script in TRAINERS), ["--hlep"]))
     assert asked.stdout.endswith("\n0 []\n") and not asked.stderr, asked
     assert wrong.stdout == "2 []\n" and wrong.stderr.startswith(
-        "error: --hlep: no such flag; the nearest one is --help, --help "), wrong
+        "error: --hlep: no such flag; --help lists all"), wrong
     text = " ".join(asked.stdout.split())
     assert "(default: None)" not in text and not re.search(r"\(default: [^)]*\) \(default", text)
 
