@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder 
 from core import cli
 from core.cli import UserError, require
 from distill import teachers
-from distill.teachers import PARSERS, UNANSWERED, make_parser, read_label
+from distill.teachers import PARSERS, make_parser, read_label
 
 TEACHER = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 LOG_S = 10                  # seconds between log lines
@@ -32,12 +32,11 @@ PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
 LABEL_FLAGS = ("prompt_role", "parser", "pattern", "labels", "thinking", "max_tokens",
                "max_model_len", "temperature", "top_p", "top_k", "max_retries", "seed")
 ENGINE_FLAGS = {            # of teachers.open_...
-    "vllm": ("max_model_len", "seed", "chunk_size", "tensor_parallel_size",
-             "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager"),
+    "vllm": ("max_model_len", "chunk_size", "tensor_parallel_size", "pipeline_parallel_size",
+             "gpu_memory_utilization", "enforce_eager"),
     "openai": ("base_url", "concurrency", "request_timeout"),
     "transformers": ("max_model_len", "chunk_size", "batch_size"),
 }
-ANY_ENGINE = ("max_model_len", "seed", "chunk_size")        # what another one may be given as well
 
 
 def build_parser():
@@ -46,7 +45,7 @@ def build_parser():
     p.flag("--input_file", "../tinker-cookbook/example-data/multilingual.txt",
            "UTF-8 text, one line a sample; or .jsonl of conversations")
     p.flag("--output_file", "./data/prompt_distillation_lang.jsonl",
-           "chat JSONL to write, next to .rejected.jsonl and .stats.json")
+           "chat JSONL to write, next to .rejected.jsonl")
     p.flag("--prompt_file", str(PROMPT), f"text; for the role user with {teachers.PLACE} once")
     p.flag("--prompt_role", "user", "where it goes: around the last user message, or in a system "
            "message", choices=("user", "system"))
@@ -87,12 +86,23 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    engine, defaults, here = args.engine, build_parser(), importlib.util.find_spec("vllm")
-    if engine == "auto":
-        engine = "openai" if args.base_url else "vllm" if here else "transformers"
-    require(args.model_name or engine != "openai",
+    defaults, vllm = build_parser(), importlib.util.find_spec("vllm")
+    if args.engine == "auto":
+        args.engine = "openai" if args.base_url else "vllm" if vllm else "transformers"
+    openai = args.engine == "openai"
+    require(args.base_url or not openai, "--engine openai needs --base_url")
+    require(args.model_name or not openai,
             "--base_url needs --model_name, the server's name for its model")
+    if openai:
+        teachers.address(args.base_url, "--base_url")
     args.model_name = args.model_name or TEACHER
+    for other, names in ENGINE_FLAGS.items():
+        for flag in names:
+            require(flag in ENGINE_FLAGS[args.engine]
+                    or getattr(args, flag) == defaults.get_default(flag),
+                    f"--{flag} is for the engine {other}, not {args.engine}" + (
+                        ": there is no vLLM here, see launch/create_data_h100x8.sh"
+                        if other == "vllm" and not vllm else ""))
     cli.at_least_one(args, "max_tokens chunk_size tensor_parallel_size pipeline_parallel_size "
                            "concurrency batch_size")
     cli.zero_or_more(args, "temperature top_k max_retries max_model_len seed")
@@ -103,21 +113,9 @@ def check_flags(args, world_size):
     require(args.prompt_role != "system" or args.parser != "language"
             or args.prompt_file == str(PROMPT), "--prompt_role system: say what counts as an "
             "answer, --parser whole (or regex)")
-    require(engine != "openai" or args.base_url, "--engine openai needs --base_url")
-    if args.base_url:
-        teachers.address(args.base_url, "--base_url")
-    for other, names in ENGINE_FLAGS.items():
-        for flag in names if other != engine else ():
-            require(flag in ANY_ENGINE or getattr(args, flag) == defaults.get_default(flag),
-                    f"--{flag} is for the engine {other}, not {engine}"
-                    + ": there is no vLLM here, see launch/create_data_h100x8.sh" * (
-                        other == "vllm" and not here))
-    require(not (engine == "openai" and args.max_model_len),
-            "--max_model_len is the server's own matter: set it there")
     shard = re.fullmatch(r"(\d+)/(\d+)", args.shard)
     require(shard and int(shard[1]) < int(shard[2]),
             f"--shard {args.shard}: give I/N with I from 0 to N - 1")
-    args.engine = engine
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -130,7 +128,6 @@ import random
 import signal
 import time
 from collections import Counter
-from typing import NamedTuple
 
 from core import chat, checkpoint, dist, json_files
 from core.cli import printable
@@ -139,35 +136,31 @@ from distill.chat_data import LINES
 # ---- Requests
 
 
-class Line(NamedTuple):
-    """The request of a line: messages, of which the last is the question; tools or None."""
-    messages: list
-    tools: list = None
-
-
-def read_input(path):
-    """[Line] of a text, or of conversations; those that end with an answer are counted."""
-    where, found, answered = f"--input_file {path}", [], 0
+def read_input(path, prompt):
+    """([(messages, tools or None)] of the lines of a text or of conversations, [the same as the
+    teacher gets them, with its prompt]). UserError. An answer at the end is left out.
+    """
+    lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
-    lines = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
-    require(lines != [""], f"{where}: is empty")
-    for number, line in enumerate(lines, 1):
-        require(line.strip(), f"{where}: line {number} is empty; delete it")
-        if Path(path).suffix != ".jsonl":
-            found.append(Line([{"role": "user", "content": line.strip()}]))
-            continue
+    texts = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
+    require(texts != [""], f"--input_file {path}: is empty")
+    for number, text in enumerate(texts, 1):
+        messages, tools = [{"role": "user", "content": text.strip()}], None
         try:
-            record = json_files.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("is not a JSON object")
-            messages, tools, had_answer = chat.as_question(record)
+            if not text.strip():
+                raise ValueError("is empty; delete it")
+            if Path(path).suffix == ".jsonl":
+                if not isinstance(record := json_files.loads(text), dict):
+                    raise ValueError("is not a JSON object")
+                messages, tools, had_answer = chat.as_question(record)
+                answered += had_answer
+            asked.append((teachers.with_prompt(prompt, messages), tools))
         except ValueError as error:
-            raise UserError(f"{where}: line {number} {printable(error)}")
-        answered += had_answer
-        found.append(Line(messages, tools))
+            raise UserError(f"--input_file {path}: line {number} {printable(error)}")
+        lines.append((messages, tools))
     if answered:
         print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
-    return found
+    return lines, asked
 
 
 def digest(value):
@@ -221,7 +214,7 @@ def read_journals(folder, header):
                     records.setdefault(entry["id"], entry)
                     continue
                 found = dict(entry["header"])
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+            except (ValueError, LookupError, TypeError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
                                 "repair it, or move the file away: its lines are labelled again")
             other = [f"{name} was {found.get(name)!r}, is {header[name]!r}"
@@ -230,46 +223,6 @@ def read_journals(folder, header):
                     "the same flags and files, another --output_file, or move the folder away to "
                     "start again")
     return records
-
-
-# ---- Results
-
-
-def write_results(output, lines, records):
-    """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file."""
-    chats, rejected = [], []
-    # of line 0: a digest of the input x LINES, so that input files have different ids
-    first = int(digest(lines)[:6], 16) * LINES
-    for number, line in enumerate(lines):
-        record, tools = records[number], {"tools": line.tools} if line.tools else {}
-        row = {"id": first + number, "line": number, "messages": line.messages, **tools}
-        if record["label"] is None:
-            why = record["answers"][-1]["why"]
-            rejected.append(row | {"why": why, "answers": record["answers"]})
-            continue
-        calls = {"tool_calls": record["tool_calls"]} if record.get("tool_calls") else {}
-        answer = {"role": "assistant", "content": record["label"], **calls}
-        chats.append(row | {"messages": [*line.messages, answer]})
-    for path, rows in ((output.with_suffix(".rejected.jsonl"), rejected), (output, chats)):
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        checkpoint.write_text(path, text)
-
-
-def report(output_file, rows):
-    """Print the figures of all records of the file -> the same, JSON-able."""
-    retries = sum(len(row["answers"]) for row in rows) - len(rows)
-    labels = Counter(row["label"] for row in rows if row["label"] is not None)
-    reasons = Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None)
-    words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
-                  for found in (labels, reasons))
-    print(f"labels     {labels.total():,} of {len(rows):,} lines: {words}\n"
-          f"answers    {retries:,} retries, {reasons.total():,} lines rejected")
-    if reasons:
-        print(f"notice     {output_file.with_suffix('.rejected.jsonl')} has them: {why}")
-    return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
-            "labels": dict(labels.most_common()), "reasons": dict(reasons.most_common()),
-            "retries": retries, "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
-            "completion_tokens": sum(row["completion_tokens"] for row in rows)}
 
 
 # ---- Asking
@@ -287,71 +240,66 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
     answers: of open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the teacher.
     answered: whether it has answered any line before.
     """
-    tries = {number: [] for number in todo}         # line: [(Answer, label or None, why)]
-    waiting, held = list(todo), []
+    records = {number: {"id": number, "label": None, "prompt_tokens": 0, "completion_tokens": 0,
+                        "answers": []} for number in todo}
+    waiting, held = list(todo), []      # held: lines without an answer, one after the other
     random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may be neighbours
     count, start = Counter(), time.monotonic()
     logged = start
 
     def request(number):
         messages, tools = asked[number]
-        seed = draw_seed(args.seed, number, len(tries[number]))
+        seed = draw_seed(args.seed, number, len(records[number]["answers"]))
         return teachers.Request(number, messages, seed, tools)
 
-    def note(*numbers):
+    def note(numbers):
         for number in numbers:
-            record = finished(number, tries.pop(number))
-            journal.add(record)
-            count.update({"lines": 1, "labelled": record["label"] is not None})
+            count.update({"lines": 1, "labelled": records[number]["label"] is not None})
+            journal.add(records.pop(number))
+
+    def check_answered(limit):
+        require(len(held) < limit, held and (
+            f"the server answers none of {len(held)} lines, the last being line {held[-1] + 1}: "
+            f"{records[held[-1]]['answers'][-1]['why']}; finished records are kept, rerun the same "
+            "command to resume"))
 
     try:
         while waiting:
             requests, waiting = map(request, waiting), []       # made as they are asked
             for (number, *_), answer in answers(requests):
+                record = records[number]
                 # where the whole answer counts, tool calls do as well
                 calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
                 must_think = draw.thinking == "on" and not answer.thought
-                label, why = (answer.text.strip(), "") if calls else read_label(
+                record["label"], why = (answer.text.strip(), "") if calls else read_label(
                     parser, answer.text, answer.finish_reason, must_think)
-                tries[number].append((answer, label, why))
+                record |= {"tool_calls": answer.tool_calls} if calls else {}
+                record["prompt_tokens"] += answer.prompt_tokens
+                record["completion_tokens"] += answer.completion_tokens
+                record["answers"].append({"text": answer.text, "why": why,
+                                          "finish_reason": answer.finish_reason})
                 count.update({"answers": 1, "in": answer.prompt_tokens,
                               "out": answer.completion_tokens})
-                if answer.finish_reason in UNANSWERED:
+                if answer.finish_reason == "unanswered":
                     held.append(number)     # the line's fault only if the teacher answers others
-                    require(len(held) < REFUSED_IN_A_ROW, unanswered(held, why))
+                    check_answered(REFUSED_IN_A_ROW)
                     continue
-                note(*held)
+                note(held)
                 answered, held = True, []
-                if label is None and len(tries[number]) <= args.max_retries \
+                if record["label"] is None and len(record["answers"]) <= args.max_retries \
                         and answer.finish_reason != "too_long":
                     waiting.append(number)
                 else:
-                    note(number)
+                    note([number])
                 if time.monotonic() - logged > LOG_S:
                     logged = time.monotonic()
                     print(log_line(count, len(todo), logged - start))
-        if count["answers"]:
-            print(log_line(count, len(todo), time.monotonic() - start))
-        require(not held or answered, held and unanswered(held, tries[held[-1]][-1][2]))
-        note(*held)
+        print(log_line(count, len(todo), time.monotonic() - start))
+        if not answered:
+            check_answered(1)
+        note(held)
     finally:
         journal.sync()
-
-
-def unanswered(held, why):
-    return (f"the server answers none of {len(held)} lines, the last being line {held[-1] + 1}: "
-            f"{why}; finished records are kept, rerun the same command to resume")
-
-
-def finished(number, tries):
-    """The journal's record of a line, from [(Answer, label, why)] of its attempts."""
-    answer, label, _ = tries[-1]
-    calls = {"tool_calls": answer.tool_calls} if label is not None and answer.tool_calls else {}
-    return {"id": number, "label": label, **calls,
-            "prompt_tokens": sum(a.prompt_tokens for a, *_ in tries),
-            "completion_tokens": sum(a.completion_tokens for a, *_ in tries),
-            "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": why}
-                        for a, _, why in tries]}
 
 
 def log_line(count, total, seconds):
@@ -360,6 +308,44 @@ def log_line(count, total, seconds):
             f"{count['answers']:,} answers | in {count['in'] / seconds:,.0f} tok/s | "
             f"out {count['out'] / seconds:,.0f} tok/s | "
             f"eta {(total - done) * seconds / max(done, 1):,.0f} s")
+
+
+# ---- Results
+
+
+def write_results(output, lines, records):
+    """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file, and
+    print their figures. UserError when no line has a label.
+    """
+    chats, rejected, labels, reasons = [], [], Counter(), Counter()
+    # of line 0: a digest of the input x LINES, so that input files have different ids
+    first = int(digest(lines)[:6], 16) * LINES
+    for number, (messages, tools) in enumerate(lines):
+        record = records[number]
+        row = {"id": first + number, "line": number, "messages": messages}
+        row |= {"tools": tools} if tools else {}
+        if record["label"] is None:
+            why = record["answers"][-1]["why"]
+            reasons[why] += 1
+            rejected.append(row | {"why": why, "answers": record["answers"]})
+            continue
+        labels[record["label"]] += 1
+        answer = {"role": "assistant", "content": record["label"]}
+        answer |= {"tool_calls": record["tool_calls"]} if record.get("tool_calls") else {}
+        chats.append(row | {"messages": [*messages, answer]})
+    for path, rows in ((output.with_suffix(".rejected.jsonl"), rejected), (output, chats)):
+        checkpoint.write_text(path, "".join(
+            json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
+                  for found in (labels, reasons))
+    retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
+    print(f"labels     {len(chats):,} of {len(lines):,} lines: {words}\n"
+          f"answers    {retries:,} retries, {len(rejected):,} lines rejected")
+    if rejected:
+        print(f"notice     {output.with_suffix('.rejected.jsonl')} has them: {why}")
+    print(f"done       {output}")
+    require(chats, f"no line has a label; see the raw answers in "
+                   f"{output.with_suffix('.rejected.jsonl')}")
 
 
 def leave_on_signals():
@@ -379,20 +365,13 @@ def main(argv=None):
 
     # the requests, and who answers them
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
-    prompt, asked = teachers.read_prompt(args.prompt_file, args.prompt_role), []
-    lines = read_input(args.input_file)
-    for number, line in enumerate(lines, 1):
-        try:
-            asked.append((teachers.with_prompt(prompt, line.messages), line.tools))
-        except ValueError as error:
-            raise UserError(f"--input_file {args.input_file}: line {number} {error}")
-    weights = None
+    prompt, weights = teachers.read_prompt(args.prompt_file, args.prompt_role), None
+    lines, asked = read_input(args.input_file, prompt)
     if args.engine != "openai" and Path(args.model_name).is_dir():
         from distill.causal_lm import fingerprint_weights
         weights = fingerprint_weights(args.model_name)
-    header = {"input_file": f"{len(lines)} lines {digest(lines)}",
-              "prompt_file": digest(prompt), "model_name": args.model_name,
-              "model": weights, "engine": args.engine,
+    header = {"input_file": f"{len(lines)} lines {digest(lines)}", "prompt_file": digest(prompt),
+              "model_name": args.model_name, "model": weights, "engine": args.engine,
               **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
     # finished records
@@ -415,19 +394,13 @@ def main(argv=None):
                                  args.thinking)
         answers = teachers.open_teacher(args.engine, args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
-        answered = any(row["answers"][-1]["finish_reason"] not in UNANSWERED
-                       for row in records.values())
-        label_lines(args, answers, draw, parser, asked, todo, journal, answered)
-    records = read_journals(work, header)
+        label_lines(args, answers, draw, parser, asked, todo, journal, any(
+            row["answers"][-1]["finish_reason"] != "unanswered" for row in records.values()))
+        records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
         return
     write_results(output, lines, records)
-    stats = report(output, list(records.values()))
-    checkpoint.write_json(output.with_suffix(".stats.json"), {"made_with": header, **stats})
-    print(f"done       {output}")
-    require(stats["labelled"], f"no line has a label; see the raw answers in "
-                               f"{output.with_suffix('.rejected.jsonl')}")
 
 
 if __name__ == "__main__":

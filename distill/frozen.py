@@ -134,8 +134,8 @@ class Scorer:
         self.rows = rows
 
     async def ask(self, ids, end=math.inf):
-        """[known_tokens] of each place of a conversation but the first. end: of insist."""
-        found = await self.server.insist("/completions", {
+        """[known_tokens] of each place of a conversation but the first. end: of call."""
+        found = await self.server.call("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
         rows = ()
@@ -247,7 +247,7 @@ class Sampler:
         self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
 
         def begin():        # the server answers; what an earlier run has left goes
-            self.server.wait(self.server.insist("/models"))
+            self.server.wait(self.server.call("/models"))
             self.folder.mkdir(exist_ok=True)
             checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")    # of refresh()
             return uuid.uuid4().hex[:8]
@@ -270,10 +270,10 @@ class Sampler:
             end = time.monotonic() + 2 * self.server.timeout        # of both: other ranks wait
             for call, body in (("load", {"lora_name": self.name, "lora_path": str(folder)}),
                                ("unload", {"lora_name": before}))[:2 if before else 1]:
-                self.server.wait(self.server.insist(
-                    f"/{call}_lora_adapter", body, bytes, "; it needs --enable-lora, "
+                self.server.wait(self.server.call(
+                    f"/{call}_lora_adapter", body, bytes, end, "; it needs --enable-lora, "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at least "
-                    "--lora_rank, and to read --output_dir", end))
+                    "--lora_rank, and to read --output_dir"))
             if before:
                 shutil.rmtree(self.folder / before, ignore_errors=True)
         dist.rank0(self.world, load)
@@ -288,7 +288,7 @@ class Sampler:
         end = time.monotonic() + 2 * self.server.timeout        # of them all
 
         async def ask(i):
-            found = await self.server.insist("/completions", {
+            found = await self.server.call("/completions", {
                 **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
                 "seed": seeds[i]}, end=end)
             ids = ()

@@ -1,5 +1,5 @@
-"""Teachers that answer conversations, by one call: answers = open_teacher(...), which takes an
-iterable of Requests and yields (Request, Answer) in any order; and which answers hold a label.
+"""Teachers that answer conversations: answers = open_teacher(...) takes an iterable of Requests and
+yields (Request, Answer) in any order. Also the teacher's prompt, and the label in an answer.
 
 vllm           in this process; equal beginnings of prompts are computed once
 openai         any server with OpenAI's /chat/completions, many requests at once
@@ -26,8 +26,6 @@ from core.cli import UserError, printable, require, require_package
 
 PLACE = "{text}"        # where the line goes in the prompt
 LONGEST = 32768         # tokens of prompt and answer: a model's own 262,144 take a GPU's memory
-WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
-TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
@@ -35,7 +33,6 @@ THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
 LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"
 ENDINGS = {"length": "cut off at --max_tokens",
            "too_long": "the prompt leaves no room for an answer"}
-UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer: the text says why
 
 
 class Request(NamedTuple):
@@ -49,8 +46,7 @@ class Request(NamedTuple):
 class Answer(NamedTuple):
     """An answer. text holds thoughts as well, where the engine leaves them there."""
     text: str
-    # stop: complete; length: cut off; too_long: the prompt leaves no room; UNANSWERED: text says
-    finish_reason: str
+    finish_reason: str          # stop, length (cut off), too_long (prompt), unanswered (text: why)
     prompt_tokens: int = 0
     completion_tokens: int = 0
     thought: bool = False       # closed thoughts that the engine has taken out of the text
@@ -148,7 +144,7 @@ def make_parser(name, pattern=None, labels=None):
 
 def read_label(parser, text, finish_reason, must_think=False):
     """(label of one answer, "") or (None, why). must_think: without a closed thought it is none."""
-    if finish_reason in UNANSWERED:
+    if finish_reason == "unanswered":
         return None, text
     if finish_reason != "stop":
         return None, ENDINGS.get(finish_reason, f"ended by {finish_reason}")
@@ -174,30 +170,34 @@ def read_label(parser, text, finish_reason, must_think=False):
 # ---- In this process
 
 
-def opens_thought(tokenizer, flags):
-    """The start of an answer that no teacher wrote: a thought that the template opens."""
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
-                                           add_generation_prompt=True, **flags)
-    return "<think>" if prompt.rstrip().endswith("<think>") else ""
-
-
-def chunks(requests, size, tokenizer, flags, limit):
-    """Yield ([(request, ids of its prompt)] of at most `limit` tokens, [(request, Answer)] of the
-    others) of `size` requests after the other.
-    """
-    requests = iter(requests)
-    while part := list(itertools.islice(requests, size)):
-        asked = [(request, tokenizer.apply_chat_template(
-            request.messages, tools=request.tools, add_generation_prompt=True, return_dict=False,
-            **flags)) for request in part]
-        yield [pair for pair in asked if len(pair[1]) <= limit], [
-            (request, Answer("", "too_long", len(ids))) for request, ids in asked
-            if len(ids) > limit]
-
-
 def longest_of(config):
     """Tokens of prompt and answer that a model is used for: its positions, at most LONGEST."""
     return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
+
+
+def in_chunks(requests, size, tokenizer, flags, limit, complete):
+    """Yield (request, Answer), `size` requests together. limit: tokens of a prompt.
+
+    complete: of prompts (ids, shortest first) and seeds; yields (text, finish_reason, tokens).
+    """
+    def prompt_of(messages, tools=None, **more):
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, **more, **flags)
+    # a thought that the template opens is not in the answer's text
+    question = prompt_of([{"role": "user", "content": "x"}], tokenize=False)
+    begin = "<think>" if question.rstrip().endswith("<think>") else ""
+    requests = iter(requests)
+    while part := list(itertools.islice(requests, size)):
+        asked = [(request, prompt_of(request.messages, request.tools, return_dict=False))
+                 for request in part]
+        for request, ids in asked:
+            if len(ids) > limit:
+                yield request, Answer("", "too_long", len(ids))
+        fits = sorted((pair for pair in asked if len(pair[1]) <= limit),
+                      key=lambda pair: len(pair[1]))
+        answers = complete([ids for _, ids in fits], [request.seed for request, _ in fits])
+        for (request, ids), (text, reason, tokens) in zip(fits, answers):
+            yield request, Answer(begin + text, reason, len(ids), tokens)
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
@@ -214,24 +214,19 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
-    tokenizer, flags = llm.get_tokenizer(), draw.template_flags
+    tokenizer = llm.get_tokenizer()
     require(tokenizer.chat_template, f"--model_name {name}: its tokenizer has no chat template")
-    begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
-    def answers(requests):
-        # one that does not fit would end the whole call
-        for fits, rest in chunks(requests, chunk_size, tokenizer, flags, limit - 1):
-            yield from rest
-            prompts = [{"prompt_token_ids": ids} for _, ids in fits]
-            drawn = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p,
-                                    top_k=draw.top_k, seed=request.seed, max_tokens=draw.max_tokens)
-                     for request, _ in fits]
-            outputs = llm.generate(prompts, drawn, use_tqdm=False) if fits else []
-            for (request, ids), out in zip(fits, outputs):
-                best = out.outputs[0]
-                yield request, Answer(begin + best.text, best.finish_reason, len(ids),
-                                      len(best.token_ids))
-    return answers
+    def complete(prompts, seeds):
+        drawn = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k,
+                                seed=seed, max_tokens=draw.max_tokens) for seed in seeds]
+        prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        for out in llm.generate(prompts, drawn, use_tqdm=False) if prompts else ():
+            best = out.outputs[0]
+            yield best.text, best.finish_reason, len(best.token_ids)
+    limit = llm.llm_engine.model_config.max_model_len - 1   # a longer prompt would end the call
+    return lambda requests: in_chunks(requests, chunk_size, tokenizer, draw.template_flags, limit,
+                                      complete)
 
 
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
@@ -259,46 +254,45 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     from distill.causal_lm import Draw, generate
-    flags, limit = draw.template_flags, max_model_len or longest_of(model.config)
-    begin, warpers = opens_thought(tokenizer, flags), []
+    warpers = []
     if draw.temperature:
         warpers = [TemperatureLogitsWarper(draw.temperature)]
         warpers += [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
         warpers += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
 
-    def answers(requests):
-        for fits, rest in chunks(requests, chunk_size, tokenizer, flags, limit - draw.max_tokens):
-            yield from rest
-            fits.sort(key=lambda pair: len(pair[1]))         # less padding
-            for i in range(0, len(fits), batch_size):
-                asked, prompts = zip(*fits[i:i + batch_size])
-                draws = [Draw([request.seed for request in asked])] if draw.temperature else []
-                found = generate(model, prompts, draw.max_tokens, ends, [*warpers, *draws])
-                for request, prompt, ids in zip(asked, prompts, found):
-                    ended = ids[-1] in ends
-                    text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-                    yield request, Answer(begin + text, "stop" if ended else "length", len(prompt),
-                                          len(ids))
-    return answers
+    def complete(prompts, seeds):
+        for i in range(0, len(prompts), batch_size):
+            part = slice(i, i + batch_size)
+            draws = [Draw(seeds[part])] if draw.temperature else []
+            for ids in generate(model, prompts[part], draw.max_tokens, ends, [*warpers, *draws]):
+                ended = ids[-1] in ends
+                text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+                yield text, "stop" if ended else "length", len(ids)
+    limit = (max_model_len or longest_of(model.config)) - draw.max_tokens
+    return lambda requests: in_chunks(requests, chunk_size, tokenizer, draw.template_flags, limit,
+                                      complete)
 
 
 # ---- On a server: httpx, one loop that repeats
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
+WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
+TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 NOTICE_S = 10           # seconds between notices of calls that failed
 # what a server would else take from generation_config, at the value that changes nothing; the seed
 NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}
-# what a failed call, or an answer of another form, raises
-MALFORMED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # of an answer of another form
 
 
-class Refused(OSError):
-    """The server's answer is an error. code: HTTP status."""
+class ServerError(UserError):
+    """A call that failed. why: without the address. status: of HTTP; 0: no answer, or one that is
+    not of the API's form.
+    """
 
-    def __init__(self, code, message):
-        super().__init__(f"HTTP {code} {message}")
-        self.code = code
+    def __init__(self, where, why, status=0):
+        super().__init__(f"{where}: {why}")
+        self.why, self.status = why, status
 
 
 class Server:
@@ -310,20 +304,17 @@ class Server:
         """timeout: seconds that one attempt of a call may take. flag: that gave the address."""
         require_package("httpx", flag)
         import httpx
-        self.flag, self.timeout, self.noticed = flag, timeout, -math.inf
-        self.url, self.failures = address(base_url, flag), (httpx.HTTPError, httpx.InvalidURL)
+        self.url, self.timeout, self.noticed = address(base_url, flag), timeout, -math.inf
+        self.name, self.failures = f"{flag} {self.url}", (httpx.HTTPError, httpx.InvalidURL)
         # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
             require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
                                                         "key has, such as a space or a line feed")
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
-                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-                verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
-            raise UserError(f"{flag} {self.url}, by a proxy of the environment: {error}")
+        self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
+            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+            verify=ssl.create_default_context())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -346,58 +337,53 @@ class Server:
             for future in under_way:
                 future.cancel()
 
-    async def fetch(self, path, body=None, end=math.inf):
-        """GET, or POST of a JSON body -> bytes, before time.monotonic() is `end`. Raises OSError;
-        Refused for an error status, a redirection, to which the key must not go, and an answer that
-        is too long or compressed.
+    async def fetch(self, path, body=None, read=json_files.loads, end=math.inf):
+        """read(bytes) of a GET, or a POST of a JSON body, before time.monotonic() is `end`. Raises
+        ServerError, also for a redirection: the key must not go there.
         """
+        def fail(why, status=0):
+            raise ServerError(self.name + path, why, status)
         found, within = bytearray(), max(0.01, min(self.timeout, end - time.monotonic()))
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
             async with asyncio.timeout(within), self.client.stream(
                     method, self.url + path, content=data) as response:
-                packed = response.headers.get("Content-Encoding", "identity")
-                if packed != "identity":
-                    raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for "
-                                       "as it is")
+                if (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
+                    fail(f"its answer is {packed[:40]}, and was asked for as it is", 415)
                 async for part in response.aiter_raw():
                     found += part
                     if len(found) > json_files.LONGEST:
-                        raise Refused(413, "its answer is too long")
+                        fail("its answer is longer than any should be", 415)
         except TimeoutError:
-            raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
-        except self.failures as error:
-            raise ConnectionError(str(error) or type(error).__name__)
+            fail(f"no whole answer in {round(within, 2):g} s")
+        except (OSError, *self.failures) as error:
+            fail(str(error) or type(error).__name__)
         if not response.is_success:
             words = found[:2000].decode("utf-8", "replace").split() or [response.reason_phrase]
-            raise Refused(response.status_code, printable(" ".join(words), 500))
-        return bytes(found)
+            fail(printable(f"HTTP {response.status_code} {' '.join(words)}"), response.status_code)
+        try:
+            return read(bytes(found))
+        except MALFORMED as error:
+            fail(f"its answer is not what OpenAI's API gives ({error!r:.100})")
 
-    async def call(self, path, body=None, read=json_files.loads, end=math.inf):
-        """read(what fetch gives), tried again until twice the timeout or `end` is over, where it
-        failed for a reason that may pass. Raises MALFORMED.
+    async def call(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
+        """fetch(...), tried again until twice the timeout or `end` is over where it failed for a
+        reason that may pass. hint: added where the server refuses.
         """
         pause, until = 0.5, min(end, time.monotonic() + 2 * self.timeout)
         while True:
             try:
-                return read(await self.fetch(path, body, end))
-            except MALFORMED as error:
-                if (isinstance(error, Refused) and error.code not in TRANSIENT
-                        or time.monotonic() + pause > until):
+                return await self.fetch(path, body, read, end)
+            except ServerError as error:
+                if error.status and error.status not in TRANSIENT:
+                    raise ServerError(self.name + path, error.why + hint, error.status)
+                if time.monotonic() + pause > until:
                     raise
                 if time.monotonic() - self.noticed > NOTICE_S:
                     self.noticed = time.monotonic()
-                    print(printable(f"notice     waiting for {self.url}: {explain(error)}"))
+                    print(printable(f"notice     waiting for {self.url}: {error.why}"))
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30)
-
-    async def insist(self, path, body=None, read=json_files.loads, hint="", end=math.inf):
-        """call(); UserError instead, with the hint where the server refuses."""
-        try:
-            return await self.call(path, body, read, end)
-        except MALFORMED as error:
-            hint = hint if isinstance(error, Refused) else ""
-            raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
 
 
 def address(base_url, flag):
@@ -412,24 +398,16 @@ def address(base_url, flag):
     return base_url.rstrip("/")
 
 
-def explain(error):
-    """A failed call in a few words."""
-    if isinstance(error, OSError):
-        return str(error) or type(error).__name__
-    return (f"its answer is not what OpenAI's API gives ({type(error).__name__} "
-            f"{str(error)[:80]})")
-
-
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     """`answers` by a server that knows the model as `name`; the rest: create_data.py's flags."""
     server, refused = Server(base_url, request_timeout), set()
     try:
-        listed = json_files.loads(server.wait(server.fetch("/models")))["data"]
-        models = [model["id"] for model in listed]
-        require(name in models, f"--model_name {name}: the server has {', '.join(models)}")
-    except MALFORMED as error:
-        raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or correct "
-                        "the address (it mostly ends in /v1)")
+        models = server.wait(server.fetch("/models", read=lambda data: [
+            model["id"] for model in json_files.loads(data)["data"]]))
+    except ServerError as error:
+        raise UserError(f"{server.name}: {error.why}; start the server, or correct the address (it "
+                        "mostly ends in /v1)")
+    require(name in models, f"--model_name {name}: the server has {', '.join(models)}")
     return lambda requests: server.each(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
 
@@ -451,31 +429,29 @@ async def ask_server(server, name, draw, refused, request):
                 if field not in refused and value not in (None, [])}
         try:
             return await server.call("/chat/completions", body, read_answer)
-        except Refused as error:
-            why = str(error)
-            if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
-                return Answer(why, "too_long")
-            named = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
-            if limit == "max_tokens" and "max_completion_tokens" in why:
-                named.add("max_tokens")
-            if error.code in (400, 422) and named:
-                if not named <= refused:
-                    print(f"notice     the server takes no {', '.join(sorted(named))}; without a "
-                          "seed answers cannot be drawn again alike")
-                refused |= named
-                continue
-            require(error.code not in WHOLE_RUN and error.code >= 400,
-                    f"line {request.id + 1}: the server at {server.url} refuses it: {why}")
-            if error.code not in TRANSIENT:
-                return Answer(why, "refused")
-        except MALFORMED as error:
-            why = explain(error)
+        except ServerError as error:
+            why, status = error.why, error.status
+        if status in (400, 413) and any(words in why.lower() for words in TOO_LONG):
+            return Answer(why, "too_long")
+        named = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
+        if limit == "max_tokens" and "max_completion_tokens" in why:
+            named.add("max_tokens")
+        if status in (400, 422) and named:
+            if not named <= refused:
+                print(f"notice     the server takes no {', '.join(sorted(named))}; without a seed "
+                      "answers cannot be drawn again alike")
+            refused |= named
+            continue
+        require(status not in WHOLE_RUN and not 0 < status < 400,
+                f"line {request.id + 1}: the server at {server.url} refuses it: {why}")
+        if status and status not in TRANSIENT:
+            return Answer(why, "unanswered")
         try:
-            await server.fetch("/models")
-        except MALFORMED:
+            await server.fetch("/models", read=bytes)
+        except ServerError:
             raise UserError(f"line {request.id + 1}: no answer from {server.url}: {why}; finished "
                             "lines are kept, rerun the same command to resume")
-        return Answer(f"no answer in {2 * server.timeout:g} s: {why}", "no_answer")
+        return Answer(f"no answer in {2 * server.timeout:g} s: {why}", "unanswered")
 
 
 def as_sent(message):
@@ -492,7 +468,7 @@ def as_sent(message):
 
 
 def read_answer(data):
-    """Answer from the bytes of /chat/completions; MALFORMED where it has another form."""
+    """Answer from the bytes of /chat/completions. Raises MALFORMED."""
     found = json_files.loads(data)
     choice, usage = found["choices"][0], found.get("usage") or {}
     message = choice["message"]
