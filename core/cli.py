@@ -270,7 +270,7 @@ def read_config(parser, words):
     Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
     null gives no flag. Raises UserError.
     """
-    finder, known, made = Parser("", add_help=False), parser._option_string_actions, {}
+    finder, known, made = Parser("", add_help=False), parser._option_string_actions, []
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
     if not file or "--config" not in known:
@@ -278,26 +278,23 @@ def read_config(parser, words):
     import yaml  # comes with transformers
     require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
     try:
-        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        flags = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
-    require(tree is None or isinstance(tree, yaml.MappingNode),
-            f"--config {file}: must be lines of flag: value")
-    for key, value in tree.value if tree else ():
-        name, where = f"--{key.value}", f"--config {file} line {key.start_mark.line + 1}"
-        require(name in known and name not in ("--config", "--help"),
-                f"{where}: {key.value}: no such flag")
-        flag, items = known[name], value.value if isinstance(value, yaml.SequenceNode) else [value]
-        require(flag.dest not in made, f"{where}: {key.value} is there twice")
-        require(all(isinstance(item, yaml.ScalarNode) for item in items),
-                f"{where}: {key.value} takes a value or a list")
-        if items is value.value:
-            made[flag.dest] = [name, *(item.value for item in items)]
-        elif isinstance(flag, argparse.BooleanOptionalAction):
-            made[flag.dest] = [name if boolean(value.value) else f"--no-{name[2:]}"]
-        elif value.style is not None or value.value not in ("", "~", "null"):
-            made[flag.dest] = [f"{name}={value.value}"]     # one word: it may begin with a dash
-    return sum(made.values(), [])
+    require(isinstance(flags, dict), f"--config {file}: must be lines of flag: value")
+    for key, value in flags.items():
+        name = f"--{key}"
+        require(name in known and key not in ("config", "help"),
+                f"--config {file}: {key}: no such flag; --help lists all")
+        if isinstance(value, list):
+            made += [name, *map(str, value)]
+        elif isinstance(known[name], argparse.BooleanOptionalAction):
+            given = BOOLEAN.get(str(value).lower())
+            require(given is not None, f"--config {file}: {key}: {value} is neither true nor false")
+            made.append(name if given else f"--no-{key}")
+        elif value not in ("", "~", "null"):
+            made.append(f"{name}={value}")      # one word: it may begin with a dash
+    return made
 
 
 def config_text(args, script):

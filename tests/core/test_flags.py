@@ -93,9 +93,9 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag"),
-    ("seed: 1\nseed: 2", "line 2: seed is there twice"), ("seed: {a: 1}", "line 1: seed takes a value or a list"),
-    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
+    ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "--seed: invalid int"),
+    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
+    ("reshard_after_forward: perhaps", "perhaps is neither true nor false")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)
