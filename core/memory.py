@@ -384,9 +384,8 @@ def choose(args, world, ranks, setups, memory_of):
 
 def earlier_choice(args, ranks):
     """FLAGS of the newest readable checkpoint of --resume, where none is named, or {}."""
-    folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
     earlier = {}
-    for folder in folders if args.resume == "auto" else [Path(args.resume)]:
+    for folder in checkpoint.list_candidates(args.output_dir, args.resume):
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
@@ -410,9 +409,8 @@ def size(n):
 
 def gpu_memory(args):
     """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
-    if not args.gpu_memory and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    return (args.gpu_memory or 80) * GIB
+    here = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory
+    return (args.gpu_memory or 0) * GIB or here or 80 * GIB
 
 
 def check_memory(found, args):
