@@ -105,18 +105,17 @@ def tried(args, ranks, lengths):
     return found
 
 
-@pytest.mark.parametrize("words, sharded", [
-    ("--bf16 --use_lora", True), ("--fp16", False), ("--bf16 --parallel ddp", False), ("--float8 --bf16", False),
-    ("--bf16 --use_lora --base_dtype nf4", False)], ids=str)
-def test_auto_tries_nothing_that_is_refused(words, sharded, tmp_path):
-    """On one GPU and two; the plan says fp16 where it is."""
-    def args():
-        return flags(2, "--auto", "--output_dir", tmp_path, *words.split())
-    assert any(way.fsdp for way in tried(args(), 2, LENGTHS)) == sharded
-    assert not any(way.fsdp for way in tried(args(), 1, LENGTHS))
+@pytest.mark.parametrize("words, sharded, more", [
+    ("--bf16 --use_lora", True, {}), ("--fp16 --parallel ddp", False, {}), ("--bf16", False, {"float8": True}),
+    ("--bf16 --use_lora", False, {"base_dtype": "nf4"})], ids=str)
+def test_auto_tries_nothing_that_is_refused(words, sharded, more, tmp_path):
+    """The plan says fp16 where it is."""
+    args = flags(2, "--auto", "--output_dir", tmp_path, *words.split())
+    vars(args).update(more, parallel="ddp")
     wide, order = "fp16" if "--fp16" in words else "bf16", PackOrder(LENGTHS, samples_per_pack=4)
-    setup = memory.setup_of(args(), 2)
-    assert memory.data_lines(args(), setup, torch.nn.Linear(2, 2), order, LENGTHS)[0].endswith(f", {wide}")
+    setup = memory.setup_of(args, 2)
+    assert memory.data_lines(args, setup, torch.nn.Linear(2, 2), order, LENGTHS)[0].endswith(f", {wide}")
+    assert any(way.fsdp for way in tried(args, 2, LENGTHS)) == sharded
 
 
 def test_a_longer_sample_makes_larger_packs(tmp_path):
