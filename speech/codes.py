@@ -169,7 +169,7 @@ def filled(wave):
 
 
 def holds_codes(path):
-    """True if a file holds saved codes, by its name."""
+    """True if a file is one of saved codes."""
     return path.endswith(SAVED)
 
 
@@ -235,11 +235,10 @@ def load_codec(codec_dir, device, num_codebooks):
 
 @torch.no_grad()
 def encode_clip(codec, wave, bandwidth, num_codebooks):
-    """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes, numpy.
-
-    Never in TF32: a cached code must not depend on the flags of the run that made it. ValueError
-    for codes that the codec's codebooks do not have.
+    """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes, numpy. ValueError for
+    codes that the codec's codebooks do not have.
     """
+    # not in TF32: a cached code must not depend on the flags of the run that made it
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         wave = torch.from_numpy(wave)[None, None].to(codec.device)
         found = codec.encode(wave, bandwidth=bandwidth).audio_codes[0]
@@ -478,26 +477,29 @@ def ensure_codes(world, clips, how):
 
 
 def decode_job(job):
-    """(sha256 hex of a file, [for each cut of it the wave (n,) or saved codes (T, K), and measures;
-    or a text why there are none]). job: (path, (size, date), {number: clip}).
+    """[for each cut of a file (content key, wave (n,) or saved codes (T, K), measures), or a text
+    why there are none]. job: (path, (size, date), {number: clip}).
     """
     path, _, cuts = job
     try:
         if holds_codes(path):
             digest, found = read_codes(path)
             seconds = np.array([len(found) / FRAME_RATE, *[np.nan] * 4], np.float32)
-            return digest, [(found, seconds)] * len(cuts)
+            return [(key_of(clip, False, digest), found, seconds) for clip in cuts.values()]
         digest, rate, parts = decode_file(path, [(c.offset, c.duration) for c in cuts.values()])
     except ValueError as error:
-        return "", [str(error)] * len(cuts)
+        return [str(error)] * len(cuts)
     sounds = []
     for part, clip in zip(parts, cuts.values()):
         try:        # numpy: tensors would travel through /dev/shm, which containers keep small
             wave, measures = cut_wave(part, rate, clip.offset, clip.duration)
-            sounds.append((filled(wave) if clip.filled else wave, measures))
+            # a clip that is long enough without zeros has the key of the plain one
+            padded = clip.filled and measures[0] < FILLED_S
+            wave = filled(wave) if padded else wave
+            sounds.append((key_of(clip, padded, digest), wave, measures))
         except ValueError as error:
             sounds.append(str(error))
-    return digest, sounds
+    return sounds
 
 
 def encode_share(world, work, folder, how):
@@ -508,7 +510,8 @@ def encode_share(world, work, folder, how):
     jobs, total = work[world.rank], sum(len(cuts) for share in work for *_, cuts in share)
     if not jobs:
         return {}
-    codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
+    books = how.num_codebooks
+    codec, bandwidth = load_codec(how.codec_dir, world.device, books)
     known, store = np.sort(read_index(folder)[1]["keys"]), world.store or HashStore()
     bad, encoded, files, start, flushed = {}, {}, {}, time.monotonic(), time.monotonic()
     workers = min(len(jobs), max(1, how.processes // world.local_size) if how.processes else 0)
@@ -521,31 +524,27 @@ def encode_share(world, work, folder, how):
 
     with tqdm(total=total, unit="clip", desc="encoding audio", disable=not world.is_main,
               mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
-        for (digest, sounds), (path, about, cuts) in zip(packing.iterate(loader), jobs):
+        for sounds, (path, about, cuts) in zip(packing.iterate(loader), jobs):
             heard = 0.0
             for (number, clip), sound in zip(cuts.items(), sounds):
                 if isinstance(sound, str):
                     bad[number] = f"{path}: {sound}"
                     continue
-                wave, measures = sound
-                seconds, saved = float(measures[0]), wave.ndim == 2
-                heard += seconds
-                # a clip that is long enough without zeros has the key of the plain one
-                key = key_of(clip, clip.filled and not saved and seconds < FILLED_S, digest)
+                key, wave, measures = sound
+                heard += float(measures[0])
                 files[key_of(clip, clip.filled, path, *about)] = key
                 at = np.searchsorted(known, name := np.array([key], KEY))
                 # the same content under two paths is encoded by the rank that claims it first
                 if (known[at % len(known)] == name).any() or count(key.hex(), 1) > 1:
                     continue
                 try:
-                    if saved:
-                        size = codec.config.codebook_size
-                        check_codes(wave, clip.offset, how.num_codebooks, size)
+                    if wave.ndim == 2:
+                        check_codes(wave, clip.offset, books, codec.config.codebook_size)
                     else:
-                        wave = encode_clip(codec, wave, bandwidth, how.num_codebooks)
+                        wave = encode_clip(codec, wave, bandwidth, books)
                     encoded[key] = wave.astype(np.int16), measures
                 except torch.OutOfMemoryError:
-                    bad[number] = f"{path}: {seconds:.0f} s are too long to encode on this device"
+                    bad[number] = f"{path}: is too long to encode on this device"
                 except ValueError as error:
                     bad[number] = f"{path}: {error}"
             done = count("clips", len(cuts))
