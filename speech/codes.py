@@ -265,14 +265,12 @@ def codec_frames(samples, config):
 
 @dataclass(frozen=True)
 class Encoding:
-    """Settings of encoding clips. processes: that decode, on this node. wait_limit_s: seconds to
-    wait for another run that fills the cache.
-    """
+    """Settings of encoding clips."""
     codec_dir: Path
     cache_dir: Path
     num_codebooks: int
-    processes: int = 0
-    wait_limit_s: float = 6 * 3600
+    processes: int = 0                  # that decode, on this node
+    wait_limit_s: float = 6 * 3600      # for another run that fills the cache
 
 
 def codec_fingerprint(codec_dir):
@@ -322,9 +320,7 @@ def write_shard(folder, encoded, files):
 
 
 def read_shard(path, with_codes=False):
-    """{name: array} of COLUMNS of a shard, whose codes are checked as well if asked for. UserError
-    when it is damaged.
-    """
+    """{name: array} of COLUMNS of a shard; UserError if these, or its codes, are damaged."""
     try:
         # open() names the reason: to safe_open all are the same
         with open(path, "rb"), safe_open(path, "np") as file:
@@ -343,9 +339,7 @@ def read_shard(path, with_codes=False):
 
 
 def check_clip(codes, checksum):
-    """ValueError unless codes are of a codebook (others would be looked up beyond the embeddings)
-    and are those that were written.
-    """
+    """ValueError unless codes are those that were written, and within the embeddings' rows."""
     if codes.size and (codes.min() < 0 or codes.max() >= CODES):
         raise ValueError(f"codes beyond 0 to {CODES - 1}")
     if zlib.crc32(codes) != checksum:
@@ -368,7 +362,8 @@ def read_index(folder):
     parts.append({"keys": np.zeros(1, KEY), "files": np.zeros(1, KEY),
                   "file_keys": np.zeros(1, KEY), "where": np.full((1, 4), -1),
                   "measures": np.full((1, 5), np.nan, np.float32)})
-    return shards, {name: np.concatenate([part[name] for part in parts]) for name in parts[-1]}
+    return shards, {name: np.concatenate([part.pop(name) for part in parts])
+                    for name in list(parts[-1])}
 
 
 def find(keys, wanted):
@@ -503,9 +498,7 @@ def decode_job(job):
 
 
 def encode_share(world, work, folder, how):
-    """Encode this rank's jobs in `work`, lists of all ranks' -> {number of a clip that fails: file
-    and reason}. Ranks count clips in the run's store, for a bar on rank 0.
-    """
+    """Encode this rank's jobs in `work`, those of all ranks -> {number of a bad clip: why}."""
     from tqdm import tqdm
     jobs, total = work[world.rank], sum(len(cuts) for share in work for *_, cuts in share)
     if not jobs:
@@ -519,7 +512,7 @@ def encode_share(world, work, folder, how):
                         worker_init_fn=watchdog.init_loader,
                         multiprocessing_context="fork" if workers else None)
 
-    def count(name, n):
+    def count(name, n):     # over all ranks, for a bar on rank 0
         return store.add(f"encoding audio/{name}", n)
 
     with tqdm(total=total, unit="clip", desc="encoding audio", disable=not world.is_main,

@@ -60,16 +60,12 @@ def file_of(sources, i):
 
 @dataclass(frozen=True)
 class Sources:
-    """The user's files and folders of a run, and how they become samples.
-
-    train: [(path, weight)]. held_out: path of the validation data, or None. processes: that help
-    this one with sources of many samples. drop: checks (choices.CHECKS) whose samples are dropped.
-    """
-    train: list
-    held_out: str | None = None
+    """The user's files and folders of a run, and how they become samples."""
+    train: list                     # [(path, weight)]
+    held_out: str | None = None     # path of the validation data
     reading: Reading = Reading()
-    processes: int = 0
-    drop: tuple = ()
+    processes: int = 0              # that help this one with sources of many samples
+    drop: tuple = ()                # checks (choices.CHECKS) whose samples are dropped
 
     def all(self):
         """[(path, weight, whether it is validation data)]."""
