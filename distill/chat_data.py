@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, cli, dist, packing
-from core.chat import group_key, question, read_chunks, records_at
+from core.chat import group_key, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
@@ -269,7 +269,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     rows = []
     for source, path in enumerate(table.paths):     # held out are lines of one file, in order
         wanted = {line for of, line in once if of == source}
-        for line, record in records_at(path, wanted) if wanted else ():
+        for line, record in read_records(path, [], wanted) if wanted else ():
             i = once[source, line]
             row = {"id": int(ids[i]), "messages": record["messages"]}
             row |= {name: record[name] for name in ("tools", "teacher_messages")

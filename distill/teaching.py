@@ -124,7 +124,7 @@ def context(record):
     if given is None:
         return messages[:-1], messages[-1]
     try:
-        check_messages({"messages": given}, answered=False)
+        check_messages({"messages": given})
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := given[-1]["role"]) not in ("user", "tool"):
