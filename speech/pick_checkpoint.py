@@ -104,7 +104,7 @@ def judge(folder, samples):
 
 def is_running():
     try:
-        checkpoint.lock_folder(out, wait_s=0).release()
+        checkpoint.lock_folder(out, wait_s=0).close()
     except UserError:
         return True
     return False
