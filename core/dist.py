@@ -149,7 +149,7 @@ def report_error(kind, error, trace):
     gone.
     """
     rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
-    text, short, lost_peer = "interrupted", "", False
+    text, short, lost_peer, quiet = "interrupted", "", False, False
     ignore_loaders()
     if isinstance(error, UserError):
         text = error_text(f"error: {error}")
@@ -168,10 +168,10 @@ def report_error(kind, error, trace):
         short = f"rank {rank} failed: {kind.__name__}: {printable(error)}"
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
-        if lost_peer and not lifetime.stop_requested():
+        quiet = lost_peer and bool(lifetime.stop_requested())   # by torchrun, which names that rank
+        if lost_peer and not quiet:
             wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, says more
-    torchrun_speaks = lost_peer and lifetime.stop_requested()       # it ends all
-    if not torchrun_speaks and claim_error_report(store, bool(short) and not lost_peer):
+    if not quiet and claim_error_report(store, bool(short) and not lost_peer):
         print_error(text, short)
     sys.stdout.flush()
     sys.stderr.flush()
