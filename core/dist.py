@@ -15,7 +15,6 @@ import errno
 import gc
 import multiprocessing
 import os
-import random
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed import fsdp as fsdp2
@@ -120,13 +118,6 @@ def finish():
     if dist.is_initialized():
         time.sleep(0.1)     # a gloo thread still dropping its last work needs the GIL once more
         dist.destroy_process_group()
-
-
-def seed_everything(seed, rank=0):
-    """Seed python, numpy and torch; with its rank, a rank has other dropout."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
 
 
 def check_device(device, args):
