@@ -224,14 +224,13 @@ def group_numbers(keys, lines, group_size):
 def check_duplicates(path, lines, keys):
     """UserError when two lines of a file have the same id. keys: (n,), -1 without one."""
     lines, once = np.unique(lines, return_index=True)       # one may be several samples
-    keys = keys[once]
-    order = np.argsort(keys, kind="stable")
-    again = order[1:][(np.diff(keys[order]) == 0) & (keys[order[1:]] >= 0)]
+    _, first, which = np.unique(keys[once], return_index=True, return_inverse=True)
+    again = np.flatnonzero((keys[once] >= 0) & (first[which] < np.arange(len(once))))
     if len(again):
-        at, first = again.min(), np.flatnonzero(keys == keys[again.min()])[0]
-        raise UserError(f"{path}:{lines[at]}: has the same id {keys[at]} as {path}:{lines[first]} "
-                        f"({len(again)} such lines); give each line another id, or join "
-                        "files that create_data.py made of different inputs")
+        at = again[0]
+        raise UserError(f"{path}:{lines[at]}: has the same id {keys[once][at]} as "
+                        f"{path}:{lines[first[which[at]]]} ({len(again)} such lines); give each "
+                        "another id, or join files that create_data.py made of different inputs")
 
 
 def split_groups(groups, share, seed):

@@ -6,7 +6,6 @@ prompt_logprobs (vllm serve NAME --max-logprobs 64): answers go there as ids. Fo
 token come the K likeliest (--distill_topk) and that token; all others are one bucket, as with
 --teacher_path and the same K.
 """
-import contextlib
 import math
 import os
 import re
@@ -100,18 +99,14 @@ def fingerprint(args, table):
 
 
 def known_tokens(found, k, token):
-    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. UserError.
-    token: that was sent for this place; a row without it is another place's.
+    """[(id, log-probability)] of the k likeliest of a place's prompt_logprobs. token: that was sent
+    for this place; a row without it is another place's. Raises UserError, MALFORMED.
     """
-    try:
-        ranked = sorted((value["rank"], name, float(value["logprob"]))
-                        for name, value in found.items())
-    except MALFORMED:
-        raise UserError(f"gave no prompt_logprobs of the {k} likeliest; vLLM's server does")
+    ranked = sorted((value["rank"], name, value["logprob"]) for name, value in found.items())
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
-    require(not odd, f"names a token {printable(' '.join(odd[:1]), 20)}, which is not an id")
-    require(str(token) in found, f"gave log-probabilities without that of token {token}, which was "
-            "sent: they are of another place")
+    require(not odd, f"names a token {odd[:1]}, which is not an id")
+    require(str(token) in found, f"has no log-probability of token {token}, which was sent: it is "
+                                 "of another place")
     best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
     require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest; it needs "
             f"--max-logprobs {k}")
@@ -134,19 +129,17 @@ class Scorer:
         self.rows = rows
 
     async def ask(self, ids, end=math.inf):
-        """[known_tokens] of each place of a conversation but the first. end: of call."""
+        """[known_tokens] of each place of a conversation but the first. end: of Server.call."""
         found = await self.server.call("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
-            "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
-        rows = ()
-        with contextlib.suppress(*MALFORMED):
-            _, *rows = found["choices"][0]["prompt_logprobs"]
+            "prompt_logprobs": self.k}, end=end, hint=f"; it needs --max-logprobs {self.k}")
         try:
-            require(len(rows) == len(ids) - 1, f"gave prompt_logprobs of {len(rows)} places for "
-                    f"{len(ids) - 1}; vLLM's server gives each")
-            return [known_tokens(row, self.k, token) for row, token in zip(rows, ids[1:])]
-        except UserError as error:
-            raise UserError(f"--teacher_url {self.server.url}/completions: {error}")
+            _, *rows = found["choices"][0]["prompt_logprobs"]
+            return [known_tokens(row, self.k, token)
+                    for row, token in zip(rows, ids[1:], strict=True)]
+        except (UserError, *MALFORMED) as error:
+            raise UserError(f"{self.server.name}/completions: its prompt_logprobs are not those of "
+                            f"vLLM's server: {printable(error)}")
 
     def __call__(self, batch):
         ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
@@ -291,12 +284,12 @@ class Sampler:
             found = await self.server.call("/completions", {
                 **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
                 "seed": seeds[i]}, end=end)
-            ids = ()
-            with contextlib.suppress(*MALFORMED):
+            try:
                 ids = found["choices"][0]["token_ids"]
-            require(isinstance(ids, list) and all(type(token) is int for token in ids)
-                    and 0 < len(ids) <= limits[i], f"--base_url {self.server.url}/completions: "
-                    f"gave no token_ids of 1 to {limits[i]} tokens; vLLM's server does")
+                assert 0 < len(ids) <= limits[i] and all(type(token) is int for token in ids)
+            except (AssertionError, *MALFORMED):
+                raise UserError(f"{self.server.name}/completions: gave no token_ids of 1 to "
+                                f"{limits[i]} tokens; vLLM's server does")
             return ids
         found = dict(self.server.each(ask, range(len(prompts))))
         return [found[i] for i in range(len(prompts))]

@@ -199,12 +199,6 @@ def train_line(step, total_steps, values):
             " | eta {}").format(step, total_steps, left, **values)
 
 
-def eval_line(step, values):
-    """One aligned line of a validation."""
-    return "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
-        step, **values)
-
-
 def decays(name, parameter):
     """Weight decay shrinks matrices, not norms or embeddings, whose unused rows would shrink."""
     return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name

@@ -22,18 +22,14 @@ def made():
 
 
 @pytest.mark.parametrize("line, part", [
-    (b"{", "is not JSON (Expecting property name"),
-    (b"[]", "is a JSON list, and one object a line"), (b"\xff{}", "is not UTF-8"),
-    (b'{"messages": []}', 'has no list "messages"'),
+    (b"{", "is not JSON (Expecting property name"), (b"\xff{}", "is not UTF-8"),
+    (b"[]", "is a JSON list, and one object a line"),
     (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', 'its "conversations" are no list of'),
     (b'{"instruction": "question", "output": "answer"}', 'has no list "messages", so it is not a chat; give {"messages"'),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
-    (b'{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has no role out of system"),
-    (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
     (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}]}', "message 1 has name, which no chat template is"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
-    (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),
     (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),

@@ -106,8 +106,8 @@ def without_own(rows):
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (shifted, "which was sent: they are of another place"), (without_own, "which was sent"),
-    (respelled, "which is not an id"), (negative, "names a token -7, which is not an id"),
+    (shifted, "which was sent: it is of another place"), (without_own, "which was sent"),
+    (respelled, "which is not an id"), (negative, "names a token ['-7'], which is not an id"),
     (above_zero, "gave log-probabilities that are none")])
 def test_a_server_is_believed_where_it_gives_the_token_sent(made, refused, wrong, words):
     with ScoreServer(made / "teacher", "big") as server:

@@ -71,8 +71,8 @@ def test_answers_that_are_no_scores(made):
                                               cu_seqlens=torch.tensor([0, 3])))
         assert both.exp().sum().item() == pytest.approx(1)      # with what the other tokens share
         score = server.score
-        for wrong, words in ((lambda ids, k: None, "of 0 places for 1"), (lambda ids, k: score(ids, 2), "gave . tokens"),
-                             (lambda ids, k: score(ids, k)[1:], "of 0 places for 1")):
+        for wrong, words in ((lambda ids, k: None, "not those of vLLM"), (lambda ids, k: score(ids, 2), "gave . tokens"),
+                             (lambda ids, k: score(ids, k)[1:], "not those of vLLM")):
             server.score = wrong
             with pytest.raises(UserError, match=words):
                 scorer.server.wait(scorer.ask([5, 6]))
