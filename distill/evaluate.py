@@ -96,8 +96,6 @@ from distill import causal_lm, packed_lm
 from distill.chat_data import HELD_OUT, Reading, collate, encode_chunk, kept, question_hash
 from distill.losses import chunked_loss
 
-THINKING_FLAG = {"template": "default", "true": "on", "false": "off"}       # of teachers.Sampling
-
 # ---- Checkpoints and models
 
 
@@ -263,7 +261,7 @@ def ask_column(column, ends, thinking, requests, tokens, batch_size):
     """[Answer] of a Column, greedily. ends: ids that trained answers end with."""
     causal_lm.stop_at(column.native, ends)
     known = column.native.generation_config.eos_token_id
-    draw = teachers.Sampling(tokens, thinking=THINKING_FLAG[thinking])
+    draw = teachers.Sampling(tokens, thinking=THINKING[thinking])
     answers = teachers.answers_of(
         column.native, column.tokenizer, draw,
         sorted(known if isinstance(known, list) else [known]), batch_size=batch_size)

@@ -20,6 +20,7 @@ from distill.losses import chunked_loss
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
+EVAL_LINE = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
 KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
 # settings that the packed forward would miss, and the value that does nothing
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,

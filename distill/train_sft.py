@@ -362,8 +362,7 @@ def validate():
     model.train()
     if values is None:
         return None
-    print0("eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
-        step, **values))
+    print0(packed_lm.EVAL_LINE.format(step, **values))
     if main_rank:
         log.write(step, values)
     if not values["eval/loss"] < best_loss:     # never one that is not finite

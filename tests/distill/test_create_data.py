@@ -1,6 +1,7 @@
 """Teacher labels: whole runs with a real server and a real model; kills, signals, the launcher."""
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -8,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 import uuid
 from pathlib import Path
 
@@ -66,54 +65,29 @@ def flags(folder, server=None, *more, output="labels.jsonl"):
     return [str(word) for word in [*given, *more]]
 
 
-class Child:
+def run(argv, log, sync_s):
     """create_data's main in a process of its own, forked from this one, which has done the imports."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
+    create_data.SYNC_S, out = sync_s, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
+    scripts.run(create_data, argv)
 
-    def __init__(self, argv, log, sync_s=create_data.SYNC_S):
-        self.log, self.status = Path(log), None
-        self.pid = os.fork()
-        if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
-            status = 1
-            try:
-                create_data.SYNC_S = sync_s
-                out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                os.dup2(out, 1)
-                os.dup2(out, 2)
-                sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
-                scripts.run(create_data, argv)
-                status = 0
-            except SystemExit as left:
-                status = left.code or 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
 
-    def ended(self):
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status is not None
-
-    def wait(self, seconds=PATIENCE_S):
-        end = time.monotonic() + seconds
-        while not self.ended():
-            if time.monotonic() > end:
-                os.kill(self.pid, signal.SIGKILL)
-                raise AssertionError(f"not ended in {seconds} s: {self.log.read_text()}")
-            time.sleep(0.01)
-        return self.status
+def start(argv, log, sync_s=create_data.SYNC_S):
+    child = multiprocessing.get_context("fork").Process(target=run, args=(argv, log, sync_s), daemon=True)
+    child.start()
+    return child
 
 
 def label(folder, *argv, ok=True):
     """Run create_data to its end; returns what it printed."""
-    child = Child(list(argv), folder / f"log-{uuid.uuid4().hex}.txt")
-    status = child.wait()
-    assert (status == 0) == ok, child.log.read_text()
-    return child.log.read_text()
+    log = folder / f"log-{uuid.uuid4().hex}.txt"
+    child = start(list(argv), log)
+    child.join(PATIENCE_S)
+    assert child.exitcode is not None and (child.exitcode == 0) == ok, log.read_text()
+    return log.read_text()
 
 
 def rows(path):
@@ -155,17 +129,15 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert all(row["id"] % LINES == row["line"] for row in chats + rejected)
-    for row in chats + rejected:
-        row["id"] = row["line"]
-    assert sorted(row["id"] for row in chats + rejected) == list(range(40))
-    assert [row["id"] for row in chats] == sorted(row["id"] for row in chats)
+    assert sorted(row["line"] for row in chats + rejected) == list(range(40))
+    assert [row["line"] for row in chats] == sorted(row["line"] for row in chats)
     for row in chats:
-        line = lines[row["id"]]
+        line = lines[row["line"]]
         assert row["messages"] == [{"role": "user", "content": line}, {"role": "assistant", "content": line[:2]}]
-    assert {row["id"] for row in rejected} >= {12, 17, 20} and len(rejected) < 6
-    by_id = {row["id"]: row for row in rejected}
-    assert "leaves no room" in by_id[20]["why"] and len(by_id[20]["answers"]) == 1
-    assert [(a["text"], a["finish_reason"]) for a in by_id[12]["answers"]] == \
+    by_line = {row["line"]: row for row in rejected}
+    assert {12, 17, 20} <= by_line.keys() and len(rejected) < 6
+    assert "leaves no room" in by_line[20]["why"] and len(by_line[20]["answers"]) == 1
+    assert [(a["text"], a["finish_reason"]) for a in by_line[12]["answers"]] == \
         [answer_to(lines[12], create_data.draw_seed(5, 12, attempt)) for attempt in range(7)]
 
     asked = [body for body in server.asked() if body["seed"] in
@@ -175,16 +147,15 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     assert all(len(body["messages"]) == 1 and body["temperature"] == 0.15 and body["max_tokens"] == 1024
                for body in asked)
 
-    tries = {number: 0 for number in range(40)}             # how often each must be asked
+    tries = 0               # how often all must be asked
     for number, line in enumerate(lines):
         for attempt in range(1 if number == 20 else 7):
-            tries[number] += 1
+            tries += 1
             text, reason = answer_to(line, create_data.draw_seed(5, number, attempt))
             if number != 20 and read_label(make_parser("language"), text, reason)[0]:
                 break
     assert f"labels     {len(chats)} of 40 lines: " in printed
-    assert f"{sum(tries.values()) - 40} retries, {len(rejected)} lines rejected" in printed
-
+    assert f"{tries - 40} retries, {len(rejected)} lines rejected" in printed
     again = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     assert "40 of them finished, 0 to do" in again
 
@@ -205,14 +176,14 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     files(tmp_path, whole[0])
     kills, rng, work = 0, random.Random(1), tmp_path / "labels.jsonl.work"
     for _ in range(6):
-        child = Child(flags(tmp_path, server, "--concurrency", "2"), tmp_path / "log.txt", 0.1)
-        time.sleep(rng.uniform(0.05, 0.6))
+        child = start(flags(tmp_path, server, "--concurrency", "2"), tmp_path / "log.txt", 0.1)
+        child.join(rng.uniform(0.05, 0.6))
         if kills == 2:
             wait_until(lambda: labelled(tmp_path), "first lines")
-        if child.ended():
+        if child.exitcode is not None:
             break
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.join()
         kills += 1
         if kills == 3:          # in the middle of a write
             with (work / "shard-0-of-1.jsonl").open("ab") as file:
@@ -233,8 +204,10 @@ def test_no_result_before_all_shards_are_finished(server, tmp_path):
     files(tmp_path, make_lines(6))
     assert "4 of other shards are not finished" in label(tmp_path, *flags(tmp_path, server, "--shard", "1/3"))
     assert not (tmp_path / "labels.jsonl").exists()
-    both = [Child(flags(tmp_path, server, "--shard", f"{i}/2"), tmp_path / f"log{i}.txt") for i in range(2)]
-    assert [child.wait() for child in both] == [0, 0], [child.log.read_text() for child in both]
+    both = [start(flags(tmp_path, server, "--shard", f"{i}/2"), tmp_path / f"log{i}.txt") for i in range(2)]
+    for i, child in enumerate(both):
+        child.join(PATIENCE_S)
+        assert child.exitcode == 0, (tmp_path / f"log{i}.txt").read_text()
     assert len(rows(tmp_path / "labels.jsonl")) + len(rows(tmp_path / "labels.rejected.jsonl")) == 6
     ids = [row["id"] for path in (tmp_path / "labels.jsonl.work").glob("*.jsonl") for row in rows(path) if "id" in row]
     assert sorted(ids) == list(range(6))        # none was asked twice
@@ -290,7 +263,7 @@ def test_servers_that_do_not_help(server, tmp_path):
     assert printed.splitlines()[-1].startswith(f"error: --base_url http://127.0.0.1:{port}/v1: ")
     assert "; start the server" in printed
     printed = label(tmp_path, *flags(tmp_path, server, "--base_url", server.url + "/else"), ok=False)
-    assert "HTTP 404 " in printed and "Not Found" in printed and "correct the address" in printed
+    assert "HTTP 404 " in printed and "correct the address" in printed
     files(tmp_path, [f"de refused {i}" for i in range(3)])
     printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
     assert "error: the server answers none of 3 lines" in printed and "not allowed" in printed
@@ -546,26 +519,23 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
         json.dumps({"question": q, "answer": a}) + "\n" for q, a in zip(questions, solutions)))
 
     def make(command, *more):
-        given = [command, "--input", tmp_path / "train.jsonl", *more]
-        make_problems.main([str(word) for word in given])
-        return json.loads((tmp_path / "hdp.json").read_text()) if command == "plans" else None
+        make_problems.main([command, "--input", str(tmp_path / "train.jsonl"), *map(str, more)])
     make("lines", "--output", tmp_path / "lines.txt")
     lines = (tmp_path / "lines.txt").read_text().splitlines()
     assert lines[0] == ("Problem: How many clips did Ann sell? Worked answer: He sells 24 clips. Then 48+24 = 72.")
     scripts.run(create_data, flags(tmp_path, server, "--parser", "whole", "--max_retries", 9, "--prompt_file",
                            ROOT / "distill" / "prompts" / "gsm8k_plan.txt", output="plans.jsonl"))
-    found = make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
-    records = [json.loads(line) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
-    for entry, record, question in zip(found, records, questions):
+    made = ("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+    make(*made)
+    records = rows(tmp_path / "plans.jsonl")
+    for entry, record, question in zip(json.loads((tmp_path / "hdp.json").read_text()), records, questions):
         assert entry["plan"] == " ".join(record["messages"][1]["content"].split()) and entry["plan"]
         assert entry["plan_source"] == "teacher" and entry["question"] == question
-    assert [entry["answer"] for entry in found] == ["72", "3", "5"]
-
     for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
                          ([{"messages": [{"content": "Other"}, {"content": "1"}]}], "1 records are not of these problems")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
         with pytest.raises(UserError, match=words):
-            make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+            make(*made)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")

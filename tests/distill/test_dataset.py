@@ -75,6 +75,9 @@ def test_too_long_samples(made, tmp_path):
     limit = len(ids) - 1
     with pytest.raises(UserError, match=rf"jsonl:2: {len(ids)} tokens, more than {limit}\nfix: shorten"):
         make_table(made, tmp_path, [short, long, short], limit)
+    with pytest.raises(UserError, match=f"jsonl:2: 8,388,608 characters, more than {limit} tokens"):
+        # to tokenise all of a line of megabytes would take a minute and gigabytes
+        make_table(made, tmp_path, [short, ask("the dog " * 2**20, "en")], limit)
     table, found = make_table(made, tmp_path, [short, long, short], limit, ("too_long",))
     assert table.lines.tolist() == [1, 3] and found == {"samples": [2], "split": 0, "bad": "1 too_long"}
 

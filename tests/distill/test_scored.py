@@ -1,5 +1,6 @@
 """A teacher behind a server is the teacher in this process: the same losses for the same top-k, whatever fails once."""
 import json
+import re
 import threading
 from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
@@ -76,6 +77,21 @@ def test_answers_that_are_no_scores(made):
             server.score = wrong
             with pytest.raises(UserError, match=words):
                 scorer.server.wait(scorer.ask([5, 6]))
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"9": None}, "has no log-probability of token 9, which was sent"), ({" 5": (-0.5, 1)}, "[' 5'], which is not an id"),
+    ({"-7": (-8.0, 50)}, "['-7'], which is not an id"), ({"5": (8.5, 1)}, "gave log-probabilities that are none"),
+    ({"5": (float("nan"), 1)}, "gave log-probabilities that are none"), ({"7": None}, "gave 1 tokens of the 2 likeliest")])
+def test_a_server_is_believed_where_it_gives_the_token_sent(change, words):
+    row = {"5": (-0.5, 1), "7": (-1.5, 2), "9": (-9.0, 40)}
+
+    def known(row):
+        return frozen.known_tokens({name: {"logprob": value[0], "rank": value[1]} for name, value in row.items() if value},
+                                   2, 9)
+    assert known(row) == [(5, -0.5), (7, -1.5)]
+    with pytest.raises(UserError, match=re.escape(words)):
+        known(row | change)
 
 
 @pytest.mark.parametrize("asks", ["scores", "draws"])
