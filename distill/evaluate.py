@@ -184,9 +184,8 @@ def read_rows(args, run):
         path, trained = args.eval_data_file, run.flags.train_data_file
         rows, seen = read_chats(path), read_chats(trained)
         places = {question_hash(row["messages"]): f"{trained}:{row['line']}" for row in seen}
-        keys, count = [chat.group_key(row) for row in rows], len(seen)
-        for row, key in zip(rows, keys):
-            row["id"] = row["line"] - 1 if None in keys else key
+        count, rows = len(seen), [row | {"id": row["line"] - 1} for row in rows]
+        for row in rows:
             if twin := places.get(question_hash(row["messages"]) or None):
                 row["trained_as"] = twin
     else:

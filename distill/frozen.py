@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from core import checkpoint, dist, tensor_io
 from core.cli import UserError, printable, require
@@ -31,23 +31,10 @@ ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 # ---- Models
 
 
-class Frozen(nn.Module):
-    """forward(batch of the teacher's side): PackedLM.rows, without dropout: always in eval mode.
-    packed, parts: of packed_lm.build_empty.
-    """
-    lora = False        # for packed_lm.load
-
-    def __init__(self, packed, parts):
-        super().__init__()
-        self.packed, self.parts = packed.requires_grad_(False).eval(), parts
-
-    @property
-    def native(self):
-        return self.packed.native
-
-    @torch.no_grad()
-    def forward(self, batch):
-        return self.packed.rows(batch)
+def build_empty(folder, dtype):
+    """Frozen PackedLM of a model folder, on the meta device, in eval mode: it has no dropout."""
+    packed, packed.parts = packed_lm.build_empty(folder, dtype)
+    return packed.requires_grad_(False).eval()
 
 
 def add(model, args):
@@ -58,17 +45,16 @@ def add(model, args):
     if args.teacher_url:
         model.frozen["teacher"] = Scorer(args, model.native.config.vocab_size)
     elif args.teacher_path and not (args.use_lora and same):
-        model.frozen["teacher"] = Frozen(*packed_lm.build_empty(teacher, dtype))
+        model.frozen["teacher"] = build_empty(teacher, dtype)
     if args.keep and not args.use_lora:
-        other = model.frozen.get("teacher")
-        model.frozen["base"] = other if isinstance(other, Frozen) and same else Frozen(
-            *packed_lm.build_empty(base, dtype))
+        shared = same and args.teacher_path and not args.teacher_url
+        model.frozen["base"] = model.frozen["teacher"] if shared else build_empty(base, dtype)
 
 
 def models(model):
-    """The different Frozen ones of a PackedLM: [(name, Frozen)]."""
+    """[(name, frozen PackedLM)] of a PackedLM, each once."""
     return list({id(other): (name, other) for name, other in model.frozen.items()
-                 if isinstance(other, Frozen)}.values())
+                 if not isinstance(other, Scorer)}.values())
 
 
 def load_all(model, world, sharding):
@@ -77,6 +63,8 @@ def load_all(model, world, sharding):
         sharding = sharding | {"reshard_after_forward": True}     # no backward needs them
     for name, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
+        if sharding:        # weights are gathered for this as for forward()
+            register_fsdp_forward_method(other, "rows")
         if world.is_main:
             print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
                   "parameters, frozen, in "
@@ -117,16 +105,16 @@ def known_tokens(found, k, token):
 
 
 class Scorer:
-    """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
+    """rows(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
 
     args: --teacher_url, ... of train_sft.py; its calls for a batch take twice --request_timeout at
-    most. rows: of the student's head.
+    most. size: rows of the student's head.
     """
 
-    def __init__(self, args, rows):
+    def __init__(self, args, size):
         self.server = Server(args.teacher_url, args.request_timeout, "--teacher_url")
         self.name, self.k = args.teacher_name or args.teacher_path, args.distill_topk
-        self.rows = rows
+        self.size = size
 
     async def ask(self, ids, end=math.inf):
         """[known_tokens] of each place of a conversation but the first. end: of Server.call."""
@@ -141,7 +129,7 @@ class Scorer:
             raise UserError(f"{self.server.name}/completions: its prompt_logprobs are not those of "
                             f"vLLM's server: {printable(error)}")
 
-    def __call__(self, batch):
+    def rows(self, batch):
         ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
         places = (batch.rows + 1).tolist()      # of the tokens that are predicted
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
@@ -153,8 +141,8 @@ class Scorer:
         known = torch.tensor([at[place] for place in places], dtype=torch.float64)
         known = known.reshape(-1, self.k, 2)    # ids below 2**53 are exact
         tokens, logprobs = known[..., 0].long(), known[..., 1]
-        require((tokens < self.rows).all(), f"--teacher_url: names a token above the student's "
-                f"{self.rows:,}: serve a model of the same size")
+        require((tokens < self.size).all(), f"--teacher_url: names a token above the student's "
+                f"{self.size:,}: serve a model of the same size")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
         both, device = torch.cat([logprobs, rest], 1).clamp(min=FLOOR), batch.input_ids.device
         return (tokens.to(device), both.to(device)), None

@@ -78,7 +78,7 @@ class PackedLM(nn.Module):
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
     recompute: a mode of kernels.set_mode. prompted: (share in the loss, kind, beta, k) of
     losses.divergence where a teacher scores the answers: frozen["teacher"], or this model without
-    its adapters. frozen: {name: frozen.Frozen or Scorer}; "base": for batches that are `kept`.
+    its adapters. frozen: {name: PackedLM or frozen.Scorer}; "base": for batches that are `kept`.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
@@ -127,7 +127,7 @@ class PackedLM(nn.Module):
     def taught(self, batch):
         """(the teacher's rows of the same tokens, without dropout; its head, None: this one's)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
-            return other(batch.teacher)
+            return other.rows(batch.teacher)
         from core import adapters
         training = self.net.training
         self.net.eval()

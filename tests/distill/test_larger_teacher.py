@@ -54,7 +54,7 @@ def table_of(made, folder, teacher, prompt, turns="all"):
 
 def model_of(made, teacher, kind, lora=None):
     model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, prompted=(1.0, *kind))
-    model.frozen["teacher"] = frozen.Frozen(*packed_lm.build_empty(made / teacher, torch.float32))
+    model.frozen["teacher"] = frozen.build_empty(made / teacher, torch.float32)
     packed_lm.load(model, parts, WORLD)
     frozen.load_all(model, WORLD, None)
     return model.train()

@@ -68,7 +68,7 @@ def test_answers_that_are_no_scores(made):
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
         assert list(ids) == scores.topk(3).indices.tolist()
         assert logprobs == pytest.approx(scores.topk(3).values.tolist())
-        (_, both), _ = scorer(SimpleNamespace(input_ids=torch.tensor([5, 6, 7]), rows=torch.tensor([1]),
+        (_, both), _ = scorer.rows(SimpleNamespace(input_ids=torch.tensor([5, 6, 7]), rows=torch.tensor([1]),
                                               cu_seqlens=torch.tensor([0, 3])))
         assert both.exp().sum().item() == pytest.approx(1)      # with what the other tokens share
         score = server.score
@@ -106,7 +106,7 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
         server.answer, over, n = answer, threading.Event(), 300
         with pytest.raises(UserError, match="/completions: no whole answer in "):
             if asks == "scores":
-                scorer_of(server, 1, 1.0, 99)(SimpleNamespace(
+                scorer_of(server, 1, 1.0, 99).rows(SimpleNamespace(
                     input_ids=torch.zeros(3 * n, dtype=int), cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     rows=torch.arange(0, 3 * n, 3)))
             else:
