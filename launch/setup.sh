@@ -29,6 +29,7 @@ VENV=${VENV:-$PWD/.venv}
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     setup_error "$PYTHON is missing or older than 3.11; set PYTHON=python3.11"
 if [ "$VENV" != none ]; then
+    exec 9<launch/setup.sh && flock 9       # of two set-ups in one clone the second waits
     [ -x "$VENV/bin/pip" ] || "$PYTHON" -m venv "$VENV" ||
         setup_error "$PYTHON makes no venv: install python3-venv"
     source "$VENV/bin/activate"
@@ -42,12 +43,10 @@ if [ "$VENV" != none ] && [ "$(cat "$VENV/installed" 2>/dev/null)" != "$installe
         torch=torch==$TORCH_VERSION+cpu
         get "$torch" 2>/dev/null ||
             get --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch" ||
-            setup_error "no $torch where pip looks, nor at TORCH_INDEX=$TORCH_INDEX;" \
-                "TORCH_CPU=0 takes one with CUDA"
+            setup_error "no $torch by pip, nor at TORCH_INDEX=$TORCH_INDEX; try TORCH_CPU=0"
     else
         pip show --quiet torch 2>/dev/null ||
-            echo "setup: torch with CUDA: 3 GB to download, 6.5 GB on disk. TORCH_CPU=1 takes one" \
-                "without: 0.4 GB, 1.6 GB on disk"
+            echo "setup: torch with CUDA: 3 GB to download. TORCH_CPU=1 takes one without: 0.4 GB"
         get torch=="$TORCH_VERSION"
     fi
     mapfile -t packages < <(python -c 'import sys, tomllib
@@ -77,3 +76,4 @@ if ! python -c 'import torchaudio' 2>/dev/null; then
         echo "setup: removed torchaudio's CUDA extension, which this torch cannot load"
     fi
 fi
+exec 9<&-

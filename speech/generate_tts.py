@@ -70,8 +70,6 @@ flag("--max_cer", None, "with --best_of: write best.jsonl, training data, of the
      metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 
-# flags that a sample's sound depends on, noted in its JSON file
-SOUND = ("model_path", "adapter", "base_dtype", "batch_size")
 BEST = "best.jsonl"     # of --max_cer
 
 
@@ -117,14 +115,12 @@ args = cli.parse(p, check_flags)
 import json
 import time
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from core import checkpoint, dist
 from speech import conversations, speak, weights
 from speech.codes import FRAME_RATE, load_codec
-from speech.conversations import system_parts
 
 # ---- Ranks, output folder, model, prompts
 
@@ -146,8 +142,7 @@ def read_texts():
     lines = [(f"--text {text!r}", text) for text in args.text or ()]
     lines = speak.read_lines(args.prompts) if args.prompts else lines
     for name, text in lines if args.split_text and args.reference_audio else ():
-        speakers = {speaker for speaker, _ in speak.parts(text, args.split_text)}
-        require(len(speakers) == 1,
+        require(len({speaker for speaker, _ in speak.parts(text, args.split_text)}) == 1,
                 f"{name}: --split_text would give all its speakers the voice of "
                 "--reference_audio; drop one of the two flags")
     return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
@@ -168,30 +163,33 @@ require(args.reference_text or not args.reference_audio or third, "--reference_a
 normalize, why = conversations.setting_to_speak(
     args.normalize_text or ("off" if third else None), folder, args.adapter)
 samples = read_texts()
-read = [args.prompts or "", *(clip.path for sample in samples for turn in sample.turns
-                              for clip in turn.clips)]
-lost = {Path(file).resolve() for file in read} & {
-    Path(file).resolve() for file in (*old, args.stream or "-")}
+read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
+        for clip in turn.clips} | {Path(args.prompts or "").resolve()}
+lost = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
 require(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: give another "
         "--output_dir")
 config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
 ids = module.token_ids(tokenizer, config)
 codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
-draws = speak.draws(config, {name: getattr(args, name) for name in speak.DRAW_FLAGS})
-settings = speak.sampling(config, args.max_seconds, **draws)
-room = module.positions(config) - settings.max_new_tokens
+given = {name: getattr(args, name) for name in speak.DRAW_FLAGS if getattr(args, name) is not None}
+settings = speak.sampling(config, args.max_seconds, **given)
+# what a sample's sound depends on, for its JSON file
+noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": args.base_dtype,
+         "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
+         **module.DRAWS, **given}
 
 
 def prepare(some, numbers):
-    return speak.prepare(some, tokenizer, ids, codec, bandwidth, room, numbers)
+    return speak.prepare(some, tokenizer, ids, codec, bandwidth,
+                         module.positions(config) - settings.max_new_tokens, numbers)
 
 
 # batches are cut from the whole list, so that the number of ranks changes nothing in them
 batches, problems = {}, []
-for number in range(-(-len(samples) // args.batch_size))[world.rank::world.size]:
-    numbers = range(len(samples))[number * args.batch_size:(number + 1) * args.batch_size]
+for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
+    numbers = range(len(samples))[first:first + args.batch_size]
     try:
-        batches[number] = prepare([samples[i] for i in numbers], numbers)
+        batches[first // args.batch_size] = prepare([samples[i] for i in numbers], numbers)
     except UserError as error:
         problems.append(str(error))
 problems = list(dict.fromkeys(sum(dist.all_gather(world, problems), [])))
@@ -220,76 +218,69 @@ if main_rank:
 # ---- Speaking
 
 
-def speak_by_parts(prompts, seed):
-    """speak.speak()'s list of a batch, its texts spoken part by part."""
+def say(prompts, seed):
+    return speak.speak(native, codec, ids, settings, prompts, seed, args.best_of, listeners)
+
+
+def say_by_parts(prompts, seed):
+    """say()'s list of a batch, its texts spoken part by part."""
     given = (args.reference_audio, args.reference_text) if args.reference_audio else None
 
     def prepare_parts(asked):
         some = []
         for i, part, reference in asked:
             # a part of a dialogue keeps the dialogue's
-            system, scene = system_parts(prompts[i].text, args.scene, references=bool(given))
+            system, scene = conversations.system_parts(prompts[i].text, args.scene,
+                                                       references=bool(given))
             some += speak.text_prompts([(prompts[i].source, part)], False, *(reference or ()),
                                        system=system, scene=scene)
         return prepare(some, [int(prompts[i].name) for i, *_ in asked])
 
-    def speak_some(some, turn):
-        return speak.speak(native, codec, ids, settings, some,
-                           seed + turn * speak.STRIDE * args.best_of, args.best_of, listeners)
-    return speak.speak_parts([speak.parts(prompt.text, args.split_text) for prompt in prompts],
-                             [given] * len(prompts), prepare_parts, speak_some, listeners,
-                             speak.stream(args.stream) if args.stream else None)
+    return speak.speak_parts(
+        [speak.parts(prompt.text, args.split_text) for prompt in prompts], given, prepare_parts,
+        lambda some, turn: say(some, seed + turn * speak.STRIDE * args.best_of), listeners,
+        speak.stream(args.stream) if args.stream else None)
 
 
 def speak_batch(prompts, seed):
     """Speak and write one batch of Prompts -> what their JSON files say."""
     start = time.monotonic()
     try:
-        if args.split_text:
-            found = speak_by_parts(prompts, seed)
-        else:
-            found = speak.speak(native, codec, ids, settings, prompts, seed, args.best_of,
-                                listeners)
+        found = (say_by_parts if args.split_text else say)(prompts, seed)
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
                         "--batch_size or --max_seconds")
-    seconds = time.monotonic() - start
     total = sum(len(codes) for codes, *_ in found) / FRAME_RATE
-    noted = {name: getattr(args, name) for name in SOUND} | draws
-    noted["normalize_text"] = "on" if normalize else "off"
-    found_records = []
+    rtf, written = (time.monotonic() - start) / total if total else None, []
     for prompt, (codes, ended_by, wave, facts) in zip(prompts, found):
-        about = speak.record(prompt, codes, ended_by, seed, seconds / total if total else None)
-        about |= noted | facts
         if args.save_codes or args.max_cer is not None:
             checkpoint.write_atomically(
                 Path(args.output_dir) / f"{prompt.name}.npy",
                 lambda path, codes=codes: speak.save_codes(path, codes))
-        speak.write_sample(args.output_dir, prompt.name, wave, about)
-        rtf = f"{about['real_time_factor']:6.2f}" if total else "     -"
+        about = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave, seed=seed,
+                                   real_time_factor=rtf, **noted, **facts)
         notice = "" if about["frames"] else "  <- no speech: end-of-stream came at once"
         if ended_by != "eos":
             notice = "  <- cut off: no end-of-stream came"
-        tqdm.write(f"{about['name']} | {about['seconds']:6.2f} s | {rtf} s/s | ended by "
+        tqdm.write(f"{prompt.name} | {about['seconds']:6.2f} s | {rtf or 0:6.2f} s/s | ended by "
                    f"{ended_by:<6} | {prompt.text[:60]!r}{notice}")
-        found_records.append(about)
-    return found_records
+        written.append(about)
+    return written
 
 
 records = []
 for number, prompts in tqdm(batches.items(), unit="batch", disable=None if main_rank else True):
     records += speak_batch(prompts, args.seed + number)
-records = sum(dist.all_gather(world, records), [])
+records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: int(record["name"]))
 if main_rank:
-    lengths = np.array([record["seconds"] for record in records])
+    seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
-    print(f"done       {len(records)} samples, {lengths.sum():.1f} s of speech (mean "
-          f"{lengths.mean():.1f} s), {stopped} ended by themselves; {args.output_dir}")
+    print(f"done       {len(records)} samples, {seconds:.1f} s of speech, {stopped} ended by "
+          f"themselves; {args.output_dir}")
     if stopped < len(records):
         print(f"notice     {len(records) - stopped} were cut off at --max_seconds "
               f"{args.max_seconds:g}: raise it, or the model has not learnt to stop")
     if args.max_cer is not None:
-        records.sort(key=lambda record: int(record["name"]))
         rows = speak.good_rows(samples, records, args.max_cer, ids.min_frames)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         checkpoint.write_text(Path(args.output_dir) / BEST, lines)

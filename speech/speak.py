@@ -13,7 +13,6 @@ import io
 import json
 import os
 import re
-import shutil
 import struct
 import tempfile
 import textwrap
@@ -29,21 +28,18 @@ from torch.nn.utils.rnn import pad_sequence
 from core import dist
 from core.checkpoint import write_atomically
 from core.cli import UserError, problem_text, require
-from core.dist import error_names_file, gathered
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
                           filled, holds_codes, load_codec, open_sound, read_codes, readable)
-from speech.dataset import TableBuilder, read_samples
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
                                   heard, mark_trained, normalise_requests, system_parts, trimmed)
-from speech.labels import TokenIds
+from speech.dataset import TableBuilder, read_samples
 
 from core import adapters  # isort: skip      # after weights
 from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
-MIN_TOKENS = 8          # transformers' delay processor miscounts on shorter prompts
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
 PAUSE_S = 0.12          # of silence between parts of a long text
@@ -58,8 +54,7 @@ class Prompt:
     name: str               # of the files to be written
     source: str             # its place in the user's files
     text: str               # text to be heard
-    # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
-    tokens: np.ndarray
+    tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>; each row of codes is a token
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
     is_audio: np.ndarray    # (n,) bool, where those are among the tokens
     references: list        # those clips, as far as they are recordings
@@ -76,9 +71,45 @@ def read_prompts(path, normalize):
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
     samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
-    if problems:
-        raise UserError(problem_text(problems))
+    require(not problems, problem_text(problems))
     require(samples, f"{path}: holds no prompts")
+    return samples
+
+
+def read_lines(path):
+    """[(name, text)] of a file with one text a line, without empty lines. Raises UserError."""
+    lines = enumerate(read_text(path).splitlines(), 1)
+    texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
+    require(texts, f"{path}: holds no text")
+    return texts
+
+
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
+                 scene=None):
+    """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
+
+    normalize: of read_prompts. system: of all of them; None: by each text, as in training.
+    """
+    reference = []
+    if reference_audio:
+        clip = {"type": "audio", "audio_url": reference_audio}
+        reference = [{"role": "user", "content": reference_text}] * bool(reference_text)
+        reference += [{"role": "assistant", "content": clip}]
+
+    samples, problems = [], []
+    for name, text in named_texts:
+        prompt, heard_in = system, scene
+        if not system:
+            prompt, heard_in = system_parts(text, scene, references=bool(reference))
+        content = prompt + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
+        messages = [{"role": "system", "content": content}, *reference,
+                    {"role": "user", "content": text}]
+        try:
+            samples.append(canonical_prompt(name, {"messages": messages}, Paths(Path.cwd()),
+                                            normalize))
+        except BadSample as error:
+            problems.append(f"{name}: {error}")
+    require(not problems, problem_text(problems))
     return samples
 
 
@@ -93,9 +124,9 @@ def canonical_prompt(name, entry, paths, normalize=False):
     spoken = [i for i, turn in enumerate(turns)
               if i > asked and turn.role == "assistant" and turn.clips]
     if spoken:
-        turns, answer = turns[:spoken[-1] + 1], turns[spoken[-1]]
-        last = max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))
-        answer.parts = answer.parts[:last + 1]
+        turns = turns[:spoken[-1] + 1]
+        while not isinstance(turns[-1].parts[-1], Clip):
+            turns[-1].parts.pop()
     else:
         turns.append(Turn("assistant", [Clip("")], None))
     sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
@@ -118,99 +149,14 @@ def spoken_text(sample):
     return (answer.text or asked).strip()
 
 
-def read_lines(path):
-    """[(name, text)] of a file with one text a line, without empty lines. Raises UserError."""
-    lines = enumerate(read_text(path).splitlines(), 1)
-    texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
-    require(texts, f"{path}: holds no text")
-    return texts
-
-
-def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
-                 scene=None):
-    """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
-
-    normalize: of read_prompts. system: of all of them; None: by each text, as in training.
-    """
-    reference = []
-    if reference_audio:
-        reference = [{"role": "user", "content": reference_text}] * bool(reference_text)
-        reference += [{"role": "assistant",
-                       "content": {"type": "audio", "audio_url": reference_audio}}]
-
-    paths, samples, problems = Paths(Path.cwd()), [], []
-    for name, text in named_texts:
-        prompt, heard_in = system, scene
-        if not system:
-            prompt, heard_in = system_parts(text, scene, references=bool(reference))
-        content = prompt + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-        messages = [{"role": "system", "content": content}, *reference,
-                    {"role": "user", "content": text}]
-        try:
-            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
-        except BadSample as error:
-            problems.append(f"{name}: {error}")
-    if problems:
-        raise UserError(problem_text(problems))
-    return samples
-
-
-def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
-    """Samples of canonical_prompt -> Prompts, their clips encoded by `codec` (of load_codec).
-
-    room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0,
-    1, ...). Raises UserError with every prompt that is too long or whose audio is bad.
-    """
-    builder, problems, codes, sounds = TableBuilder(tokenizer, ids), [], {}, set()
-    for sample in samples:
-        sample.turns[-1].trained = True         # the turn to speak is the one that would be trained
-    builder.add(samples, problems)
-    for what, n in sorted(builder.left_out.items()):
-        print(f"notice     {n} prompts {what}")
-    users = {}      # clip: the prompts that it is heard in
-    for i in range(len(builder)):
-        for number in builder.clips_of(i)[:-1]:
-            users.setdefault(number, {})[builder.names[i].tobytes().decode()] = True
-    for number in sorted(users):
-        clip = builder.clips[number]
-        try:
-            if holds_codes(clip.path):          # heard as they are, without a way through sound
-                codes[number] = read_codes(clip.path)[1].astype(np.int64)
-                check_codes(codes[number], clip.offset, ids.num_codebooks, ids.stream_bos)
-                continue
-            sounds.add(number)
-            wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-            codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth,
-                                        ids.num_codebooks)
-        except (ValueError, torch.OutOfMemoryError) as error:
-            problems += [f"{name}: its audio {clip.path}: {error}" for name in users[number]]
-    if problems:
-        raise UserError(problem_text(problems))
-    prompts = []
-    for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
-        clips, tokens = builder.clips_of(i), builder.tokens[i].astype(np.int64)
-        tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
-        row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]])
-        target, recorded, length = builder.clips[clips[-1]], False, None
-        try:
-            recorded = target.path and not holds_codes(target.path)
-            length = clip_seconds(target) if recorded else None
-        except ValueError as error:
-            problems.append(f"{sample.name}: its true recording {target.path} {error}; repair it, "
-                            "or leave it out")
-        prompts.append(Prompt(
-            f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
-            row["is_audio"], [builder.clips[c] for c in clips[:-1] if c in sounds],
-            target if recorded else None, length))
-        size = len(row["input_ids"])
-        assert size >= MIN_TOKENS or not isinstance(ids, TokenIds)
-        if size > room:
-            problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
-                            f"{max(0, room)} besides the speech to come: shorten it, or allow "
-                            "fewer seconds of speech")
-    if problems:
-        raise UserError(problem_text(problems))
-    return prompts
+def clip_codes(clip, codec, bandwidth, ids):
+    """(T, 8) codes of a Clip: those that its file holds, else of its sound. ValueError."""
+    if holds_codes(clip.path):          # heard as they are, without a way through sound
+        codes = read_codes(clip.path)[1].astype(np.int64)
+        check_codes(codes, clip.offset, ids.num_codebooks, ids.stream_bos)
+        return codes
+    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
+    return encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
 
 
 def clip_seconds(clip):
@@ -223,17 +169,57 @@ def clip_seconds(clip):
     return min(clip.duration or left, left)
 
 
+def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
+    """Samples of canonical_prompt -> Prompts, their clips encoded by `codec` (of load_codec).
+
+    room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0,
+    1, ...). Raises UserError with every prompt that is too long or whose audio is bad.
+    """
+    builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
+    for sample in samples:
+        sample.turns[-1].trained = True         # the turn to speak is the one that would be trained
+    builder.add(samples, problems)
+    for what, n in sorted(builder.left_out.items()):
+        print(f"notice     {n} prompts {what}")
+    require(not problems, problem_text(problems))
+    for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
+        *before, target = (builder.clips[clip] for clip in builder.clips_of(i))
+        tokens = builder.tokens[i].astype(np.int64)
+        tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
+        try:
+            for clip in before:
+                if clip not in codes:
+                    codes[clip] = clip_codes(clip, codec, bandwidth, ids)
+            clip = target
+            target = clip if clip.path and not holds_codes(clip.path) else None
+            length = target and clip_seconds(target)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            problems.append(f"{sample.name}: its audio {clip.path}: {error}")
+            continue
+        row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[clip] for clip in before])
+        if (size := len(row["input_ids"])) > room:
+            problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
+                            f"{max(0, room)} besides the speech to come: shorten it, or allow "
+                            "fewer seconds of speech")
+        prompts.append(Prompt(
+            f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
+            row["is_audio"], [clip for clip in before if not holds_codes(clip.path)], target,
+            length))
+    require(not problems, problem_text(problems))
+    return prompts
+
+
 def prompt_batch(prompts, ids):
     """Arguments of native generate, int64 on the CPU: tokens padded left, rows of codes right."""
     def pad(arrays, value, side):
         return pad_sequence(list(map(torch.as_tensor, arrays)), True, value, side)
-    tokens, codes = ([getattr(p, name) for p in prompts] for name in ("tokens", "audio_ids"))
+    tokens, codes = [p.tokens for p in prompts], [p.audio_ids for p in prompts]
     batch = {"input_ids": pad(tokens, ids.pad, "left"),
              "attention_mask": pad([np.ones(len(p), np.int64) for p in tokens], 0, "left")}
     if any(map(len, codes)):        # without any clip transformers wants no audio at all
+        mask = [np.ones(len(c), bool) for c in codes]
         batch |= {"audio_input_ids": pad(codes, ids.stream_eos, "right"),
-                  "audio_input_ids_mask": pad([np.ones(len(c), bool) for c in codes], False,
-                                              "right")}
+                  "audio_input_ids_mask": pad(mask, False, "right")}
     return batch
 
 
@@ -247,13 +233,12 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     """
     module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
-    parts = module.weight_parts(folder, config)
+    parts, load = module.weight_parts(folder, config), weights.load_weights
     weights.check_weights(native, parts, folder)
     if adapter:
         net = adapters.add_saved(native, adapter, whole=module.WHOLE_MODULES)
         require(not (four_bits and net.peft_config["default"].use_dora),
                 f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
-    load = weights.load_weights
     if four_bits:
         from core import quantized
         for name, parameter in native.named_parameters():      # frozen weights are converted
@@ -262,61 +247,49 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
         load = partial(quantized.load_nf4, native, load)
     net.to_empty(device=device)
     module.reset_buffers(native, device)
-    named = adapters.base_weights(net) if adapter else dict(native.named_parameters())
-    load(named, parts, None)
+    load(adapters.base_weights(net) if adapter else dict(native.named_parameters()), parts, None)
     if adapter:
         adapters.load_adapters(net, adapter)
     return native.eval()
 
 
-def draws(config, given):
-    """{name of DRAW_FLAGS: value}: the flag's, else the model's default. UserError."""
-    given = {name: value for name, value in given.items() if value is not None}
-    own = weights.module(config).DRAWS
-    require(given.keys() <= own.keys(), "--ras_window: not of Higgs TTS 3")
-    return {**own, **given}
-
-
 def sampling(config, max_seconds, **given):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
 
-    max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of
-    repetition-aware sampling: a code that is twice among the ras_window codes before it is drawn
-    again from the untempered distribution (0 = off).
+    max_seconds: of speech. given: {name of DRAW_FLAGS: value, None for the model's default}.
+    temperature 0: greedy, without repetition-aware sampling, by which a code that is twice among
+    the ras_window codes before it is drawn again from the untempered distribution (0 = off).
     """
-    how, frames = draws(config, given), max(1, round(max_seconds * FRAME_RATE))
+    frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
+    given = {name: value for name, value in given.items() if value is not None}
+    require(given.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
+    how = {**module.DRAWS, **given}
     if weights.is_third(config.model_type):
-        return weights.module(config).Sampling(
-            **how, max_new_tokens=frames + config.num_codebooks - 1)
-    ras = how["ras_window"] if how["temperature"] else None
-    drawn = {"do_sample": False}
+        return module.Sampling(**how, max_new_tokens=frames + config.num_codebooks - 1)
+    drawn, ras = {"do_sample": False}, how.pop("ras_window")
     if how["temperature"]:
-        drawn = {"do_sample": True, **{name: how[name] for name in DRAW_FLAGS[:3]}}
-    return GenerationConfig(**drawn, ras_win_len=ras or None,
-                            ras_win_max_num_repeat=2 if ras else None,
-                            max_new_tokens=frames + config.num_codebooks + 1,
+        drawn = {"do_sample": True, **how}
+        if ras:
+            drawn |= {"ras_win_len": ras, "ras_win_max_num_repeat": 2}
+    return GenerationConfig(**drawn, max_new_tokens=frames + config.num_codebooks + 1,
                             eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 
 @torch.no_grad()
-def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
-             asked=lambda: False):
+def generate(native, prompts, ids, settings, seed, device, asked=lambda: False):
     """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
 
     native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch alone, and leave torch's random state as it was. Ends at the
-    time.monotonic() `moment`, or when asked() says so.
+    draws depend on seed and batch alone, and leave torch's random state as it was. Speech that
+    asked() ends, which is called once a row, is ended by "time".
     """
-    def is_over():
-        return bool(time.monotonic() > moment or asked())
-
     if weights.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
-        spoken = weights.module(native.config).generate(native, inputs, settings, seed, is_over)
+        spoken = weights.module(native.config).generate(native, inputs, settings, seed, asked)
         # a row cut off early may hold special codes; the servers decode those as code 0, too
         return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how)
                 for codes, how in spoken]
-    stops = [lambda tokens, scores, **_: torch.full((len(tokens),), is_over(), device=device)]
+    stops = [lambda ids, scores, **_: torch.full((len(ids),), bool(asked()), device=device)]
     batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}
     before = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
     # else unset values come from the model's
@@ -389,14 +362,13 @@ def listen(prompts, waves, listeners, device):
     """[{fact: value}] that judges.Judges find in each Prompt's wave; likeness is to the voice to be
     cloned, else to the true recording."""
     from speech import judges
-    facts = [{} for _ in prompts]
+    facts, voices = [{} for _ in prompts], {}       # voices: of clips, as one may serve all
     with listeners.on(device):
         if listeners.hear:
-            names, texts = [p.name for p in prompts], [heard(p.text) for p in prompts]
-            transcripts = listeners.hear(waves, SAMPLE_RATE, names, [])
+            texts = [heard(prompt.text) for prompt in prompts]
+            transcripts = listeners.hear(waves, SAMPLE_RATE, [p.name for p in prompts], [])
             rates, _ = judges.word_rates(texts, transcripts, listeners.language)
             facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
-        voices = {}     # of clips: one may serve all
         for prompt, wave, about in zip(prompts, waves, facts) if listeners.embed else ():
             clip = prompt.references[-1] if prompt.references else prompt.target
             if clip not in voices:
@@ -482,25 +454,25 @@ def join(waves):
     return np.concatenate(pieces[:-1])
 
 
-def speak_parts(texts, references, prepare, speak_some, listeners=None, write=None):
+def speak_parts(texts, reference, prepare, speak_some, listeners=None, write=None):
     """[(codes, ended_by, wave, facts)] of texts, each a list of parts(), spoken part by part.
 
-    references: of each text (path, what it says) or None: then a part is spoken after the codes of
-    its speaker's last part. prepare([(text number, part, reference)]) -> [Prompt].
+    reference: (path, what it says) for all, or None: then a part is spoken after the codes of its
+    speaker's last part. prepare([(text number, part, reference)]) -> [Prompt].
     speak_some(Prompts, round) -> speak()'s list. write(wave so far): of stream(), for one text.
     """
     takes, last = [[] for _ in texts], {}       # last: {(text, speaker): its codes, a reference}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(max(map(len, texts))):
-            now = [i for i, text in enumerate(texts) if turn < len(text)]
-            prompts = prepare([(i, texts[i][turn][1], references[i] or last.get(
-                (i, texts[i][turn][0]))) for i in now])
-            for i, prompt, found in zip(now, prompts, speak_some(prompts, turn)):
+            now = [(i, *text[turn]) for i, text in enumerate(texts) if turn < len(text)]
+            prompts = prepare([(i, part, reference or last.get((i, speaker)))
+                               for i, speaker, part in now])
+            for (i, speaker, part), prompt, found in zip(now, prompts, speak_some(prompts, turn)):
                 takes[i].append((prompt, *found))
                 if len(found[0]) >= 8:      # the least that TTS 3 can hear
                     path = str(Path(folder) / f"{i}-{turn}.npy")
                     save_codes(path, found[0])
-                    last[i, texts[i][turn][0]] = path, texts[i][turn][1]
+                    last[i, speaker] = path, part
                 if write:
                     write(join([wave for *_, wave, _ in takes[i]]))
     whole = []
@@ -522,11 +494,10 @@ def stream(path):
 
     In a pipe the file's length is the largest there is. UserError for one that nobody reads.
     """
-    import soundfile
     raw, done = path == "-", 0
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK      # or a pipe would wait
-    try:
-        number = 1 if raw else os.open(path, flags, 0o666)
+    try:        # without O_NONBLOCK a pipe would wait for its reader
+        number = 1 if raw else os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise UserError(f"--stream {path}: {error.strerror}; of a pipe, start the reader first")
     os.set_blocking(number, True)
@@ -538,12 +509,9 @@ def stream(path):
 
     def write(wave):
         nonlocal done
-        sound = io.BytesIO()
-        soundfile.write(sound, wave[done:], SAMPLE_RATE, "PCM_16", format="RAW")
-        with error_names_file(path):
-            if not raw and not done:
-                file.write(header(2**32 - 38))
-            file.write(sound.getvalue())
+        start = b"" if raw or done else header(2**32 - 38)
+        with dist.error_names_file(path):
+            file.write(start + sound_bytes(wave[done:], "RAW"))
             file.flush()
             done = len(wave)
             if not raw and file.seekable():
@@ -554,47 +522,41 @@ def stream(path):
 # ---- Files
 
 
-def record(prompt, codes, ended_by, seed, real_time_factor):
-    """Facts about one spoken Prompt, for its JSON file."""
-    clip, voice = prompt.target, prompt.references[-1] if prompt.references else None
-    return {"name": prompt.name, "text": prompt.text, "source": prompt.source, "seed": seed,
-            "frames": len(codes), "seconds": len(codes) / FRAME_RATE,
-            "real_time_factor": real_time_factor, "ended_by": ended_by,
-            "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
-            "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
-            "target_offset": clip and clip.offset, "target_seconds": prompt.target_seconds}
-
-
 def save_codes(path, codes):
     """Write (T, 8) codes as a .npy file of int16."""
     with open(path, "wb") as file:
         np.save(file, codes.astype(np.int16))
 
 
-def write_sample(folder, name, wave, about):
-    """Write <name>.wav (24 kHz, 16 bit) and then <name>.json; each appears whole.
-
-    The JSON file has `about` and "clipped": samples beyond full scale, which 16 bits cut off.
-    Raises UserError for a waveform that is not finite.
-    """
+def sound_bytes(wave, form):
+    """16-bit samples of a (n,) wave; form: WAV, or RAW without a header."""
     import soundfile
-    folder = Path(folder)
-    require(np.isfinite(wave).all(), f"{folder / name}.wav: the codec has made samples that are "
-            "not finite numbers")
-    about = {**about, "clipped": int((np.abs(wave) > 1).sum())}
-    folder.mkdir(parents=True, exist_ok=True)
     sound = io.BytesIO()        # soundfile cannot say that a disk is full
-    soundfile.write(sound, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV")
-    for suffix, data in (("wav", sound.getvalue()),
-                         ("json", (json.dumps(about, indent=1) + "\n").encode())):
-        write_atomically(folder / f"{name}.{suffix}", lambda path,
-                         data=data: path.write_bytes(data))
+    soundfile.write(sound, wave, SAMPLE_RATE, "PCM_16", format=form)
+    return sound.getvalue()
+
+
+def write_sample(folder, prompt, codes, ended_by, wave, **facts):
+    """Write a spoken Prompt: NAME.wav (24 kHz, 16 bit) and then NAME.json, each of which appears
+    whole -> what the JSON file says. Raises UserError for a waveform that is not finite."""
+    path, clip, voice = Path(folder) / prompt.name, prompt.target, (prompt.references or [None])[-1]
+    require(np.isfinite(wave).all(),
+            f"{path}.wav: the codec has made samples that are not finite numbers")
+    about = {"name": prompt.name, "text": prompt.text, "source": prompt.source,
+             "frames": len(codes), "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
+             "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
+             "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
+             "target_offset": clip and clip.offset, "target_seconds": prompt.target_seconds}
+    text = json.dumps(about := about | facts, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(f"{path}.wav", lambda path: path.write_bytes(sound_bytes(wave, "WAV")))
+    write_atomically(f"{path}.json", lambda path: path.write_text(text))
+    return about
 
 
 # ---- --sample_prompts: rank 0 speaks them at every validation while the others wait. The draws are
 # seeded apart, so a run with samples trains exactly as one without.
 
-TIME_LIMIT = 120    # seconds that speaking may take at one validation
 BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
@@ -602,18 +564,19 @@ MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 def load(args, tokenizer, ids, config, codec_dir, world):
     """Speaker of --sample_prompts, on every rank; its prompts are checked and encoded before
     training starts. Raises UserError."""
+    settings = sampling(config, args.sample_seconds)
+
     def encode_prompts():
         samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
         require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
                 f"{len(samples)} prompts; each validation speaks all of them, so at most "
                 f"{MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
-        settings = sampling(config, args.sample_seconds)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = weights.module(config).positions(config) - settings.max_new_tokens
-        return prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+        return prepare(samples, tokenizer, ids, codec, bandwidth, room)
 
-    prompts, settings = dist.rank0(world, encode_prompts)
-    return Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir, args.seed)
+    return Speaker(dist.rank0(world, encode_prompts), settings, ids, codec_dir, world.device,
+                   args.output_dir, args.seed)
 
 
 @dataclass
@@ -631,31 +594,22 @@ class Speaker:
         """{eval/...: float} of the prompts spoken by model, of weights.module().packed. Collective:
         rank 0 speaks and writes to log, the others wait."""
         model.eval()
-        with gathered(model), autocast():
+        with dist.gathered(model), autocast():
             values = dist.rank0(world, self.speak_all, model.base_model, step, log)
         model.train()
         return values
 
     def speak_all(self, native, step, log):
-        """Speak and record every prompt -> {metric: float}. native: whole weights, in eval mode.
-
-        After a request to stop or TIME_LIMIT seconds the prompts not yet spoken are left out, and
-        the printed line says so. Speech cut by the time limit counts in the stop rate alone.
-        """
-        root, start, spoken = Path(self.output_dir) / "samples", time.monotonic(), []
-        for folder in root.glob("step-*"):
-            number = folder.name.removeprefix("step-")
-            if number.isdigit() and int(number) > step:     # lost work, or an earlier run's
-                shutil.rmtree(folder)
+        """Speak and record every prompt -> {metric: float}; {} after a request to stop, or without
+        memory for it. native: whole weights, in eval mode."""
+        folder, start, spoken = Path(self.output_dir, f"samples/step-{step}"), time.monotonic(), []
         try:
             # each new length would compile the layers once more
             with torch.compiler.set_stance("force_eager"):
                 for first in range(0, len(self.prompts), BATCH):
-                    if time.monotonic() < start + TIME_LIMIT and not stop_requested():
-                        spoken += generate(
-                            native, self.prompts[first:first + BATCH], self.ids, self.settings,
-                            self.seed + first // BATCH, self.device, start + TIME_LIMIT,
-                            stop_requested)
+                    spoken += generate(native, self.prompts[first:first + BATCH], self.ids,
+                                       self.settings, self.seed + first // BATCH, self.device,
+                                       stop_requested)
             # building the codec draws numbers, dropout must not feel it
             with torch.random.fork_rng(devices=[]):
                 codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
@@ -664,29 +618,20 @@ class Speaker:
             print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer "
                   "prompts or a shorter --sample_seconds")
             return {}
-        took, values, ratios = time.monotonic() - start, {}, []
-        total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
-        for number, (prompt, (codes, ended_by), wave) in enumerate(
-                zip(self.prompts, spoken, waves)):
-            about = record(prompt, codes, ended_by, self.seed + number // BATCH,
-                           took / total if total else None)
-            write_sample(root / f"step-{step}", prompt.name, wave, {**about, "step": step})
+        if stop_requested():
+            print(f"samples step {step:>6} | left out: asked to stop")
+            return {}
+        ratios, total = [], sum(len(codes) for codes, _ in spoken) / FRAME_RATE
+        for prompt, (codes, ended_by), wave in zip(self.prompts, spoken, waves):
+            about = write_sample(folder, prompt, codes, ended_by, wave, step=step)
             log.write_speech(step, f"samples/{prompt.name}", wave, SAMPLE_RATE)
-            if about["target_seconds"] and ended_by != "time":
-                ratios.append(about["seconds"] / about["target_seconds"])
-        ends, why, stopping = [ended_by for _, ended_by in spoken], "", stop_requested()
-        whole = len(ends) - ends.count("time")
-        if whole < len(self.prompts):       # values of some prompts alone do not compare
-            why = " (asked to stop)" if stopping else " (time limit)"
-            values["eval/spoken"] = whole / len(self.prompts)
-        if total:
-            values["eval/real_time_factor"] = took / total
-        if ends and not stopping:
-            values["eval/stop_rate"] = ends.count("eos") / len(ends)
-            why += f" | stop rate {values['eval/stop_rate']:6.1%}"
+            if prompt.target_seconds:
+                ratios.append(about["seconds"] / prompt.target_seconds)
+        values = {"eval/stop_rate": sum(how == "eos" for _, how in spoken) / len(spoken)}
+        text = f"stop rate {values['eval/stop_rate']:6.1%}"
         if ratios:
             values["eval/length_ratio"] = sum(ratios) / len(ratios)
-            why += f" | length ratio {values['eval/length_ratio']:5.2f}"
-        print(f"speech step {step:>6} | {whole} of {len(self.prompts)} prompts, {total:.1f} s in "
-              f"{took:.1f} s{why}")
+            text += f" | length ratio {values['eval/length_ratio']:5.2f}"
+        print(f"speech step {step:>6} | {len(spoken)} prompts, {total:.1f} s in "
+              f"{time.monotonic() - start:.1f} s | {text}")
         return values

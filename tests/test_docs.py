@@ -159,7 +159,7 @@ def test_readme_is_short_and_has_what_it_must():
 
 def test_guides_are_short_and_plain():
     """Their words in all, lines of at most 100 columns, and no dates, seeds or commits."""
-    assert sum(len(TEXTS[page].split()) for page in GUIDES) <= 14_000
+    assert sum(len(text.split()) for page, text in TEXTS.items() if page != "README.md") <= 14_000
     assert len(TEXTS["docs/dropped.md"].splitlines()) <= 100
     for page, text in TEXTS.items():
         text = re.sub(r"<!-- table .*?<!-- end table -->", "", text, flags=re.DOTALL)   # of bench/table.py

@@ -43,12 +43,14 @@ FIRST = {"--labels": CHATS}     # {flag: a command before the one that has it}
 SWAPS = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
          "bosonai/higgs-tts-3-4b": "TTS3", "Qwen/Qwen3-4B-Instruct-2507": "STUDENT",
          "takes/best.jsonl": "train.json",      # no take of an untrained voice is good
-         "Qwen/Qwen3-30B-A3B-Instruct-2507": "LARGER", "openai/whisper-small": "pocketsphinx", "NAME": "teacher"}
+         "Qwen/Qwen3-30B-A3B-Instruct-2507": "LARGER", "openai/whisper-small": "pocketsphinx", "NAME": "teacher",
+         "8192": "1024"}        # tokens of a pack
 SHORT = {       # {script: flags that follow a command's own}
     "train_v2_ddp.py": "--max_steps 2 --num_workers 0 --report_to none",
     "distill/train_sft.py": "--max_steps 2 --num_workers 0 --report_to none --validation_split 0.2 --group_size 1",
     "diffusion/train_bd3lm.py": "--max_steps 2 --num_workers 0 --report_to none",
-    "speech/generate_tts.py": "--max_seconds 1", "diffusion/sample_bd3lm.py": "--limit 2"}
+    "speech/generate_tts.py": "--max_seconds 1", "speech/pick_checkpoint.py": "--max_seconds 1",
+    "diffusion/sample_bd3lm.py": "--limit 2"}
 GATES = {"--check_fell", "--min_closed"}        # exit status 1: after two steps nothing is learnt
 # a flag or value that needs a package, or files that only the Hub has
 ABSENT = {"--tasks": "lm_eval", "--mos": "speechmos", "--max_model_len": "vllm", "--speaker_model": "a_listener",
@@ -177,7 +179,7 @@ def filled(words, place, url):
     script, flags = script_of(words)
     flags = [SWAPS.get(flag, flag).replace("http://localhost:8000/v1", url) for flag in flags]
     flags = [str(newest(place / flag)) if "checkpoint-" in flag else flag for flag in flags]
-    flags += SHORT.get(script, "").split()
+    flags += SHORT.get(script, "").split() + ["--sample_seconds", "1"] * ("--sample_prompts" in flags)
     if script == "train_v2_ddp.py" and "prepared" not in flags:
         flags += ["--code_cache", "codes"]      # clips are encoded once
     if script == "distill/create_data.py" and "--base_url" not in flags:

@@ -126,20 +126,19 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
     for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
         prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
                               [Clip(str(long), offset + seconds)] * (i == 2), target, target and speak.clip_seconds(target))
-        about = speak.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
-        speak.write_sample(folder, f"{i:04d}", waves[i], about)
+        speak.write_sample(folder, prompt, np.zeros((25, 8)), "eos" if i else "length", waves[i])
     found = run(folder, "--speaker_model", speaker)
     assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
     assert list(by_name(found, "stop_rate").values()) == [0, 1, 1]
     assert list(by_name(found, "speaker_similarity").values()) == pytest.approx([1, 1, 1], abs=1e-4)
 
 
-def test_speech_beyond_full_scale_is_counted_and_what_is_no_speech_refused(tmp_path):
-    speak.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), {"text": "a"})
-    assert json.loads((tmp_path / "0000.json").read_text()) == {"text": "a", "clipped": 2}
+def test_speech_beyond_full_scale_is_cut_off_and_what_is_no_speech_refused(tmp_path):
+    prompts = [speak.Prompt(f"000{i}", "here", "a", None, None, None, [], None) for i in range(2)]
+    speak.write_sample(tmp_path, prompts[0], [], "eos", np.float32([0.5, 1.5, -2, 1, -1]))
     assert np.abs(soundfile.read(tmp_path / "0000.wav")[0] - [0.5, 1, -1, 1, -1]).max() < 1e-4
     with pytest.raises(UserError, match="0001.wav: the codec has made samples that are not finite"):
-        speak.write_sample(tmp_path, "0001", np.float32([0, np.nan]), {})
+        speak.write_sample(tmp_path, prompts[1], [], "eos", np.float32([0, np.nan]))
     assert not list(tmp_path.glob("0001*"))
 
 

@@ -220,7 +220,7 @@ def test_validation_hears_the_model_learn(learnt):
             if "eval/stop_rate" in row}
     assert rows.keys() == {50, 100} and rows[100]["eval/stop_rate"] == 1.0
     assert abs(rows[100]["eval/length_ratio"] - 1) < 0.05
-    assert "speech step    100 | 3 of 3 prompts" in output
+    assert "speech step    100 | 3 prompts" in output
     board = EventAccumulator(f"{folder}-logs/out", size_guidance={"audio": 0}).Reload()
     assert {"samples/0000", "samples/0002"} <= set(board.Tags()["audio"])
     events = board.Audio("samples/0001")

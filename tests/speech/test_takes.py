@@ -94,7 +94,7 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     def say(prompts, turn):
         return speak.speak(native, codec, ids, settings, prompts, turn)
     texts = [[("", "one two."), ("", "three.")], [("", "four.")]]
-    first, second = speak.speak_parts(texts, [None, None], behind, say)
+    first, second = speak.speak_parts(texts, None, behind, say)
     assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].audio_ids)
     codes, ended_by, wave, _ = first
     heard = len(seen[1][0].audio_ids) - 9       # frames of the first part
@@ -127,7 +127,7 @@ def test_a_speaker_goes_on_behind_his_own_last_part(voice):
     def behind(some):
         asked.extend((part, reference and int(np.load(reference[0])[0, 0])) for _, part, reference in some)
         return [SimpleNamespace(text=part) for _, part, _ in some]
-    speak.speak_parts([speak.parts("[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.", 9)], [None], behind, say)
+    speak.speak_parts([speak.parts("[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.", 9)], None, behind, say)
     assert [number for _, number in asked] == [None, None, 0, 1]
 
 
