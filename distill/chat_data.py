@@ -264,19 +264,15 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
         return about
     ids = table.keys if (table.keys[held_out] >= 0).all() else table.lines - 1
     twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
-    once = {(int(table.sources[i]), int(table.lines[i])): i for i in reversed(held_out)}
-    rows = []
-    for source, path in enumerate(table.paths):     # held out are lines of one file, in order
-        wanted = {line for of, line in once if of == source}
-        for line, record in records_at(path, wanted) if wanted else ():
-            i = once[source, line]
-            row = {"id": int(ids[i]), "messages": record["messages"]}
-            row |= {name: record[name] for name in ("tools", "teacher_messages")
-                    if record.get(name)}
-            if twin := twins.get(int(table.asked[i])):
-                row["trained_as"] = twin
-            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
-    text = "".join(rows)
+    once = {int(table.lines[i]): i for i in reversed(held_out)}     # of one file
+    text = ""
+    for line, record in records_at(table.paths[table.sources[held_out[0]]], once):
+        i = once[line]
+        row = {"id": int(ids[i]), "messages": record["messages"]}
+        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
+        if twin := twins.get(int(table.asked[i])):
+            row["trained_as"] = twin
+        text += json.dumps(row, ensure_ascii=False) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 

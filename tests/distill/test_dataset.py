@@ -7,8 +7,7 @@ import pytest
 from core import chat
 from core.cli import UserError
 from core.dist import World
-from core.packing import PackOrder, rank_packs
-from distill.chat_data import (ChatTable, Reading, group_numbers, make_loader, prepare_table, split_groups,
+from distill.chat_data import (ChatTable, Reading, group_numbers, prepare_table, split_groups,
                                split_samples, write_held_out, write_table)
 from tests.helpers import chats
 from tests.helpers.chats import QWEN, ask, encoder
@@ -96,31 +95,6 @@ def test_hold_out_takes_whole_groups():
     assert [len(part) for part in split_groups(groups, 0, 7)] == [60, 0]
     with pytest.raises(UserError, match="all samples are one group"):
         split_groups(np.zeros(9), 0.5, 7)
-
-
-@pytest.mark.parametrize("budget", [0, 300])
-def test_batches_hold_each_sample_once(made, tmp_path, budget):
-    """Every rank together, against a plain walk over the samples: inputs, places, boundaries, targets."""
-    table, _ = make_table(made, tmp_path, chats.conversations(23))
-    order = PackOrder(table.lengths, samples_per_pack=0 if budget else 4, tokens_per_pack=budget)
-    seen, steps = [], set()
-    for rank in range(3):
-        packs = list(rank_packs(order, rank, 3, 1, epochs=1))
-        steps.add(len(packs))
-        for batch in make_loader(table, packs, num_workers=0, prefetch_factor=2, pad_to=budget, pad_id=1):
-            bounds = batch.cu_seqlens.tolist()
-            assert bounds[-1] == len(batch.input_ids) == (budget or max(1, batch.counts["tokens"]))
-            assert max(np.diff(bounds)) <= batch.longest and batch.longest % 128 == 0
-            wanted = {}
-            for number, a, b in zip(batch.samples, bounds, bounds[1:]):
-                ids, mask = samples_of(table)[number]
-                assert batch.input_ids[a:b].tolist() == ids and batch.position_ids[a:b].tolist() == list(range(b - a))
-                wanted |= {a + i - 1: ids[i] for i in range(1, len(ids)) if mask[i]}
-            assert dict(zip(batch.rows.tolist(), batch.targets.tolist())) == wanted
-            assert batch.counts == {"tokens": int(table.lengths[list(batch.samples)].sum()), "targets": len(wanted),
-                                    "samples": len(batch.samples)}
-            seen += batch.samples
-    assert sorted(seen) == list(range(23)) and len(steps) == 1
 
 
 def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
