@@ -74,7 +74,7 @@ def test_static_packs_compile_no_more_after_two(made, data):
     model = packed_model(made / "qwen")
     net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
     adapters.init_adapters(net, 1)
-    model = packed_lm.PackedLM(net, recompute="all")
+    model = packed_lm.PackedLM(net)     # recomputed on the CPU, no layer compiles: its attention breaks the graph
     torch._dynamo.reset()
     for layer in causal_lm.decoder_layers(model.native):
         layer.compile(backend="aot_eager")
