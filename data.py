@@ -5,23 +5,19 @@ into a cache (speech/codes.py). A loader worker turns a list of sample numbers i
 delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
 """
 import os
-import shutil
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import checkpoint, packing
-from core.dist import rank0
+from core import packing
+from core.cli import require
 from core.problems import Problems
 from speech import choices
 from speech.codes import Encoding, ensure_codes, plan_codes
-from speech.dataset import (TABLE, Table, TableBuilder, is_prepared, keep_prepared, new_table,
-                            open_prepared)
+from speech.dataset import Reading, Sources, Table, build, is_prepared, open_prepared
 from speech.labels import IGNORE, PackedBatch, audio_targets
-from speech.dataset import Reading, Sources, read_all
 
 PAD_LENGTH = 128        # padding comes as samples this short: attention costs their length squared
 
@@ -43,49 +39,27 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     """
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
-    builder, parts, bad = None, [], {}          # bad: clips that cannot be used, on rank 0
-    start = time.monotonic()
-    folder = new_table(output_dir)      # the other ranks learn rank 0's from write()
+    require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
+            "prepare_tts.py; give another one to the trainer")
     problems = Problems(sources.drop, None if dry else output_dir)
 
     def settle(found):
         if dropped := found.settle():
             print(f"data       dropped: {dropped}", flush=True)
 
-    def read():
-        nonlocal builder, parts
-        keep_prepared(output_dir)
-        checkpoint.remove_named(output_dir, TABLE)      # a running job keeps what it has mapped
-        builder = TableBuilder(tokenizer, ids, folder)
-        parts = read_all(builder, sources, problems, folder=os.path.join(output_dir, "data"))
-        if not dry:     # which names bad rows and bad audio at once; a run ends before it encodes
-            settle(problems)
-        n_train = sum(part["stop"] - part["first"] for part in parts if not part["held_out"])
-        print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
-              f"validation samples, {len(builder.clips)} distinct clips (read in "
-              f"{time.monotonic() - start:.1f} s)", flush=True)
-
-    def write():
-        cache, shards, where = codes
-        bad.update(builder.shorter_than(ids.min_frames, where))
+    def finish(builder, cache, shards, where, measures, lost):
         found = problems if dry else Problems(sources.drop, output_dir, more=True)
-        found.add(builder.without_audio(bad, parts) if bad else [])
+        found.add(lost)
         settle(found)
         # a relative path would be the table's own
-        builder.write(os.path.abspath(cache), shards, where, parts)
-        return folder
+        builder.write(os.path.abspath(cache), shards, where)
+        return builder.folder
 
-    try:
-        rank0(world, read)
-        if dry:
-            codes = plan_codes(builder.clips, encoding, bad)
-        else:
-            codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
-        return Table(rank0(world, write))
-    except BaseException:
-        if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    # a dry run names bad rows and bad audio at once; a run ends before it encodes
+    return Table(build(
+        world, tokenizer, ids, sources,
+        lambda clips: plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding),
+        output_dir, problems, finish, check=lambda: None if dry else settle(problems)))
 
 
 class SpeechSamples(Dataset):

@@ -106,13 +106,13 @@ def fill_cache(folder):
     from speech.conversations import Clip
     cache = folder / "codes" / codes.codec_fingerprint(folder / "codec")
     cache.mkdir(parents=True, exist_ok=True)
-    batch, rng = codes.Batch(cache, 8), np.random.default_rng(0)
+    encoded, files, rng = {}, {}, np.random.default_rng(0)
     for path in sorted(folder.glob("clip-*.wav")):
         frames = round(float(path.name.split("-")[1]) * codes.FRAME_RATE)
-        key = codes.content_key(path.name, Clip(str(path)))
-        batch.add_codes(key, rng.integers(0, codes.CODES, (frames, 8), np.int16))
-        batch.add_file(codes.file_keys([Clip(str(path))])[1].tobytes(), key)
-    batch.write()
+        key = codes.key_of(clip := Clip(str(path)), False, path.name)
+        encoded[key] = rng.integers(0, codes.CODES, (frames, 8), np.int16), [np.nan] * 5
+        files[codes.file_keys([clip])[1].tobytes()] = key
+    codes.write_shard(cache, encoded, files)
 
 
 def copy_but_weights(source, target):

@@ -146,6 +146,9 @@ class AddingLinear(Linear):
         return outputs(x, self)[0]
 
 
+# ---- Added to a model
+
+
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
              **settings):
     """Wrap a model in fp32 adapters; the base is frozen. UserError when a target matches nothing.
@@ -159,14 +162,12 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
     names = endings if targets == "all-linear" else list(
         filter(None, map(str.strip, targets.split(","))))
     for name in names or [targets]:     # commas alone match nothing
-        if not any(other == name or other.endswith("." + name) for other in linear):
-            known = ", ".join(endings) or "none, this model has no linear layers"
-            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use "
-                            f"all-linear or out of: {known}")
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
-                        bias="none", use_rslora=rslora, use_dora=dora,
-                        **{"task_type": "CAUSAL_LM", **settings})
-    return attach(model, config, base_name)
+        require(any(f".{other}".endswith(f".{name}") for other in linear),
+                f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out "
+                f"of: {', '.join(endings) or 'none, this model has no linear layers'}")
+    settings = {"task_type": "CAUSAL_LM", "use_rslora": rslora, "use_dora": dora, **settings}
+    return attach(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, bias="none",
+                                    target_modules=names, **settings), base_name)
 
 
 def attach(model, config, base_name=None, autocast=True):
@@ -186,9 +187,10 @@ def attach(model, config, base_name=None, autocast=True):
     return wrapped
 
 
-def check_config(folder, refused=(), whole=()):
-    """UserError unless a folder has the configuration of a LoRA adapter that sets FIELDS alone.
-    refused: those of FIELDS that must not be set. whole: modules that may be saved with adapters.
+def add_saved(model, folder, whole=()):
+    """Wrap a model in the adapters of a PEFT folder, weights not yet loaded; PEFT's own forward
+    computes them: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. whole: modules that may be
+    saved with adapters. UserError for another configuration.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
@@ -199,30 +201,40 @@ def check_config(folder, refused=(), whole=()):
     require(saved.get("peft_type") == "LORA" and {"r", "lora_alpha", "target_modules"} <= {*saved},
             f"{path}: is not the configuration of a LoRA adapter: peft_type "
             f"{saved.get('peft_type')!r}; it needs 'LORA', r, lora_alpha and target_modules")
-    odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused)
-           and value and value != getattr(usual, name, None)
-           and not (name == "modules_to_save" and isinstance(value, list)
-                    and set(map(str, value)) <= set(whole))]
+    odd = [name for name, value in saved.items()
+           if name not in FIELDS and value and value != getattr(usual, name, None)]
+    if set(map(str, saved.get("modules_to_save") or ())) <= set(whole):
+        odd = [name for name in odd if name != "modules_to_save"]
     if saved.get("init_lora_weights") not in INITS:
         odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
     require(not odd, f"{path}: the adapter has {', '.join(odd)}, which is not supported; merge it "
             "into its base with PEFT")
-
-
-def add_saved(model, folder, refused=(), whole=()):
-    """Wrap a model in the adapters of a PEFT folder, weights not yet loaded; PEFT's own forward
-    computes them: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. UserError. refused, whole:
-    of check_config.
-    """
-    check_config(folder, refused, whole)
     try:
         config = LoraConfig.from_pretrained(folder)
         config.base_model_name_or_path = None   # PEFT would warn that this base has another name
         config.init_lora_weights = True         # the weights come from the file
         return attach(model, config, autocast=False)
     except Exception as error:      # PEFT's checks raise a dozen kinds
-        raise UserError(f"{Path(folder) / 'adapter_config.json'}: is not a LoRA configuration for "
-                        f"this model ({repr(error)[:200]})")
+        raise UserError(f"{path}: is not a LoRA configuration for this model ({error!r:.200})")
+
+
+@contextlib.contextmanager
+def switched_off(model):
+    """Within this context the model computes as its base, without gradients. PEFT's own
+    disable_adapter changes requires_grad, too, which FSDP2 copies when it gathers a layer.
+    """
+    layers = [(module, module._disable_adapters) for module in model.modules()
+              if isinstance(module, BaseTunerLayer)]
+    for layer, _ in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, before in layers:
+            layer._disable_adapters = before
+
+
+# ---- Weights
 
 
 def base_weights(model):
@@ -244,42 +256,22 @@ def init_adapters(model, seed):
     DoRA's magnitudes with the lengths of the base's rows, whole modules with the base's, which must
     be there already.
     """
+    def local(tensor):      # this rank's part of a tensor that may be sharded
+        return getattr(tensor, "_local_tensor", tensor).detach()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
-        if MAGNITUDE in name or ".lora_" not in name:
-            continue
-        whole = torch.zeros(parameter.shape)
-        if ".lora_A." in name:
-            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        tensor_io.fill(parameter, whole)
+        if ".lora_A." in name or ".lora_B." in name:
+            whole = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            tensor_io.fill(parameter, whole)
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
             for ours, base in zip(whole.parameters(), module.original_module.parameters()):
                 local(ours).copy_(local(base))
-        for magnitude in getattr(module, MAGNITUDE, {}).values():       # shards have the same rows
-            rows = local(module.base_layer.weight)
+        for magnitude in getattr(module, MAGNITUDE, {}).values():
+            rows = local(module.base_layer.weight)      # shards have the same rows
             local(magnitude.weight).copy_(torch.linalg.norm(rows.float(), dim=1))
-
-
-def local(tensor):
-    """This rank's part of a tensor that may be sharded."""
-    return getattr(tensor, "_local_tensor", tensor).detach()
-
-
-@contextlib.contextmanager
-def switched_off(model):
-    """Within this context the model computes as its base, without gradients. PEFT's own
-    disable_adapter changes requires_grad, too, which FSDP2 copies when it gathers a layer.
-    """
-    layers = [(module, module._disable_adapters) for module in model.modules()
-              if isinstance(module, BaseTunerLayer)]
-    for layer, _ in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, before in layers:
-            layer._disable_adapters = before
 
 
 def save_config(model, folder):

@@ -1,11 +1,9 @@
-"""Text, JSON, JSONL, parquet and arrow files -> their values, or a UserError of one line.
+"""Text, JSON, JSONL and parquet files -> their values, or a UserError of one line.
 
 Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
 Standard library only.
 """
 import contextlib
-import errno
-import io
 import json
 import math
 import os
@@ -16,38 +14,27 @@ from pathlib import Path
 from core.cli import UserError, require
 
 LONGEST = 2**26         # bytes of a line
+BLANK = b"\xef\xbb\xbf \t\r\n"     # around a line: white space, a byte order mark
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: these are single
 SKIPPED = object()      # in place of an entry that was asked to be left out
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
 
-class _Named(io.FileIO):
-    """A file whose errors of reading are a UserError that names it: a bad disk's come without."""
-    read, readall = io.RawIOBase.read, io.RawIOBase.readall     # both by readinto
-
-    def readinto(self, buffer):
-        try:
-            return super().readinto(buffer)
-        except OSError as error:
-            raise UserError(f"{self.label}: cannot be read ({error.strerror})")
-
-
+@contextlib.contextmanager
 def open_file(path, flag=""):
-    """A regular file, opened for reading bytes; UserError. flag: named before the path, "--x "."""
+    """A regular file, open for reading bytes. UserError, also where a disk fails in the middle of
+    it. flag: named before the path, "--x ".
+    """
+    def opener(name, _):        # a pipe that nobody writes would hang
+        return os.open(name, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)     # a pipe that nobody writes would hang
+        with open(path, "rb", opener=opener) as file:
+            require(stat.S_ISREG(os.fstat(file.fileno()).st_mode),
+                    f"{flag}{path}: cannot be read (it is a pipe or a device, not a file)")
+            yield file
     except (OSError, ValueError) as error:      # the latter: a NUL in the name
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise       # nothing is wrong with this file
         raise UserError(f"{flag}{path}: cannot be read "
                         f"({getattr(error, 'strerror', None) or error})")
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise UserError(f"{flag}{path}: cannot be read (it is a folder, a pipe or a device, not a "
-                        "file)")
-    file = _Named(fd, "rb")
-    file.label = f"{flag}{path}"
-    return io.BufferedReader(file)
 
 
 def read_text(path, flag=""):
@@ -77,32 +64,25 @@ def lines(file, path):
 def loads(text):
     """The value of a JSON text, str or bytes; ValueError says in a few words why there is none."""
     try:
-        return DECODER.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
+        text = (text if isinstance(text, str) else text.decode("utf-8-sig")).rstrip()
+        return DECODER.decode(text)
     except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text")
+        raise ValueError("is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8")
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg} at character {error.pos})")
+        line = f"line {error.lineno} " * ("\n" in text)
+        raise ValueError(f"is not valid JSON at {line}column {error.colno}: {error.msg}")
     except RecursionError:
         raise ValueError("is nested too deeply")
 
 
-def parse(text, path, line=1):
-    """The value of a JSON text that begins at this line of a file; UserError names the place."""
-    require(text.strip(), f"{path}: is empty")
-    try:
-        return DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        why = error.msg if text.rstrip()[-1] in "]}" else "the file looks truncated"
-        raise UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} column "
-                        f"{error.colno}: {why}")
-    except (ValueError, RecursionError) as error:
-        why = "is nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(f"{path}: JSON that cannot be read, from line {line} on: {why}")
-
-
 def json_value(path, flag=""):
     """The one JSON value of a file, whatever its type. Raises UserError."""
-    return parse(read_text(path, flag), f"{flag}{path}")
+    text = read_text(path, flag)
+    require(text.strip(), f"{flag}{path}: is empty")
+    try:
+        return loads(text)
+    except ValueError as error:
+        raise UserError(f"{flag}{path}: {error}")
 
 
 def read_object(path, flag=""):
@@ -121,8 +101,8 @@ def read_entries(path):
     that are not wanted(number); a list is read whole, once.
     """
     with open_file(path) as file:
-        start = next((text for line in lines(file, path) if (text := stripped(line))), b"")
-    with contextlib.suppress(ValueError):
+        start = next(filter(None, (line.strip(BLANK) for line in lines(file, path))), b"")
+    with contextlib.suppress(ValueError):       # of an object in more than one line
         if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or loads(start) is not None):
             return "line", lambda wanted: _json_lines(path, wanted)
     data = json_value(path)
@@ -133,38 +113,18 @@ def read_entries(path):
     return "sample", lambda wanted: enumerate(data)
 
 
-def stripped(line):
-    """Bytes of a line without a byte order mark and white space around it."""
-    return line.removeprefix(b"\xef\xbb\xbf").strip()
-
-
 def _json_lines(path, wanted):
     with open_file(path) as file:
         for number, line in enumerate(lines(file, path)):
-            if stripped(line) and not wanted(number):
-                yield number, SKIPPED
-            elif stripped(line):
+            if line.strip(BLANK):
                 try:
-                    text = line.decode("utf-8" if number else "utf-8-sig")
-                except UnicodeDecodeError:
-                    raise not_utf8(path, number + 1, line)
-                yield number, parse(text.rstrip("\n"), path, number + 1)
+                    value = loads(line) if wanted(number) else SKIPPED
+                except ValueError as error:
+                    raise UserError(f"{path} line {number + 1}: {error}")
+                yield number, value
 
 
-# ---- Tables; the hub
-
-
-@contextlib.contextmanager
-def asking(path):
-    """Turn an error of the hub's client into a UserError of one line."""
-    try:
-        yield
-    except Exception as error:
-        why = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(f"{path}: no such file or folder here, and the hub does not give it "
-                        f"({type(error).__name__}: {why[:120]}); private ones need `hf auth login`;"
-                        " where there is a network: `hf download OWNER/NAME --repo-type dataset "
-                        "--local-dir FOLDER`, then give that folder")
+# ---- Tables
 
 
 def without_null(value):
@@ -174,21 +134,14 @@ def without_null(value):
     return [without_null(part) for part in value] if isinstance(value, list) else value
 
 
-def table_rows(path, size=1024):
-    """Yield the rows of a parquet file, or of an arrow file as datasets' save_to_disk writes it, as
-    dicts without fields of null; UserError. size: rows of a parquet file read together.
-    """
-    path = Path(path)
+def table_rows(path):
+    """Yield the rows of a parquet file as dicts without fields of null. UserError."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path}: pip install pyarrow to read it, or give JSONL")
     try:
-        batches = (pyarrow.parquet.ParquetFile(path).iter_batches(size) if path.suffix == ".parquet"
-                   else pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))))
-        for batch in batches:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
             yield from map(without_null, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as {path.suffix[1:]} "
-                        f"({str(error).splitlines()[0]})")
+        raise UserError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]})")

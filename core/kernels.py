@@ -4,9 +4,8 @@ As transformers writes them, a norm is 8 kernels forward and 12 backward, a rota
 for q and the same for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a
 norm is F.rms_norm or F.layer_norm, and the others, with cross-entropy, are one kernel each way,
 which torch.compile makes of a function of a few lines (without Triton it runs plainly). They round
-once, at the end, and keep only their inputs for the backward pass, so eager layers (NF4, selective
-recomputation, speaking) take the memory of compiled ones. On a CPU, and in compiled layers,
-transformers' code runs.
+once, at the end, and keep only their inputs for the backward pass. On a CPU, and in compiled
+layers, transformers' code runs.
 
 Recomputation: "all" keeps a layer's input and computes the whole layer again. "selective" also
 keeps the expensive outputs, of attention and of matrix products; norms, activations, rotary
@@ -15,13 +14,11 @@ again, and so is FlexAttention, which is compiled by itself and cannot be looked
 the same bits either way.
 """
 import functools
-import importlib.util
 import inspect
 import sys
 
 import torch
 import torch.nn.functional as F
-from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -57,37 +54,17 @@ def _compiled(function):
 
 @functools.cache
 def compiles(kind):
-    """True if torch.compile can build for devices of a kind; one small kernel is tried, a notice
-    names the missing part. Triton's launcher wants a C compiler and Python.h, a CPU's code C++.
+    """True if torch.compile can build for devices of a kind; one small kernel is tried. Triton's
+    launcher wants a C compiler and Python.h, a CPU's code C++.
     """
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
-        error = getattr(error, "inner_exception", error)
-        why = printable(str(error).strip().partition("\n")[0], 80)
-        language = "C++" if kind == "cpu" else "C"
-        notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
-                   f"{language} compiler and Python.h")
+        why = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
+        notice(f"torch.compile fails here ({printable(why, 80)}), so nothing is compiled; it needs "
+               f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
         return False
     return True
-
-
-@functools.cache
-def use_flash3():
-    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
-    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
-    """
-    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
-        return
-    try:
-        attention.activate_flash_attention_impl("FA3")
-        q = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
-        varlen_attn(q, q, q, ends, ends, 5, 5, window_size=(-1, 0)).sum().backward()
-        notice("FlashAttention 3 is used")
-    except Exception as error:      # of a package that is too old for this torch, or for this GPU
-        attention.restore_flash_attention_impl()
-        notice(f"FlashAttention 3 is installed but fails ({printable(error, 80)})")
 
 
 def kernel(function, *args):
@@ -136,7 +113,6 @@ class _Fused(torch.autograd.Function):
     """The first of kernels[0](*inputs). Gradients of the first inputs are kernels[1](gradient,
     *inputs from number `kept` on, *the kernel's other results). Kernels return tuples.
     """
-
     @staticmethod
     def forward(ctx, kernels, kept, *inputs):
         out, *others = kernel(kernels[0], *inputs)
@@ -214,7 +190,6 @@ def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
-    use_flash3()
     for module in model.modules():
         kind, place = type(module), sys.modules[type(module).__module__]
         if not kind.__module__.startswith("transformers."):
@@ -367,11 +342,9 @@ def set_mode(model, layers, mode):
 
 
 def caller(mode):
-    """A function of (layer, its arguments) that calls the layer as `mode` of set_mode wants it.
-    """
+    """A function of (layer, its arguments) that calls the layer as `mode` of set_mode wants it."""
     if not mode:
         return lambda layer, *args, **kwargs: layer(*args, **kwargs)
-    options = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(selective_contexts, _policy)
-    return functools.partial(checkpoint, **options)
+    selective = {"context_fn": functools.partial(selective_contexts, _policy)}
+    return functools.partial(checkpoint, use_reentrant=False,
+                             **(selective if mode == "selective" else {}))

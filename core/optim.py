@@ -15,12 +15,11 @@ def build_adamw(named_parameters, lr, weight_decay, betas, decays):
     """Fused AdamW, which take_step needs, over the trainable ones of (name, parameter) in two
     groups. decays(name, parameter) -> bool says what weight decay may shrink.
     """
-    decay, keep = [], []
+    groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            (decay if decays(name, parameter) else keep).append(parameter)
-    groups = [{"params": part, "weight_decay": share}
-              for part, share in ((decay, weight_decay), (keep, 0.0)) if part]
+            groups[0 if decays(name, parameter) else 1]["params"].append(parameter)
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
 
 
@@ -89,8 +88,7 @@ class Scaler:
     def __init__(self, device, saved=None):
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             kernels.FLASH = ()
-            cli.notice("no flash attention (sm_{}{}): SDPA, sample by sample".format(
-                *torch.cuda.get_device_capability(device)))
+            cli.notice("no flash attention on this GPU: SDPA, sample by sample")
         self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
 
     def unscale(self, parameters):
@@ -113,21 +111,18 @@ class Scaler:
 class StepMonitor:
     """Flags of each step for the host, fetched one step late so that the device never waits:
     was its gradient not finite, or exactly 0; did any rank ask to stop (stop). skipped: steps that
-    the run has not taken.
+    the run has not taken. sample_name(i): the file and row of sample i. before_error(): called on
+    every rank before the run is given up, to complete the checkpoint under way.
     """
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
                  before_error=lambda: None):
-        """sample_name(i): the file and row of sample i. scaler: Scaler or None. before_error:
-        called on every rank before the run is given up, to complete the checkpoint under way.
-        """
-        self.before_error = before_error
-        self.world, self.sample_name, self.max_bad_steps = world, sample_name, max_bad_steps
-        self.skipped, self.in_a_row, self.stop, self.scaler = skipped, 0, False, scaler
+        self.world, self.sample_name, self.before_error = world, sample_name, before_error
+        self.skipped, self.max_bad_steps, self.scaler = skipped, max_bad_steps, scaler
+        self.in_a_row, self.stop, self.losses, self.pending = 0, False, [], None
         cuda = world.device.type == "cuda"
         self.host = torch.zeros(3, pin_memory=cuda)
         self.event = torch.cuda.Event() if cuda else None
-        self.losses, self.pending = [], None
 
     def watch(self, loss, samples):
         """Remember whether a micro-step's loss is finite: its samples (numbers) are named if the
@@ -169,16 +164,13 @@ class StepMonitor:
             self.in_a_row = 0
             return
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-        mine = [self.sample_name(i) for finite, samples in losses if not finite.item()
-                for i in samples]
-        names = sorted({name for found in all_gather(self.world, mine) for name in found})
-        what = "every loss was finite"
-        if names:
-            what = f"samples with a non-finite loss: {'; '.join(names[:20])}"
-        elif self.scaler and self.scaler.scale > 1:     # it may take many steps to find the scale
+        mine = {self.sample_name(i) for finite, samples in losses if not finite for i in samples}
+        names = sorted(set().union(*all_gather(self.world, mine)))
+        if not names and self.scaler and self.scaler.scale > 1:     # it may take many steps to find
             self.in_a_row = 0
-        text = f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
-        text += what
+        text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
+                + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names
+                   else "every loss was finite"))
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:

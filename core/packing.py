@@ -1,5 +1,5 @@
-"""Packs of samples and their order: the same answer on every rank, for every world
-size. And the loader processes that make batches of them; columns of millions of samples on disk.
+"""Packs of samples and their order, the same on every rank and for every world size. And the loader
+processes that make batches of them; columns of millions of samples on disk.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
@@ -32,26 +32,25 @@ from core.watchdog import fork_loaders, init_loader
 # one node's 8 within each of those. An epoch has at least 64 of the large ones, or long samples
 # would come first or last.
 LARGE, SMALL, LEAST = 512, 8, 64
-SORT_WINDOW = LEAST * LARGE     # packs sorted by length together
 JITTER = 0.01       # of its length a sample may be sorted wrongly: other neighbours in each epoch
+HERE = 4            # parts made in this process before others are started: small files need none
 
 
 @dataclass
 class EpochPlan:
-    """Packs of one epoch: pack p holds samples[offsets[p]:offsets[p + 1]]; indices beyond the last
-    pack are empty.
-    """
+    """Packs of one epoch: for q = packs[p], pack p holds samples[offsets[q]:offsets[q + 1]]."""
     samples: np.ndarray     # (n_samples,) int64
     offsets: np.ndarray     # (n_packs + 1,) int64
+    packs: np.ndarray       # (n_packs,) int64
 
     def __len__(self):
-        return len(self.offsets) - 1
+        return len(self.packs)
 
     def pack(self, p):
         """Sample indices (n,) of pack p; empty for the zero-weight packs after the last one."""
         if p >= len(self):
             return self.samples[:0]
-        return self.samples[self.offsets[p]:self.offsets[p + 1]]
+        return self.samples[slice(*self.offsets[self.packs[p]:self.packs[p] + 2])]
 
 
 def best_fit(lengths, order, budget):
@@ -84,15 +83,6 @@ def best_fit(lengths, order, budget):
         yield from bins
 
 
-def _reordered(plan, packs):
-    """EpochPlan of the packs (n_packs,) of another one, in this order."""
-    sizes = np.diff(plan.offsets)[packs]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    # the place of each sample of the new order in the old one, without a loop over millions of them
-    places = np.arange(offsets[-1]) + np.repeat(plan.offsets[packs] - offsets[:-1], sizes)
-    return EpochPlan(plan.samples[places], offsets)
-
-
 def _shuffled(packs, size, rng):
     """Packs (n,) in blocks of `size` that are shuffled; a short last block stays last, or it would
     shift the others.
@@ -105,32 +95,30 @@ def _shuffled(packs, size, rng):
 class PackOrder:
     """Deterministic packs of every epoch.
 
-    lengths: (n,) tokens per sample. tokens_per_pack > 0: whole samples up to a token budget; which
-    samples share a pack is then fixed by the seed and epochs shuffle the packs. Else
-    samples_per_pack > 0 decides, a fixed count. group_by_length: packs of similar lengths (fixed
-    count only), shuffled in blocks so that ranks stay balanced. shuffle=False keeps the file's
-    order, for validation.
+    lengths: (n,) tokens per sample. tokens_per_pack: whole samples up to a token budget; which ones
+    share a pack is fixed by the seed, epochs shuffle the packs. Or samples_per_pack: a fixed count,
+    with group_by_length of similar lengths, shuffled in blocks so that ranks stay balanced.
+    shuffle=False keeps the file's order, for validation.
     """
 
     def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
         if max(samples_per_pack, tokens_per_pack) <= 0:
             raise ValueError("give samples_per_pack or tokens_per_pack")
-        self.lengths = np.asarray(lengths)
-        self.samples_per_pack, self.seed, self.shuffle = samples_per_pack, seed, shuffle
-        self.group_by_length = group_by_length
-        self._plans, self._bins = {}, None
+        self.lengths, self.size = np.asarray(lengths), samples_per_pack
+        self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
+        self._plans, self._bins, n = {}, None, len(self.lengths)
+        self.packs_per_epoch = -(-n // samples_per_pack) if samples_per_pack else 0
         if tokens_per_pack:
-            order = np.arange(len(self.lengths))
+            order = np.arange(n)
             if shuffle:     # once, by the seed alone: packing is slow, each epoch shuffles packs
                 order = np.random.default_rng((seed, 0)).permutation(order)
             samples, offsets = array("q"), array("q", [0])
             for pack in best_fit(self.lengths, order, tokens_per_pack):
                 samples.extend(pack)
                 offsets.append(len(samples))
-            self._bins = EpochPlan(np.asarray(samples), np.asarray(offsets))
-        self.packs_per_epoch = (len(self._bins) if self._bins
-                                else -(-len(self.lengths) // samples_per_pack))
+            self._bins = np.asarray(samples), np.asarray(offsets)
+            self.packs_per_epoch = len(offsets) - 1
 
     def epoch(self, epoch):
         """EpochPlan of `epoch`. The last two are kept: the loader reads ahead into the next one."""
@@ -142,26 +130,25 @@ class PackOrder:
         return plan
 
     def _plan(self, rng):
-        if self._bins is not None:
-            packs = rng.permutation(len(self._bins)) if self.shuffle else np.arange(len(self._bins))
-            return _reordered(self._bins, packs)
-        n, size = len(self.lengths), self.samples_per_pack
+        n, packs = len(self.lengths), np.arange(self.packs_per_epoch)
+        if self._bins:
+            return EpochPlan(*self._bins, rng.permutation(packs) if self.shuffle else packs)
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         if self.group_by_length:
-            window = size * SORT_WINDOW
-            parts = [order[a:a + window] for a in range(0, n, window)]
+            window = self.size * LEAST * LARGE      # sorted together
             # lengths are varied a little, or the same samples would share a pack in every epoch
             keys = -self.lengths * rng.uniform(1, 1 + JITTER * self.shuffle, n)
+            parts = (order[a:a + window] for a in range(0, n, window))
             order = np.concatenate([part[np.argsort(keys[part], kind="stable")] for part in parts])
-        plan = EpochPlan(order, np.minimum(np.arange(self.packs_per_epoch + 1) * size, n))
         if self.group_by_length and self.shuffle:
-            large = next(size for size in (LARGE, 256, 128, 64, 32, 16, SMALL)
-                         if size == SMALL or len(plan) >= LEAST * size)
+            large = LARGE
+            while large > SMALL and len(packs) < LEAST * large:
+                large //= 2
             # blocks, and blocks within blocks: ranks that run side by side keep equal lengths
-            packs = _shuffled(np.arange(len(plan)), large, rng)
-            parts = [_shuffled(packs[a:a + large], SMALL, rng) for a in range(0, len(packs), large)]
-            plan = _reordered(plan, np.concatenate(parts))
-        return plan
+            packs = _shuffled(packs, large, rng)
+            packs = np.concatenate([_shuffled(packs[a:a + large], SMALL, rng)
+                                    for a in range(0, len(packs), large)])
+        return EpochPlan(order, np.minimum(np.arange(len(packs) + 1) * self.size, n), packs)
 
     def largest(self):
         """Sample indices (n,) of the pack with the most tokens."""
@@ -169,10 +156,10 @@ class PackOrder:
         return max(map(plan.pack, range(len(plan))), key=lambda pack: self.lengths[pack].sum())
 
     def window(self, epoch, first, count):
-        """Sample indices (n,) of `count` packs from `first` on: an optimizer step of all ranks."""
-        plan = self.epoch(epoch)
-        stop = min(first + count, len(plan))        # the last step of an epoch may have fewer
-        return plan.samples[plan.offsets[min(first, len(plan))]:plan.offsets[stop]]
+        """Sample indices (n,) of `count` packs from `first` on: an optimizer step of all ranks. The
+        last step of an epoch may have fewer.
+        """
+        return np.concatenate([self.epoch(epoch).pack(p) for p in range(first, first + count)])
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
@@ -193,8 +180,8 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
 def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
     """(optimizer steps per epoch, optimizer steps when the run ends).
 
-    per_step: packs per optimizer step, of all ranks. max_steps: ends the run instead of `epochs`, 0
-    = by epochs. position: {"step", "epoch", "first"} to start from, as a checkpoint has them.
+    per_step: packs of all ranks. max_steps: ends the run instead of `epochs` where above 0.
+    position: {"step", "epoch", "first"} to start from, as a checkpoint has them.
     """
     steps_per_epoch = -(-packs_per_epoch // per_step)
     # the epoch that was left in its middle, then whole ones
@@ -215,23 +202,23 @@ def reduce(batch):
     """__reduce__ of a batch. Its tensors travel as arrays, in the bytes of the message: torch would
     make a file in /dev/shm of each, which takes longer, and containers have little room there.
     """
-    return rebuild, (type(batch), {name: value.numpy() if torch.is_tensor(value) else value
-                                   for name, value in values_of(batch).items()})
+    return _rebuild, (type(batch), {name: value.numpy() if torch.is_tensor(value) else value
+                                    for name, value in values_of(batch).items()})
 
 
-def rebuild(kind, values):
-    """The batch that reduce() took apart."""
+def _rebuild(kind, values):
     return kind(**{name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
                    for name, value in values.items()})
 
 
 def to(batch, device):
     """The batch on another device. To a GPU it goes from pinned memory: the host does not wait."""
-    cuda = torch.device(device).type == "cuda"
-    return type(batch)(**{
-        name: (value.pin_memory() if cuda and value.device.type == "cpu" else value).to(
-            device, non_blocking=True) if torch.is_tensor(value) else value
-        for name, value in values_of(batch).items()})
+    values, cuda = values_of(batch), torch.device(device).type == "cuda"
+    for name, value in values.items():
+        if torch.is_tensor(value):
+            value = value.pin_memory() if cuda and value.device.type == "cpu" else value
+            values = values | {name: value.to(device, non_blocking=True)}
+    return type(batch)(**values)
 
 
 def over_packs(samples, packs, collate, num_workers, prefetch_factor):
@@ -266,8 +253,6 @@ def iterate(loader):
 
 # ---- Millions of samples: columns on disk, parts made in order
 
-HERE = 4            # parts made in this process before others are started: small files need none
-
 
 class Column:
     """Numbers appended to a .npy file, so that they are never in memory whole."""
@@ -280,8 +265,7 @@ class Column:
     def __len__(self):
         return self.length
 
-    def _flush(self):
-        """Header, which has room for a length to grow into, and numbers: the file is whole."""
+    def _flush(self):       # the header has room for a length to grow into
         with error_names_file(self.path):
             self.file.seek(0)
             np.lib.format.write_array_header_1_0(self.file, {
@@ -292,9 +276,8 @@ class Column:
 
     def append(self, values):
         """Add an array, or a list of numbers."""
-        values = np.ascontiguousarray(values, self.dtype)
         with error_names_file(self.path):
-            self.file.write(values.tobytes())
+            self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
         self.length, self._mapped = self.length + len(values), None
 
     def array(self):
@@ -327,21 +310,17 @@ class Lists:
         return len(self.offsets) - 1
 
     def __getitem__(self, i):
-        """List i as an array; IndexError after the last one."""
-        if not 0 <= i < len(self):
-            raise IndexError(i)
+        """List i from 0 on as an array; IndexError after the last one."""
         offsets = self.offsets.array()
         return np.array(self.values.array()[offsets[i]:offsets[i + 1]])
 
 
-class _Share(IterableDataset):
-    """Parts that one of several processes makes."""
-
-    def __init__(self, share, workers):
-        self.share, self.workers = share, workers
+class _Share(IterableDataset):      # parts that one of several processes makes
+    def __init__(self, share, processes):
+        self.share, self.processes = share, processes
 
     def __iter__(self):
-        return self.share(HERE + get_worker_info().id, self.workers)
+        return self.share(HERE + get_worker_info().id, self.processes)
 
 
 def parallel_map_ordered(share, processes, take):
@@ -359,18 +338,18 @@ def parallel_map_ordered(share, processes, take):
         return
     parts.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads do not survive a fork
-    loader = DataLoader(_Share(share, processes), batch_size=None, num_workers=processes,
-                        collate_fn=lambda part: part, multiprocessing_context="fork",
-                        worker_init_fn=init_loader)
     try:
-        for part in iterate(loader):
+        for part in iterate(DataLoader(
+                _Share(share, processes), batch_size=None, num_workers=processes,
+                collate_fn=lambda part: part, multiprocessing_context="fork",
+                worker_init_fn=init_loader)):
             take(part)
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise UserError("a process that reads the data has ended early "
                         f"({str(error).splitlines()[0]}); if memory was short, give a smaller "
-                        "--preprocess_num_proc, 0 = in the trainer") from None
+                        "--preprocess_num_proc") from None
 
 
 def token_lists(tokenizer):

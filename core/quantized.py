@@ -6,12 +6,10 @@ the file, so that never more than one weight is whole. Forward and backward make
 the dtype they compute in, multiply, and drop it. The arithmetic is that of bitsandbytes.
 
 Float8: both matrix products of a layer, forward and input gradient, in e4m3 (arXiv 2209.05433). A
-frozen weight is rounded once, when it has been loaded: one copy for the forward product and one,
-turned, for the backward product, together as large as in bfloat16. Rows are rounded when they come,
-each with one scale, and so is each row of the weights: what a row gives does not depend on what
-else is in the pack. Gradients too: with a scale for each row they keep more of their digits than in
-e5m2. torchao's training API computes a gradient of frozen weights and rounds them in every step, so
-it is not used.
+frozen weight is rounded once: one copy for the forward product and one, turned, for the backward
+product, together as large as in bfloat16. Rows are rounded when they come. Each row of weights,
+inputs and gradients has a scale, so what it gives does not depend on what else is in the pack.
+torchao's training API rounds frozen weights in every step, so it is not used.
 """
 import math
 
@@ -21,10 +19,9 @@ from torch import nn
 from core import kernels
 from core.cli import require
 
-BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a second scale, values of a byte
-PLACE = 256             # a part of NF4's bytes begins at a multiple of these
+BLOCK, SCALES = 64, 256     # values a scale, scales a second scale
 FLOAT8 = torch.float8_e4m3fn
-MULTIPLE = 16           # of a float8 layer's width and height; the GPU's kernels know no others
+MULTIPLE = 16       # of a float8 layer's width and height; the GPU's kernels know no others
 
 
 def frozen_linears(layers):
@@ -48,10 +45,12 @@ class FrozenLinear(nn.Linear):
 
 
 def sizes(values):
-    """Bytes of a weight's parts: values, scales, what their bytes mean, scales of scales, mean."""
+    """Bytes of a weight's parts: values, scales, what their bytes mean, scales of scales, mean.
+    Each part begins at a multiple of 256.
+    """
     scales = -(-values // BLOCK)
-    parts = -(-values // 2), scales, 4 * TABLE, 4 * -(-scales // SCALES), 4
-    return [-(-part // PLACE) * PLACE for part in parts]
+    parts = -(-values // 2), scales, 4 * 256, 4 * -(-scales // SCALES), 4
+    return [-(-part // 256) * 256 for part in parts]
 
 
 @torch.no_grad()
@@ -60,37 +59,31 @@ def pack(weight):
     from bitsandbytes.functional import quantize_4bit
     values, about = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True,
                                   quant_type="nf4")
-    packed = values.new_zeros(sum(sizes(weight.numel())))
     parts = values, about.absmax, about.state2.code, about.state2.absmax, about.offset
-    for place, part in zip(packed.split(sizes(weight.numel())), parts, strict=True):
-        part = part.reshape(-1).view(torch.uint8)
-        place[:len(part)] = part
-    return packed
+    parts = (part.reshape(-1).view(torch.uint8) for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, size - len(part)))
+                      for part, size in zip(parts, sizes(weight.numel()), strict=True)])
 
 
 def whole(packed, shape, dtype):
     """The weight of a shape (out, in) that pack() made bytes of, in a float dtype."""
-    ops = torch.ops.bitsandbytes
-    values, scales, table, outer, mean = packed.split(sizes(math.prod(shape)))
-    scales = scales[:-(-math.prod(shape) // BLOCK)]
-    outer = outer.view(torch.float32)[:-(-len(scales) // SCALES)]
-    scales = ops.dequantize_blockwise(scales, outer, table.view(torch.float32), SCALES,
-                                      torch.float32) + mean.view(torch.float32)[0]
-    values = values[:-(-math.prod(shape) // 2), None]
-    return ops.dequantize_4bit(values, scales, BLOCK, "nf4", shape, dtype)
+    ops, number = torch.ops.bitsandbytes, math.prod(shape)
+    values, scales, *others = packed.split(sizes(number))
+    table, outer, mean = (part.view(torch.float32) for part in others)
+    scales = scales[:-(-number // BLOCK)]
+    outer = outer[:-(-len(scales) // SCALES)]
+    scales = ops.dequantize_blockwise(scales, outer, table, SCALES, torch.float32) + mean[0]
+    return ops.dequantize_4bit(values[:-(-number // 2), None], scales, BLOCK, "nf4", shape, dtype)
 
 
 def rounded_nf4(change=None):
     """A function of a weight that rounds it to NF4 and back, and then changes it."""
-    def of(weight):
-        weight = whole(pack(weight), weight.shape, weight.dtype)
-        return change(weight) if change else weight
-    return of
+    change = change or (lambda weight: weight)
+    return lambda weight: change(whole(pack(weight), weight.shape, weight.dtype))
 
 
 class _NF4Product(torch.autograd.Function):
     """x W^T of rows x (n, in); only the bytes of W are kept."""
-
     @staticmethod
     def forward(ctx, x, packed, width):
         ctx.save_for_backward(packed)
@@ -107,9 +100,7 @@ class NF4Linear(FrozenLinear):
     nf4 = True          # asked for where layers are joined or counted
 
     def product(self, rows):
-        kind = rows.device.type
-        if torch.is_autocast_enabled(kind):
-            rows = rows.to(torch.get_autocast_dtype(kind))
+        rows = rows.to(kernels.stream_dtype(rows))
         return _NF4Product.apply(rows, self.weight, self.out_features)
 
 
@@ -120,8 +111,7 @@ def to_nf4(layers):
     require(found, "--base_dtype nf4: this model has no frozen linear layers")
     for module in found:
         module.__class__ = NF4Linear
-        number = sum(sizes(module.in_features * module.out_features))
-        weight = torch.empty(number, dtype=torch.uint8, device=module.weight.device)
+        weight = module.weight.new_empty(sum(sizes(module.weight.numel())), dtype=torch.uint8)
         module.weight = nn.Parameter(weight, requires_grad=False)
 
 
@@ -174,7 +164,6 @@ def product(rows, weight, scales):
 
 class _Float8Product(torch.autograd.Function):
     """product, and as its gradient the product with the turned weight."""
-
     @staticmethod
     def forward(ctx, rows, weight, scales, turned, turned_scales):
         ctx.save_for_backward(turned, turned_scales)

@@ -138,7 +138,8 @@ def open_tensors(paths):
     found = {}
     for path in paths:
         # safe_open would wait for ever at a pipe, and calls every reason "No such file"
-        json_files.open_file(path).close()
+        with json_files.open_file(path):
+            pass
         try:
             file = safe_open(path, "pt")
             names = list(file.keys())

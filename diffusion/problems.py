@@ -23,8 +23,7 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder
 SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet")
-# advice that names flags of the chat trainer
-CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
+CHAT_HINT = re.compile(r"; give .*--chat_template.*")       # names flags of the chat trainer
 
 
 @dataclass
@@ -66,8 +65,7 @@ def parse_problem(name, entry, system, strip_calculator):
             hint = "; make plans with make_problems.py plans" * (key in ("plan", "execution"))
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
         if json_files.HALF_CHARACTER.search(text):
-            raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); "
-                             "write it whole")
+            raise ValueError(f"its {key!r} holds half a character (\\ud800 to \\udfff)")
     solution, answer = entry["execution" if hdp else "answer"].strip(), entry["answer"].strip()
     if strip_calculator:
         solution = CALCULATOR.sub("", solution)
@@ -86,10 +84,13 @@ def read_entries(path, split):
     place = Path(path)
     if not place.exists():
         require("/" in str(path) and HUB_NAME.fullmatch(str(path)), f"{path}: no such file")
-        with json_files.asking(path):
-            from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download
+        try:
             place = Path(snapshot_download(str(path), repo_type="dataset",
                                            allow_patterns=["*.json*", "*.parquet"]))
+        except Exception as error:      # of a dozen kinds
+            raise UserError(f"{path}: no such file, nor on the hub ({type(error).__name__}); try: "
+                            f"hf download {path} --repo-type dataset --local-dir FOLDER")
     files = [place] if place.is_file() else next(filter(None, (
         sorted(place.glob(form.format(split))) for form in SPLITS)), None)
     require(files, f"{place}: has none of {', '.join(SPLITS).format(*[split] * len(SPLITS))}")
@@ -208,7 +209,6 @@ def read_chats(path, folder, tokens, bad):
     answers in the chat template of the tokenizer's folder.
     """
     from core import chat
-    # Thinking, where a template knows it, is off
     encoder = chat.Encoder(chat.load_tokenizer(folder, load=auto_tokenizer), "last", thinking=False)
     found = []
     for records, wrong in chat.read_chunks(path, 1024):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, cli, dist, packing
-from core.chat import group_key, question, read_chunks, records_at
+from core.chat import group_key, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
@@ -266,7 +266,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
     once = {int(table.lines[i]): i for i in reversed(held_out)}     # of one file
     text = ""
-    for line, record in records_at(table.paths[table.sources[held_out[0]]], once):
+    for line, record in read_records(table.paths[table.sources[held_out[0]]], [], once):
         i = once[line]
         row = {"id": int(ids[i]), "messages": record["messages"]}
         row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}

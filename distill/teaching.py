@@ -122,7 +122,7 @@ def context(record):
     if (given := record.get("teacher_messages")) is None:
         return record["messages"][:-1]
     try:
-        check_messages({"messages": given}, answered=False)
+        check_messages({"messages": given})
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := given[-1]["role"]) not in ("user", "tool"):

@@ -1,15 +1,13 @@
 """The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
 
-    builder = TableBuilder(tokenizer, ids, folder)
-    builder.add(samples, problems)                  # of read_samples or read_all
-    builder.write(*codes.ensure_codes(world, builder.clips, how))
-    table = Table(folder)
+    table = Table(build(world, tokenizer, ids, sources, encode, output_dir, problems, finish))
     train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
 
 Each sample is tokenised once, each distinct clip kept once. A clip is one placeholder token here;
 its rows come when it is loaded (data.py).
 """
 import atexit
+import contextlib
 import hashlib
 import itertools
 import json
@@ -17,11 +15,13 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,12 +30,12 @@ from core.cli import UserError, counted, printable, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, Lists, parallel_map_ordered, token_lists
 from core.problems import LIST, problem, settle
+from speech.choices import CHATML
 from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint
 from speech.conversations import (OTHER_MARKS, RECOGNISED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, label_of, marks_speakers_otherwise,
                                   sample_text)
 
-LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 CHUNK = 2048    # entries of a file that are tokenised together
 LOOK = 20       # entries that are looked at to find out the format
 FLAGS = {"ref_in_system": "--ref_audio_in_system_message", "normalize": "--normalize_text"}
@@ -46,28 +46,10 @@ NOTES = {       # of samples that are used all the same
     "no_reference_text": "what their reference clips say is not known (ref_text); trained without "
                          "them"}
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
-TABLE = r"table-[0-9a-f]{8}"    # new_table
 PREPARED = "prepared.json"      # of a folder of prepare_tts.py, written last
 # of a sample: hashes of its speaker and text; the letters and digits of that text, 0: no words
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
                   ("language", np.uint64)])
-
-
-def new_table(folder):
-    """Path for a table, which is made at each start; a running job keeps its table."""
-    return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
-
-
-def is_prepared(path):
-    """True if a path is a folder of prepare_tts.py."""
-    return os.path.isfile(os.path.join(path, PREPARED))
-
-
-def keep_prepared(output_dir):
-    """UserError where a run would take a prepared folder's table for one of an earlier start."""
-    if is_prepared(output_dir):
-        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another "
-                        "one to the trainer")
 
 
 def file_of(sources, i):
@@ -96,12 +78,10 @@ class Sources:
         return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number, entry or SKIPPED); people count from 1."""
     path: Path
-    about: str          # what was found out, for people
-    base: Path          # relative names of audio files begin here
+    about: str          # where it is from, for people
     unit: str           # numbered things: "line" of a file or "sample"
     read: object
 
@@ -112,14 +92,20 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     problems: a list that takes rows that cannot be used. held_out: whether it is validation data.
     number: of the path among those of a run.
     """
-    if source := chatml_source(path):
-        unused = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
-        changed = [FLAGS.get(name, f"--{name}") for name in unused
-                   if getattr(reading, name) != getattr(Reading(), name)]
-        if changed:
-            print(f"notice     {printable(path)}: ChatML has its prompts, in which "
-                  f"{', '.join(changed)} changes nothing", flush=True)
-        return source
+    path, made = Path(path), None
+    if path.suffix in CHATML and path.is_file():
+        with contextlib.suppress(UserError):
+            made = Source(path, "JSON samples", *json_files.read_entries(path))
+            first = [entry for _, entry in itertools.islice(made.read(lambda number: True), LOOK)]
+            talks = [e for e in first if isinstance(e, dict) and type(e.get("messages")) is list]
+            if talks and all(map(is_chatml, talks)):
+                changed = [FLAGS.get(name, f"--{name}") for name in (
+                    "task_type", "ref_in_system", "reference", "reference_share", "columns")
+                    if getattr(reading, name) != getattr(Reading(), name)]
+                if changed:
+                    print(f"notice     {printable(path)}: ChatML has its prompts, in which "
+                          f"{', '.join(changed)} changes nothing", flush=True)
+                return made
     from speech import convert
     if folder is None:
         folder = tempfile.mkdtemp()
@@ -127,30 +113,13 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     made = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
     convert.to_chatml(path, made, problems, held_out=held_out, **vars(reading))
     if not made.stat().st_size:
-        return Source(Path(path), "no rows", made.parent, "row", lambda wanted: ())
-    unit, read = json_files.read_entries(made)
-    return Source(Path(path), f"as ChatML in {made}", made.parent, unit, read)
-
-
-def chatml_source(path):
-    """Source of a JSON file with ChatML among its first entries; None for anything else."""
-    path = Path(path)
-    if path.suffix not in (".json", ".jsonl") or not path.is_file():
-        return None
-    try:
-        unit, read = json_files.read_entries(path)
-        first = [entry for _, entry in itertools.islice(read(lambda number: True), LOOK)]
-    except UserError:
-        return None
-    talks = [entry for entry in first
-             if isinstance(entry, dict) and isinstance(entry.get("messages"), list)]
-    fits = talks and all(map(is_chatml, talks))
-    return Source(path, "JSON samples", path.parent, unit, read) if fits else None
+        return Source(made, "no rows", "row", lambda wanted: ())
+    return Source(made, f"as ChatML in {made}", *json_files.read_entries(made))
 
 
 def entries_of(source, reading, wanted, make=canonical_sample):
     """Yield (number, its Sample, or the Problem with it; None if it is left out) of each entry."""
-    paths = Paths(source.base.resolve())
+    paths = Paths(source.path.parent.resolve())
     for number, entry in source.read(wanted):
         if entry is json_files.SKIPPED or not wanted(number):
             yield number, None
@@ -187,33 +156,13 @@ def read_samples(path, problems, make=canonical_sample, **reading):
             problems.append(found)
 
 
-def read_chunks(source, reading, size, first=0, step=1):
-    """Yield (Samples, problems) of every `step`-th chunk of `size` entries from chunk `first` on,
-    so that several processes share the work; JSON lines of others' are passed over unread.
-    """
-    def wanted(number):
-        chunk = number // size
-        return chunk >= first and (chunk - first) % step == 0
-
-    stop, samples, problems = (first + 1) * size, [], []
-    for number, found in entries_of(source, reading, wanted):
-        while number >= stop:       # numbers are of lines, of which some are empty
-            yield samples, problems
-            stop, samples, problems = stop + step * size, [], []
-        if found is not None:
-            (samples if isinstance(found, Sample) else problems).append(found)
-    if samples or problems:
-        yield samples, problems
-
-
 def read_all(builder, sources, problems, noted=None, folder=None):
-    """Read and tokenise Sources into a TableBuilder -> sources of its Table.
+    """Read and tokenise Sources into a TableBuilder.
 
     problems: Problems, which takes the samples that cannot be used, for the caller to settle.
     noted: a list that takes oddities of samples that are used, as Problems. folder: for what
     is not ChatML. UserError when a source is empty.
     """
-    found = []
     for number, (path, weight, held_out) in enumerate(sources.all()):
         first, lost = len(builder), []
         source = open_source(path, sources.reading, lost, held_out, folder, number)
@@ -221,26 +170,34 @@ def read_all(builder, sources, problems, noted=None, folder=None):
         problems.add(lost)
 
         def chunks(start, step, source=source, path=path):
-            for samples, wrong in read_chunks(source, sources.reading, CHUNK, start, step):
-                kept, odd = [], []
-                for sample in samples:
-                    unwanted = [note for note in sample.notes if note[0] in sources.drop]
-                    if unwanted:
-                        wrong.append(problem(sample.name, *unwanted[0]))
-                    else:
-                        kept.append(sample)
-                        odd += [problem(sample.name, *note, path) for note in sample.notes]
+            """Every step-th chunk; lines of the chunks of other processes are passed over."""
+            def wanted(entry):
+                return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
+            entries = entries_of(source, sources.reading, wanted)
+            for chunk, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+                if not wanted(chunk * CHUNK):
+                    continue
+                kept, wrong, odd = [], [], []
+                for _, one in group:
+                    notes = one.notes if isinstance(one, Sample) else ()
+                    if unwanted := next((n for n in notes if n[0] in sources.drop), None):
+                        one = problem(one.name, *unwanted)
+                    if isinstance(one, Sample):
+                        kept.append(one)
+                        odd += [problem(one.name, *note, path) for note in notes]
+                    elif one is not None:
+                        wrong.append(one)
                 text = sample_text(kept[0]) if kept and start == 0 else ""
-                chunk = builder.chunk(kept, wrong)
-                chunk["left_out"].update(RECOGNISED[how] for one in kept for how in one.recognised)
-                yield chunk, wrong, odd, text
+                made = builder.chunk(kept, wrong)
+                made["left_out"].update(RECOGNISED[how] for one in kept for how in one.recognised)
+                yield made, wrong, odd, text
 
         def take(part, path=path, notes=notes, refused=refused, shown=shown):
             chunk, wrong, odd, text = part
             builder.append(chunk)
             for p in wrong:
                 p.file = str(path)
-                refused[p.check] += 1
+            refused.update(p.check for p in wrong)
             problems.add(wrong)
             notes.update(p.check for p in odd)
             if noted is not None:
@@ -259,11 +216,10 @@ def read_all(builder, sources, problems, noted=None, folder=None):
         if not kept and not problems.stopping:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
-        found.append({"path": str(path), "weight": weight, "held_out": held_out, "first": first,
-                      "stop": len(builder)})
+        builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
+                                "first": first, "stop": len(builder)})
     for what, n in sorted(builder.left_out.items()):
         print(f"data       {n} samples {what}", flush=True)
-    return found
 
 
 # ---- Writing
@@ -289,7 +245,7 @@ class TableBuilder:
         """folder: an empty one, which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
-        self.known, self.left_out = {}, Counter()
+        self.known, self.left_out, self.sources = {}, Counter(), []     # of read_all
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -308,7 +264,7 @@ class TableBuilder:
         return len(self.tokens)
 
     def add(self, samples, problems):
-        """Tokenise Samples; those that cannot be used go to the list `problems`."""
+        """Tokenise Samples; the list `problems` takes those that cannot be used."""
         self.append(self.chunk(samples, problems))
 
     def chunk(self, samples, problems):
@@ -375,7 +331,7 @@ class TableBuilder:
     def read_aloud(self, sample):
         """Marks in a sample's texts that this model does not know."""
         asked = [turn.text for turn in sample.turns if turn.role != "system"]
-        tags = {tag for text in asked if "<|" in text for tag in LIKE_A_TAG.findall(text)}
+        tags = {tag for text in asked for tag in re.findall(r"<\|[^<>|]*\|>", text)}
         found = [f"hold {tag}, which is not a control tag of this model: it is read aloud"
                  for tag in tags - self.tags]
         return found + ([OTHER_MARKS] if any(map(marks_speakers_otherwise, asked)) else [])
@@ -396,29 +352,8 @@ class TableBuilder:
         """((m,) numbers of the clips of all samples, (n + 1,) offsets of each sample's in it)."""
         return self.used.values.array(), self.used.offsets.array()
 
-    def without_audio(self, bad, sources):
-        """Problems of the samples that use clips in bad, {clip number: file and reason}."""
-        used, offsets = self.used_clips()
-        at = np.flatnonzero(np.isin(used, list(bad)))
-        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
-        return [problem(self.name(i), "audio", f"its audio {bad[clip]}", file_of(sources, i), i)
-                for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
-
-    def shorter_than(self, least, where):
-        """{clip: fault} of trained clips with fewer codec frames, which where[:, 2] then
-        says have none.
-        """
-        trained = np.unique(self.used_clips()[0][self.trained.array()])
-        short = trained[(where[trained, 2] > 0) & (where[trained, 2] < least)]
-        found = {int(clip): f"{self.clips[int(clip)].path}: gives {where[clip, 2]} codec frames; "
-                            f"this model needs {least} ({least / FRAME_RATE:g} s) to end a clip"
-                 for clip in short}
-        where[short, 2] = 0
-        return found
-
-    def write(self, cache_folder, shards, where, sources=(), left_out=False):
-        """Make the table in `folder`; ends the builder. sources: of read_all. left_out: (n,)
-        bool, of samples not used.
+    def write(self, cache_folder, shards, where, left_out=False):
+        """Make the table in `folder`; ends the builder. left_out: (n,) bool, of samples not used.
 
         cache_folder: absolute, or relative to `folder`. shards, where: of codes.ensure_codes; where
         is (n_clips, 4) int64, in the order of `clips`. Samples with a clip of 0 frames, which has
@@ -436,17 +371,65 @@ class TableBuilder:
             "lengths": tokens + per_sample(self.ids.rows(frames, trained) - 1),     # one is there
             "audio_targets": per_sample(np.where(trained, self.ids.targets(frames), 0)),
             "audible": (per_sample(frames == 0) == 0) & ~np.asarray(left_out)}
-        for lists in (self.tokens, self.names, self.used):
-            lists.values.close()
-            lists.offsets.close()
-        for column in (self.labelled, self.text_targets):
+        lists = (self.tokens, self.names, self.used)
+        for column in (*(c for one in lists for c in (one.values, one.offsets)), self.labelled,
+                       self.text_targets):
             column.close()
-        codes = {"folder": str(cache_folder), "shards": shards, "sources": list(sources)}
+        codes = {"folder": str(cache_folder), "shards": shards, "sources": self.sources}
         with error_names_file(self.folder):
             for name, values in columns.items():
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
+
+
+def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, noted=None,
+          check=lambda: None):
+    """A new table of Sources, on every rank: read, encode, finish; then earlier ones are deleted,
+    of which a running job keeps what it has mapped.
+
+    encode(clips): of codes.py. problems, noted: of read_all, and check() settles them before audio
+    is encoded. finish(builder, cache folder, shards, where, measures, problems of audio): on rank
+    0, writes the table; every rank gets its result.
+    """
+    start, name, builder = time.monotonic(), f"table-{uuid.uuid4().hex[:8]}", None
+
+    def read():
+        nonlocal builder
+        builder = TableBuilder(tokenizer, ids, Path(output_dir) / name)
+        read_all(builder, sources, problems, noted, Path(output_dir) / "data")
+        check()
+        n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
+        print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
+              f"validation samples, {len(builder.clips)} distinct clips (read in "
+              f"{time.monotonic() - start:.1f} s)", flush=True)
+
+    def write():
+        cache, shards, where, measures, bad = codes     # bad: {number of a clip: why}
+        used, offsets = builder.used_clips()
+        trained = np.unique(used[builder.trained.array()])
+        for clip in trained[(where[trained, 2] > 0) & (where[trained, 2] < ids.min_frames)]:
+            bad[int(clip)] = (
+                f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
+                f"needs {ids.min_frames} ({ids.min_frames / FRAME_RATE:g} s) to end a clip")
+            where[clip, 2] = 0
+        at = np.flatnonzero(np.isin(used, list(bad)))
+        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
+        lost = [problem(builder.name(i), "audio", f"its audio {bad[clip]}",
+                        file_of(builder.sources, i), i)
+                for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
+        found = finish(builder, cache, shards, where, measures, lost)
+        checkpoint.remove_named(output_dir, rf"(?!{name})table-[0-9a-f]{{8}}")
+        return found
+
+    try:
+        rank0(world, read)
+        codes = encode(builder.clips if builder else [])
+        return rank0(world, write)
+    except BaseException:
+        if world.is_main:
+            shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
+        raise
 
 
 # ---- Mapping
@@ -486,9 +469,6 @@ class Table:
             return digest.hexdigest()[:16]
         return f"{digest.hexdigest()[:16]} audio {hashlib.sha256(checksums).hexdigest()[:16]}"
 
-    def file(self, i):
-        return file_of(self.sources, i)
-
     def name(self, i):
         """Place of sample i in the user's files."""
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
@@ -522,16 +502,14 @@ def split_samples(table, share, seed):
     train, held_out = numbers(False), numbers(True)
     if not len(held_out):
         train, held_out = (train[part] for part in split_validation(len(train), share, seed))
-    mixed = [weighted(train[(train >= s["first"]) & (train < s["stop"])], s["weight"], (seed, 3, i))
-             for i, s in enumerate(table.sources) if not s["held_out"]]
+    mixed = []
+    for i, source in enumerate(table.sources):
+        if not source["held_out"]:
+            mine = train[(train >= source["first"]) & (train < source["stop"])]
+            whole, part = divmod(source["weight"], 1)
+            drawn = np.random.default_rng((seed, 3, i)).permutation(mine)[:round(part * len(mine))]
+            mixed += [*[mine] * int(whole), drawn]
     return np.sort(np.concatenate(mixed)), held_out
-
-
-def weighted(numbers, weight, seed):
-    """Each number int(weight) times, and once more a share of them for what remains."""
-    more = round((weight - int(weight)) * len(numbers))
-    drawn = np.random.default_rng(seed).permutation(numbers)[:more]
-    return np.concatenate([*[numbers] * int(weight), drawn])
 
 
 def places(where, clips):
@@ -577,7 +555,7 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "
                     f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}",
-                    table.file(i))
+                    file_of(table.sources, i))
             for numbers in (train, held_out)
             for i in np.unique(numbers[table.lengths[numbers] > limit])),
            ("too_long",) if drop else (), output_dir,
@@ -609,6 +587,11 @@ def samples_line(table, train_ids, eval_ids):
 # with its size and checksum and says which tokenizer and codec they fit to
 
 
+def is_prepared(path):
+    """True if a path is a folder of prepare_tts.py."""
+    return os.path.isfile(os.path.join(path, PREPARED))
+
+
 def tokenizer_fingerprint(tokenizer, ids):
     """16 hex digits of a tokenizer's words and of the ids that the trainer uses."""
     text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
@@ -617,69 +600,57 @@ def tokenizer_fingerprint(tokenizer, ids):
 
 def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
     """Finish a folder whose table is there: prepared.json. report: JSON-able, for people."""
-    codes = json.loads((Path(table) / "codes.json").read_text())
-    place = os.path.normpath(Path(table) / codes["folder"])
-    files = [*sorted(Path(table).iterdir()), *(Path(place) / name for name in codes["shards"])]
+    folder, table = Path(folder), Path(table)
+    codes = json.loads((table / "codes.json").read_text())
+    place, parts = Path(os.path.normpath(table / codes["folder"])), sorted(table.iterdir())
     sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
-             path.stat().st_size for path in files}
-    sums = {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
-            for path in Path(table).iterdir()}      # codes have other checksums
-    about = {"table": Path(table).name, "files": sizes, "sha256": sums,
+             path.stat().st_size for path in (*parts, *(place / name for name in codes["shards"]))}
+    about = {"table": table.name, "files": sizes,
+             "sha256": {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
+                        for path in parts},     # codes have other checksums
              "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
-    checkpoint.write_text(Path(folder) / PREPARED, json.dumps(about, indent=1) + "\n")
-
-
-def look_into(folder):
-    """The contents of prepared.json of a folder that has all its files. Raises UserError."""
-    def need(fits, why):
-        require(fits, f"{folder}: is damaged, {why}; copy it again, or prepare it again")
-    try:
-        about = json_files.read_object(Path(folder) / PREPARED)
-    except UserError as error:
-        need(False, str(error))
-    for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
-        need(isinstance(about.get(name), kind), f"{PREPARED} has no {name!r}")
-    need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
-    need(isinstance(about.get("files"), dict), f"{PREPARED} has no list 'files'")
-    for name, size in about["files"].items():
-        path = Path(folder) / name
-        need(path.is_file(), f"{name} is not there")
-        found = path.stat().st_size
-        need(found == size, f"{name} has {found} bytes, not {size}")
-    for name, digest in about.get("sha256", {}).items():
-        need(checkpoint.sha256(Path(folder) / name) == digest,
-             f"{name} has another checksum than when it was made")
-    return about
+    checkpoint.write_text(folder / PREPARED, json.dumps(about, indent=1) + "\n")
 
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
-    """Table of a prepared folder, on every rank. UserError unless the reading of sources (Sources)
-    has the defaults or what the folder was prepared with.
+    """Table of a prepared folder, on every rank. UserError unless it is whole, and the reading of
+    sources (Sources) has the defaults or what the folder was prepared with.
     """
     (path, weight, _), *others = sources.all()
     reading = sources.reading
+
+    def need(fits, why):
+        require(fits, f"{path}: is damaged, {why}; copy it again, or prepare it again")
 
     def check():
         if others:
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
                             "all data together (--train_data_file A B:0.5 --eval_data_file C)")
-        about = look_into(path)
+        about = json_files.read_object(Path(path) / PREPARED)
+        for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
+            need(name in about, f"{PREPARED} has no {name!r}")
+        for name, size in {about["table"]: None, **about["files"]}.items():
+            file = Path(path) / name
+            need(file.exists(), f"{name} is not there")
+            found = file.stat().st_size
+            need(size in (None, found), f"{name} has {found} bytes, not {size}")
+        for name, digest in about["sha256"].items():
+            need(checkpoint.sha256(Path(path) / name) == digest,
+                 f"{name} has another checksum than when it was made")
         for what, mine, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
-            if about.get(what) != mine:
-                raise UserError(f"{path}: was prepared with another {what} than that of {flag}; "
-                                "prepare it again")
-        for name, default in asdict(type(reading)()).items():
+            require(about[what] == mine, f"{path}: was prepared with another {what} than that of "
+                    f"{flag}; prepare it again")
+        for name, default in asdict(Reading()).items():
             value, was = getattr(reading, name), about["reading"].get(name, default)
             # a default may be any value, but of the texts, as checkpoints keep that
             fits = (was,) if name == "normalize" else (default, was)
             if value not in fits and name not in ("seed", "lone_reference"):
                 was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
-                flag = FLAGS.get(name, f"--{name}")
-                raise UserError(f"{path}: was prepared with {flag} {was}, not {value}; drop the "
-                                "flag, or prepare it again")
+                raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} {was}, "
+                                f"not {value}; drop the flag, or prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
         print(f"data       prepared: {path}", flush=True)
         return str(Path(path) / about["table"])

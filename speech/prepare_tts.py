@@ -78,18 +78,14 @@ ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 if ARGS and ARGS.device == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import shutil
-import time
-
 import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems, problem
 from speech import weights
-from speech.codes import FRAME_RATE, MEASURES, Encoding, ensure_codes, measures_of
-from speech.dataset import (TABLE, TableBuilder, file_of, new_table, own_references, places,
+from speech.codes import FRAME_RATE, Encoding, ensure_codes
+from speech.dataset import (Reading, Sources, build, file_of, own_references, places,
                             write_prepared)
-from speech.dataset import Reading, Sources, read_all
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -104,127 +100,106 @@ def targets(builder):
     return numbers[np.maximum(offsets[1:], 1) - 1]
 
 
-def find_problems(builder, sources, where, measures, least, most):
+def find_problems(builder, where, measures, least, most):
     """[Problem] of samples; those with a clip that has no codes are passed over. builder:
-    TableBuilder. sources: of dataset.read_all. where: (n_clips, 4) of ensure_codes. measures:
-    (n_clips, 5) of measures_of. least, most: seconds of a clip.
+    TableBuilder. where, measures: of ensure_codes. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
-    target, facts, found = targets(builder), builder.facts.array(), []
-    column = dict(zip(MEASURES, measures.T))
-    seconds, clipped, dc = column["seconds"], column["clipped"], column["dc"]
+    target, facts, sources = targets(builder), builder.facts.array(), builder.sources
+    seconds, _, rms, clipped, dc = measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
-        decibels = 20 * np.log10(column["rms"])
+        decibels = 20 * np.log10(rms)
         pace = np.log(facts["letters"] / seconds[target])       # letters a second
-    of_clips = {        # check: (which clips, text about one)
-        "too_short": ((seconds < least) & (where[:, 2] > 0), lambda clip:
-                      f"{seconds[clip]:.2f} s, less than --min_clip_seconds {least:g}"),
-        "too_long": (seconds > most, lambda clip:
-                     f"{seconds[clip]:.1f} s, more than --max_clip_seconds {most:g}"),
-        "silence": (decibels < SILENCE_DB, lambda clip:
-                    f"is silent, {decibels[clip]:.0f} dB of full scale"),
-        "clipping": (clipped > CLIPPED, lambda clip:
-                     f"{clipped[clip] * 100:.1f} % of its samples are at full scale"),
-        "dc_offset": (np.abs(dc) > DC, lambda clip: f"its mean is {dc[clip]:.3f}, not 0")}
+    of_clips = (        # (check, which clips fail it, text about one, its value)
+        ("too_short", (seconds < least) & (where[:, 2] > 0),
+         f"{{:.2f}} s, less than --min_clip_seconds {least:g}", seconds),
+        ("too_long", seconds > most, f"{{:.1f}} s, more than --max_clip_seconds {most:g}", seconds),
+        ("silence", decibels < SILENCE_DB, "is silent, {:.0f} dB of full scale", decibels),
+        ("clipping", clipped > CLIPPED, "{:.1%} of its samples are at full scale", clipped),
+        ("dc_offset", np.abs(dc) > DC, "its mean is {:.3f}, not 0", dc))
     usable = np.diff(offsets) > 0
     usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
-    usual = {}          # {language: (least, most) of pace}
+    low, high = np.full(len(builder), -np.inf), np.full(len(builder), np.inf)   # of usual pace
     for language in np.unique(facts["language"]):
         mine = usable & (facts["letters"] > 0) & (facts["language"] == language)
         if mine.sum() >= ENOUGH:
-            low, high = np.quantile(pace[mine], (0.25, 0.75))
-            usual[language] = low - SPREAD * (high - low), high + SPREAD * (high - low)
-    place, train = places(where, target), np.ones(len(builder), bool)
+            quartiles = np.quantile(pace[mine], (0.25, 0.75))
+            low[mine], high[mine] = quartiles + np.diff(quartiles) * (-SPREAD, SPREAD)
+    place, held_out = places(where, target), np.zeros(len(builder), bool)
     for source in sources:
-        train[source["first"]:source["stop"]] = not source["held_out"]
-    validated, own = (set(values.tolist()) for values in (
-        place[usable & ~train], own_references(places(where, numbers), offsets)))
-    by_audio, by_text = {}, {}      # the first sample of each
-    for i in np.flatnonzero(usable).tolist():
-        def add(check, what, i=i):
-            found.append(problem(builder.name(i), check, what, file_of(sources, i), i))
-        for check, (wrong, what) in of_clips.items():
-            clip = next((clip for clip in numbers[offsets[i]:offsets[i + 1]] if wrong[clip]), None)
-            if clip is not None:
-                add(check, f"{what(clip)}: {builder.clips[int(clip)].path}")
-        if not facts["letters"][i]:
-            add("no_words", "its text has no letter and no digit")
-        elif (language := facts["language"][i]) in usual:
-            low, high = usual[language]
-            if not low <= pace[i] <= high:
-                add("text_rate", f"{np.exp(pace[i]):.1f} letters a second; usual are "
-                                 f"{np.exp(low):.1f} to {np.exp(high):.1f}")
-        if train[i] and int(place[i]) in validated:
-            add("in_validation", "its audio is in the validation data as well")
-        if i in own:
-            add("own_reference", "its reference is the clip itself")
-        for check, seen, value, what in (
-                ("duplicate_audio", by_audio, int(place[i]), "has the same audio as"),
-                ("duplicate_text", by_text, int(facts["words"][i]), "has speaker and text of")):
-            if (first := seen.setdefault(value, i)) != i:
-                add(check, f"{what} {builder.name(first)}")
-    return found
+        held_out[source["first"]:source["stop"]] = source["held_out"]
+    own = np.zeros(len(builder), bool)
+    own[own_references(places(where, numbers), offsets)] = True
+
+    def first_of(values):
+        """(n,) the first usable sample with the value of each."""
+        _, first, group = np.unique(values[usable], return_index=True, return_inverse=True)
+        found = np.arange(len(values))
+        found[usable] = np.flatnonzero(usable)[first[group]]
+        return found
+
+    wordless, numbered = facts["letters"] == 0, np.arange(len(builder))
+    same_audio, same_text = first_of(place), first_of(facts["words"])
+    of_samples = (      # (check, which samples fail it, text about sample i)
+        ("no_words", wordless, lambda i: "its text has no letter and no digit"),
+        ("text_rate", ~wordless & ((pace < low) | (pace > high)), lambda i:
+         "{:.1f} letters a second; usual are {:.1f} to {:.1f}".format(
+             *np.exp((pace[i], low[i], high[i])))),
+        ("in_validation", ~held_out & np.isin(place, place[usable & held_out]), lambda i:
+         "its audio is in the validation data as well"),
+        ("own_reference", own, lambda i: "its reference is the clip itself"),
+        ("duplicate_audio", same_audio < numbered, lambda i:
+         f"has the same audio as {builder.name(same_audio[i])}"),
+        ("duplicate_text", same_text < numbered, lambda i:
+         f"has speaker and text of {builder.name(same_text[i])}"))
+    found = []
+    for check, wrong, text, value in of_clips:
+        at = np.flatnonzero(wrong[numbers])
+        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
+        found += [(i, check, f"{text.format(value[clip])}: {builder.clips[clip].path}")
+                  for i, clip in zip(samples.tolist(), numbers[at[first]].tolist()) if usable[i]]
+    for check, wrong, text in of_samples:
+        found += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
+    return [problem(builder.name(i), check, text, file_of(sources, i), i)
+            for i, check, text in sorted(found, key=lambda one: one[0])]
 
 
 # ---- The folder
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
-    """Make the prepared folder, on every rank; returns its report on rank 0.
+    """Make the prepared folder, on every rank; returns its report.
 
     sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
     with all errors in the data, unless they are dropped.
     """
-    out, start = Path(output_dir), time.monotonic()
-    bad, noted, drop = {}, [], sources.drop
+    out, noted, drop = Path(output_dir), [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
-    table = new_table(out)
-    builder, parts = None, []
 
-    def read():
-        nonlocal builder, parts
-        builder = TableBuilder(tokenizer, ids, table)
-        parts = read_all(builder, sources, found, noted, out / "data")
-        print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
-              f"{time.monotonic() - start:.1f} s)", flush=True)
-        if found.stopping:
-            print(f"notice     {found.stopping} rows stop this: they are listed once the audio of "
-                  "the others is encoded, with its faults", flush=True)
-
-    def write():
-        cache, shards, where = codes
-        bad.update(builder.shorter_than(ids.min_frames, where))
-        problems = builder.without_audio(bad, parts) + noted + find_problems(
-            builder, parts, where, measures_of(cache, shards, where), least, most)
+    def finish(builder, cache, shards, where, measures, lost):
         refused = found.counts.total()
+        problems = lost + noted + find_problems(builder, where, measures, least, most)
         found.add(problems)
         found.settle("\nfix: correct them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         require(not left_out.all(),
                 f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
-        report = make_report(builder, parts, where, left_out, found.counts, drop)
+        report = make_report(builder, where, left_out, found.counts, drop)
         report["dropped"] += refused
         inside = out in Path(cache).parents
-        cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
-        builder.write(cache, shards, where, parts, left_out)
-        write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
-                             report)
-        checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")
+        builder.write(os.path.relpath(cache, builder.folder) if inside else os.path.abspath(cache),
+                      shards, where, left_out)
+        write_prepared(out, builder.folder, tokenizer, ids, encoding.codec_dir, sources.reading,
+                       report)
         return report
 
-    try:
-        dist.rank0(world, read)
-        codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
-        return dist.rank0(world, write)
-    except BaseException:
-        if world.is_main:
-            shutil.rmtree(table, ignore_errors=True)
-        raise
+    return build(world, tokenizer, ids, sources,
+                 lambda clips: ensure_codes(world, clips, encoding), out, found, finish, noted)
 
 
-def make_report(builder, sources, where, left_out, found, drop):
+def make_report(builder, where, left_out, found, drop):
     """Facts about the data, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
     seconds = where[targets(builder), 2] / FRAME_RATE
     speakers = builder.facts.array()["speaker"]
@@ -237,7 +212,7 @@ def make_report(builder, sources, where, left_out, found, drop):
 
     return {"samples": int((~left_out).sum()), "dropped": int(left_out.sum()), "clips": len(where),
             "hours": round(float(seconds[~left_out].sum()) / 3600, 4),
-            "sources": list(map(part, sources)),
+            "sources": list(map(part, builder.sources)),
             "checks": {check: {"samples": n, "dropped": check in drop}
                        for check, n in sorted(found.items())}}
 

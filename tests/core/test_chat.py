@@ -76,17 +76,9 @@ def test_masks_token_by_token(made, template, messages, turns, thinking, pattern
     tokens = made.convert_ids_to_tokens(ids)
     assert list(zip(tokens, ids, mask)) == list(zip(tokens, wanted_ids, wanted))
     assert sum(mask) >= 2 and tokens[max(np.flatnonzero(mask))] in ("<|im_end|>", "<|eot_id|>")
-
-
-@pytest.mark.parametrize("template, messages, thinking", [
-    (QWEN, SINGLE, None), (LLAMA, SINGLE, None), (QWEN_THINK, SINGLE, False), (QWEN_OPEN, SINGLE, False)])
-def test_the_prompt_of_training_is_the_prompt_of_generation(made, template, messages, thinking):
-    """What stands before the first trained token is, token by token, what an evaluation gives the model."""
-    (ids, mask), = encoder(made, template, "all", thinking).encode([messages])
-    options = {} if thinking is None else {"enable_thinking": thinking}
-    prompt = made.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **options)
-    assert ids[:mask.index(True)] == prompt
-    assert made.decode([i for i, trained in zip(ids, mask) if trained]) in ("de<|im_end|>", "de<|eot_id|>")
+    if messages == SINGLE:      # what stands before the first trained token is what an evaluation gives the model
+        prompt = made.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **options)
+        assert ids[:mask.index(True)] == prompt
 
 
 def test_many_at_once_are_as_each_alone(made):
@@ -160,7 +152,7 @@ def test_tools_and_calls_go_to_the_template(made, tmp_path):
         assert part in str(refused)
     refused, = encoder(made, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
     assert "its tools contain the control token" in str(refused)
-    for spoilt, part in (({"tools": [{"name": 3}]}, 'its "tools" are no list'), ({"tools": "no"}, "is not JSON"),
+    for spoilt, part in (({"tools": [{"name": 3}]}, 'its "tools" are no list'), ({"tools": "no"}, "not valid JSON"),
                          ({"tools": [TOOL], "messages": [SINGLE[0], talk[1] | {"tool_calls": [{"name": 1}]}]},
                           "its tool_calls are no list")):
         problems, path = [], chats.write(tmp_path / "spoilt.jsonl", [SINGLE], **spoilt)

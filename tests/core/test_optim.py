@@ -83,6 +83,18 @@ def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
     assert found.stop and found.skipped == 3 and ended
 
 
+def test_overflows_of_a_scaled_loss_are_no_fault_and_a_loss_without_a_number_is():
+    found = monitor(scaler=optim.Scaler(torch.device("cpu")))
+    for step in range(5):
+        push(found, step, math.inf)
+    found.poll()
+    assert (found.skipped, found.in_a_row) == (5, 0)
+    push(found, 6, math.nan, loss=math.nan)
+    push(found, 7, math.nan, loss=math.nan)
+    with pytest.raises(UserError, match="2 steps in a row had a non-finite gradient"):
+        found.poll()
+
+
 def test_a_gradient_of_exactly_zero_ends_a_run_that_trains():
     ended = []
     found = monitor(before_error=lambda: ended.append(1))

@@ -123,17 +123,10 @@ def test_window_is_what_the_ranks_take_in_one_step(kind):
 # Token budgets and length grouping
 
 
-def test_best_fit_keeps_the_budget():
+def test_best_fit_keeps_the_budget_and_takes_the_fullest_bin_that_fits():
     lengths = speech_lengths(6000)
     assert all(0 < lengths[b].sum() <= 2048 for b in best_fit(lengths, np.random.default_rng(0).permutation(6000), 2048))
-
-
-def test_best_fit_takes_the_fullest_bin_that_fits():
-    bins = list(best_fit(np.array([6, 5, 4, 3, 2]), np.arange(5), 10))
-    assert sorted(map(sorted, bins)) == [[0, 2], [1, 3, 4]]
-
-
-def test_a_sample_that_fills_the_budget_fits_and_one_more_token_does_not():
+    assert sorted(map(sorted, best_fit(np.array([6, 5, 4, 3, 2]), np.arange(5), 10))) == [[0, 2], [1, 3, 4]]
     assert list(best_fit(np.array([10, 10]), np.arange(2), 10)) == [[0], [1]]
     with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than the 10"):
         list(best_fit(np.array([10, 11]), np.arange(2), 10))

@@ -115,30 +115,18 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU"))])
 def test_gpu_kernels_take_both_products_as_they_lie(device):
-    """A weight's copies and the rows, each turned in memory or not; on a CPU only that they lie row by row."""
+    """A weight's copies and the rows, each turned in memory or not; on a CPU only that they lie row by row. In one graph."""
     linear = torch.nn.Linear(64, 48).bfloat16().requires_grad_(False)
     x, grad = torch.randn(64, 32).bfloat16(), torch.randn(48, 32).bfloat16()
     expected = [x.t() @ linear.weight.t() + linear.bias, grad.t() @ linear.weight]
     quantized.to_float8([linear.to(device)])
     assert linear.weight.is_contiguous() and linear.turned.is_contiguous() and linear.turned.shape == (64, 48)
     x = x.to(device).requires_grad_()
-    out = linear(x.t())
-    found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
-    for one, other in zip(found, expected, strict=True):
-        assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
-
-
-@pytest.mark.slow
-def test_compiled_in_one_graph():
-    linear = torch.nn.Linear(32, 48).bfloat16().requires_grad_(False)
-    assert quantized.to_float8([linear]) == 1
-    found = []
-    torch._dynamo.reset()
     for call in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
-        x = torch.linspace(-1, 1, 7 * 32).view(7, 32).requires_grad_()
-        call(x).float().square().sum().backward()
-        found.append(x.grad)
-    torch.testing.assert_close(*found, rtol=0.02, atol=1e-3)        # bf16, a few times
+        out = call(x.t())
+        found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
+        for one, other in zip(found, expected, strict=True):
+            assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
 
 
 @pytest.mark.parametrize("trainer, flags", [

@@ -133,7 +133,7 @@ GOOD = '{"step": 1, "train/loss": 2.0}\n'
 
 @pytest.mark.parametrize("name, text, flags, message", [
     ("metrics.jsonl", GOOD + "{oops}\n" + GOOD, [], "metrics.jsonl: 1 lines are not metrics, line 2 first"),
-    ("samples/step-1/a.json", "{", [], "samples/step-1/a.json: not valid JSON at line 1"),
+    ("samples/step-1/a.json", "{", [], "samples/step-1/a.json: is not valid JSON at column 2"),
     ("x/evaluation.json", '{"name": "a"}', [], "x/evaluation.json: has no metrics; see evaluate_tts.py"),
     ("a", "", ["--samples", "nowhere"], "--samples nowhere: no .wav file in it"),
     ("a", "", ["--resume"], "--resume: no such flag")])

@@ -183,7 +183,7 @@ def test_any_split_of_the_rows_gets_the_same_noise():
 
 
 @pytest.mark.parametrize("size,low,high,t", [(16, 0.3, 0.8, 0.35), (4, 0.45, 0.95, 0.6), (7, 1e-3, 0.5, 0.4),
-                                             (5, 0.5, 1.0, 0.99)])
+                                             (5, 0.5, 1.0, 0.99), (8, *FULL, 0.3)])
 def test_clipped_masking_is_the_truncated_binomial(size, low, high, t):
     groups, batch = 4000, make_blocks([[document([size] * 40)] for _ in range(100)], 40 * size, 40 * size)
     draws = blocks.draw(0, "train", 0, groups, 100, 40 * size)
@@ -194,15 +194,6 @@ def test_clipped_masking_is_the_truncated_binomial(size, low, high, t):
     pmf = np.array([math.comb(size, i) * t**i * (1 - t)**(size - i) for i in k]) * inside
     assert chi_square(np.bincount(masked.sum(1), minlength=size + 1), pmf / pmf.sum()) < 0
     assert chi_square(masked.sum(0), np.full(size, 1 / size)) < 0         # any place in the block is as likely
-
-
-def test_unclipped_masking_is_independent_for_every_token():
-    batch = make_blocks([[document([8] * 50)] for _ in range(20)], 400, 400)
-    draws = blocks.draw(0, "train", 0, 1000, 20, 400)
-    masked = blocks.choose_masked(batch, torch.full((1000,), 0.3, dtype=torch.float64), draws, FULL)
-    k = np.arange(9)
-    pmf = np.array([math.comb(8, i) * 0.3**i * 0.7**(8 - i) for i in k])
-    assert chi_square(np.bincount(masked.view(1000, 8).sum(1), minlength=9), pmf) < 0
 
 
 def test_ranges_without_a_count_end_or_are_refused():

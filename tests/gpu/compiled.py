@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from core import dist, kernels
+from core import kernels
 
 SM90 = GPUTarget("cuda", 90, 32)
 H100 = types.SimpleNamespace(
@@ -157,36 +157,8 @@ def report(function, suffix=""):
                       "breaks": sum(counters["graph_break"].values()), "kernels": found}))
 
 
-def modulated_gradients(grad, *norms):
-    """Gradients of two norms in a row, x + norm(x) * (1 + scale) + shift, shifts and scales being parts
-    of one tensor, as in a layer of the DiT. norms: (normalised rows, 1 / deviation, scale) of each.
-    """
-    parts = []
-    for rows, inverse, scale in zip(norms[::3], norms[1::3], norms[2::3]):
-        parts += [grad.sum((0, 1)), (grad * rows).sum((0, 1))]
-        inner = grad * (1 + scale)
-        inner = inner - inner.mean(-1, keepdim=True) - rows * (inner * rows).mean(-1, keepdim=True)
-        grad = grad + inner * inverse
-    return grad, torch.cat(parts)
-
-
-def count_mixed_orders(case, planted=False):
-    """Print how many kernels reduce rows and columns at once (pytorch issue 193061)."""
-    torch._dynamo.reset()
-    SOURCES.clear()
-    dist.compile_layers([])
-    if planted:
-        torch._inductor.config.triton.mix_order_reduction = True
-    with FAKE:
-        x, row, scale = tensor(43, 896, 768), tensor(43, 896, 1), tensor(768)      # 128 problems
-        torch.compile(modulated_gradients)(x, x, row, scale, x, row, scale)
-    print(json.dumps({"case": case, "graphs": len(SOURCES), "mixed": str(SOURCES).count("MixOrder")}))
-
-
 if __name__ == "__main__":
     patch()
-    count_mixed_orders("mixed orders")
-    count_mixed_orders("mixed orders, planted", planted=True)
     for function in ARGUMENTS:
         report(function)
     # the planted fault

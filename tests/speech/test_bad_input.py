@@ -161,7 +161,7 @@ def test_output_that_cannot_be_written(run, tiny, tmp_path):
     (tmp_path / "taken").write_text("a file")
     assert complains(run(name="taken"), f"--output_dir {tmp_path / 'taken'}: cannot be written")
     assert complains(run("--code_cache", tmp_path / "taken"), f"--code_cache {tmp_path / 'taken'}: ",
-                     "cannot be written (Not a directory)")
+                     "cannot be written (File exists)")
 
 
 def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):

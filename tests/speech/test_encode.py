@@ -12,15 +12,15 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
+from core.cli import UserError
 from core.dist import World
 from speech import codes as encode
 from speech.codes import (CodeReader, Encoding, codec_config, codec_fingerprint, decode_audio, decode_file, encode_clip,
-                          ensure_codes, header_frames, plan_codes)
+                          ensure_codes, header_frames, load_codec, plan_codes)
 from speech.conversations import Clip
 from speech.dataset import read_samples
 
-RATES = (8000, 22050, 44100)
-FORMATS = ("wav", "flac", "mp3", "ogg")
+WORLD = World(device=torch.device("cpu"))
 
 
 def sine(hertz, rate, seconds=1.0):
@@ -28,8 +28,6 @@ def sine(hertz, rate, seconds=1.0):
 
 
 def write_audio(path, wave, rate, **options):
-    if path.suffix[1:].upper() not in soundfile.available_formats():
-        pytest.skip(f"this libsndfile cannot write {path.suffix}")
     soundfile.write(path, wave, rate, **options)
     return path
 
@@ -37,7 +35,8 @@ def write_audio(path, wave, rate, **options):
 def fill(clips, codec, cache, num_proc=0):
     """Fill a cache in this process; returns ([codes per clip], folder of the shards)."""
     how = Encoding(codec, cache, 8, num_proc)
-    folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, how)
+    folder, shards, where, _, bad = ensure_codes(WORLD, clips, how)
+    assert not bad
     reader = CodeReader(folder, shards)
     return [reader.codes(*row.tolist()) for row in where], folder
 
@@ -67,8 +66,7 @@ def filled(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def codec(tiny):
-    from transformers import HiggsAudioV2TokenizerModel
-    return HiggsAudioV2TokenizerModel.from_pretrained(tiny.codec).eval()
+    return load_codec(tiny.codec, WORLD.device, 8)[0]
 
 
 def direct(codec, wave):
@@ -77,9 +75,8 @@ def direct(codec, wave):
         return codec.encode(torch.from_numpy(wave)[None, None], bandwidth=2).audio_codes[0].T.numpy()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("kind", ["wav", "flac", "mp3", "ogg"])
+@pytest.mark.parametrize("rate, channels", [(8000, 1), (22050, 2), (44100, 1), (44100, 2)])
 def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels):
     wave = sine(440, rate) + 0.05 * np.random.default_rng(0).standard_normal(rate)
     path = write_audio(tmp_path / f"a.{kind}", wave if channels == 1 else np.stack([wave, 0.3 * wave[::-1]], 1), rate)
@@ -92,12 +89,11 @@ def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels
     assert decoded.dtype == np.float32 and decoded.ndim == 1 and decoded.flags.c_contiguous
     assert len(decoded) == len(expected) and abs(len(decoded) - 24000 * len(mono) / rate) <= 1
     assert 24000 <= len(decoded) <= 26000                           # mp3 and ogg may pad
-    assert np.isfinite(decoded).all() and np.abs(decoded - expected).max() < 1e-5
-    assert len(digest) == 64
+    assert np.abs(decoded - expected).max() < 1e-5 and len(digest) == 64
 
 
 @pytest.mark.parametrize("content, cut, said", [
-    (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised[)]; wav, flac, mp3 and ogg are read; convert others: ffmpeg -i a.wav a.flac"),
+    (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised[)]; wav, flac, mp3 and ogg are read; convert others: ffmpeg -i FILE NEW.flac"),
     (np.zeros(900), (None, None), "is too short: 0.037 s; a clip needs 0.04 s"),
     (np.array([0.1, np.nan] * 4800), (None, None), "not finite"),
     (np.zeros(24000), (1.5, None), "is too short: 0.000 s from offset 1.5 s"),
@@ -108,7 +104,7 @@ def test_what_cannot_be_decoded_says_why(tmp_path, content, cut, said):
     path = tmp_path / "a.wav"
     if isinstance(content, bytes):
         path.write_bytes(content)
-    elif content is not None:
+    else:
         soundfile.write(path, content, 24000, subtype="FLOAT")
     with pytest.raises(ValueError, match=said.replace(".", r"\.")):
         decode_audio(str(path), [cut])
@@ -119,9 +115,9 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
     path = str(write_audio(tmp_path / "a.wav", np.tile(sine(40, 1000), 601), 1000))
     config, _ = codec_config(tiny.codec, 8)
     for cut in ((None, None), (0.5, None)):
-        with pytest.raises(ValueError, match="lasts 10.0 minutes, of which at most 10.0 are decoded: cut it"):
+        with pytest.raises(ValueError, match="lasts 10.0 minutes.*; at most 10 are decoded: cut it"):
             decode_audio(path, [cut])
-        with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
+        with pytest.raises(ValueError, match="at most 10 are decoded"):
             header_frames(Clip(path, *cut), config, 8)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
     monkeypatch.setattr("speech.codes.PIECE", 1 << 12)
@@ -222,22 +218,17 @@ def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec):
 
 
 @pytest.mark.parametrize("damage", ["one bit of the codes", "cut in the data"])
-def test_a_damaged_shard_is_set_aside_and_its_clips_are_encoded_again(filled, tiny, tmp_path, capfd, damage):
+def test_a_damaged_shard_is_named_and_without_it_its_clips_are_encoded_again(filled, tiny, tmp_path, damage):
     shutil.copytree(filled[0], tmp_path / "codes")
     shard = next((tmp_path / "codes").glob("*/codes-*.safetensors"))
     data, clips = bytearray(shard.read_bytes()), clips_of(tiny)[:2]
-    place = {"one bit of the codes": load_file(shard)["codes"][3:4], "one bit of the keys": load_file(shard)["keys"][1]}
-    if damage in place:
-        data[bytes(data).index(place[damage].tobytes())] ^= 4
-    shard.write_bytes({"cut in the data": data[:-100], "empty": b""}.get(damage, data))
+    data[bytes(data).index(load_file(shard)["codes"][3:4].tobytes())] ^= 4
+    shard.write_bytes(data[:-100] if damage == "cut in the data" else data)
+    with pytest.raises(UserError, match=f"{shard}: is damaged .*; delete it and start again"):
+        fill(clips, tiny.codec, tmp_path / "codes")
+    shard.unlink()
     codes, folder = fill(clips, tiny.codec, tmp_path / "codes")
-    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips))
-    said = capfd.readouterr().out
-    assert f"{shard} is damaged (" in said and "shards of the code cache, now set aside: 1; clips to encode: 2" in said
-    kept, = folder.glob("*.damaged-*")
-    assert kept.name.startswith(shard.name) and not shard.exists() and len(encoded(folder)) == 2
-    fill(clips, tiny.codec, tmp_path / "codes")
-    assert capfd.readouterr().out == ""
+    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips)) and len(encoded(folder)) == 2
 
 
 def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_path):
@@ -248,13 +239,11 @@ def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_pat
     said = {1: f"{path}: is silent: every sample from offset 1.2 s is 0",
             3: f"{path}: is too short: 0.000 s from offset 9.0 s; a clip needs 0.04 s"}
     for num_proc in (0, 2):
-        bad = {}
         how = Encoding(tiny.codec, tmp_path / "codes", 8, num_proc)
-        folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, how, bad)
+        folder, shards, where, _, bad = ensure_codes(WORLD, clips, how)
         assert bad == said and where[[1, 3], :3].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
         assert (CodeReader(folder, shards).codes(*where[2].tolist()) == filled[2][good.path]).all()
-    bad = {}        # headers tell of lengths alone
-    _, _, planned = plan_codes(clips, how, bad)
+    _, _, planned, _, bad = plan_codes(clips, how)      # headers tell of lengths alone
     assert list(bad) == [3] and bad[3] == said[3] and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 13
 
 
@@ -275,22 +264,22 @@ def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*given)
     encode.encode_clip = encode_one
-    ensure_codes(World(device=torch.device("cpu")), [Clip(path) for path in paths], Encoding(codec, cache, 8))
+    ensure_codes(WORLD, [Clip(path) for path in paths], Encoding(codec, cache, 8))
 
 
 def start_fills(pool, tiny, tmp_path, runs, *options):
-    """(statuses, output) of runs that fill tmp_path/codes at the same time."""
-    paths = [clip.path for clip in clips_of(tiny)]
-    return pool.run(runs, f"{__name__}.fill_in_a_rank", str(tiny.codec), str(tmp_path / "codes"), paths, *options)
+    """(statuses, output) of runs that fill tmp_path/codes at the same time, and the folder of its shards."""
+    paths, cache = [clip.path for clip in clips_of(tiny)], tmp_path / "codes"
+    statuses, output = pool.run(runs, f"{__name__}.fill_in_a_rank", str(tiny.codec), str(cache), paths, *options)
+    return statuses, output, cache / codec_fingerprint(tiny.codec)
 
 
 @pytest.mark.slow
 @pytest.mark.race
 def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, pool, tiny, tmp_path):
-    statuses, output = start_fills(pool, tiny, tmp_path, 2, 5)
+    statuses, output, folder = start_fills(pool, tiny, tmp_path, 2, 5)
     assert statuses == [0, 0], output
     assert output.count("another run is using") <= 1        # 0: the other had not begun yet, or had ended
-    folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
     assert len(encoded(folder)) == len(set(encoded(folder))) == 24
     codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
     assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips_of(tiny)))
@@ -300,9 +289,8 @@ def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, pool, tiny, t
 @pytest.mark.slow
 @pytest.mark.race
 def test_a_killed_run_leaves_a_usable_cache(filled, pool, tiny, tmp_path):
-    statuses, output = start_fills(pool, tiny, tmp_path, 1, 2, 2)
+    statuses, output, folder = start_fills(pool, tiny, tmp_path, 1, 2, 2)
     assert statuses == [-signal.SIGKILL], output
-    folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
     before = encoded(folder)
     assert 4 <= len(before) < 24
     codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")

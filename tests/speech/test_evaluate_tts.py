@@ -183,7 +183,7 @@ def said(capsys, *args):
 
 
 @pytest.mark.parametrize("name, content, said_of", [
-    ("0001.json", "{", "0001.json: not valid JSON"), ("0001.wav", "no audio", "0001.wav: cannot be read as audio"),
+    ("0001.json", "{", "0001.json: is not valid JSON"), ("0001.wav", "no audio", "0001.wav: cannot be read as audio"),
     ("0001.json", '{"target_audio": "gone.wav"}', '0001.json: "target_audio" gone.wav is not there')])
 def test_bad_samples_are_one_line(waves, tmp_path, capsys, name, content, said_of):
     folder = write(tmp_path / "a", waves[:2])

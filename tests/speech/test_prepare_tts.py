@@ -15,8 +15,7 @@ from data import make_loader, make_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.codes import Encoding
-from speech.dataset import Table, split_samples, usable_samples
-from speech.dataset import Reading, Sources
+from speech.dataset import Reading, Sources, Table, split_samples, usable_samples
 from tests.helpers.trainer import speech_main
 
 WORLD = World(device=torch.device("cpu"))
@@ -37,10 +36,10 @@ def written(path, rows):
     return path
 
 
-def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None):
+def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, reading=None, cache=None):
     """The report of prepare() in this process."""
     out.mkdir(exist_ok=True)
-    sources = Sources([(source, weight)], held_out, reading or Reading(), drop=drop)
+    sources = Sources([(source, 1.0)], held_out, reading or Reading(), drop=drop)
     encoding = Encoding(tiny.codec, cache or out / "codes", ids.num_codebooks, wait_limit_s=60)
     return prepare_tts.prepare(WORLD, tokenizer, ids, sources, encoding, out, 0.32, 60.0)
 

@@ -183,9 +183,9 @@ def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
     with pytest.raises(ValueError, match=why):
         check_codes(read_codes(str(tmp_path / "a.npy"))[1], offset, 8, 1024)
     clips = [Clip(str(tmp_path / "a.npy"), offset, offset), *[Clip(str(tmp_path / "a.npy"))] * bool(offset)]
-    planned, bad, how = {}, {}, Encoding(VOICE / "codec", tmp_path / "cache", 8)
-    plan_codes(clips, how, planned)         # a dry run says no more, and no less
-    ensure_codes(WORLD, clips, how, bad)
+    how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
+    planned = plan_codes(clips, how)[-1]        # a dry run says no more, and no less
+    bad = ensure_codes(WORLD, clips, how)[-1]
     assert list(bad) == [0] and why in bad[0] and "a.npy" in bad[0] and planned == bad
 
 
@@ -241,7 +241,7 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
     how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
     assert not problems and [len(builder.clips_of(i)) for i in range(3)] == [1, 2, 1]
     assert plan_codes(clips, how)[2][:, 2].tolist() == [9, 10, 10, 11]
-    folder, shards, where = ensure_codes(WORLD, clips, how)
+    folder, shards, where, *_ = ensure_codes(WORLD, clips, how)
     reader = CodeReader(folder, shards)
     for i, prompt in enumerate(prompts):
         *_, answer = codes = [reader.codes(*where[clip].tolist()) for clip in builder.clips_of(i)]
