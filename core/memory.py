@@ -384,8 +384,9 @@ def choose(args, world, ranks, setups, memory_of):
 
 def earlier_choice(args, ranks):
     """FLAGS of the newest readable checkpoint of --resume, where none is named, or {}."""
+    folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
     earlier = {}
-    for folder in checkpoint.list_candidates(args.output_dir, args.resume):
+    for folder in folders if args.resume in ("auto", "none") else [Path(args.resume)]:
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
