@@ -143,7 +143,7 @@ from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import conversations, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
+from speech.labels import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)

@@ -10,8 +10,7 @@ from core.packing import PackOrder
 from speech import v2, weights
 from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
-from speech.labels import PackedBatch
-from speech.loss import step_work
+from speech.labels import PackedBatch, step_work
 
 SHARE = {True: 0.70, False: 0.72}   # {LoRA: share of the matrix rate that a step reaches by count}
 

@@ -13,33 +13,15 @@ from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, 
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 
-B, E, _ = 900, 901, IGNORE
+E, _ = 901, IGNORE
 A0, A1, A2, B0, B1, B2, C0, C1, C2, D0, D1, D2 = range(12)
 CODES = np.array([[A0, B0, C0, D0], [A1, B1, C1, D1], [A2, B2, C2, D2]])        # 3 frames of 4 codebooks
 
 
 def test_golden_labels():
-    assert delay_labels(CODES, E).tolist() == [[_, _, _, _], [A0, _, _, _], [A1, B0, _, _], [A2, B1, C0, _], [E, B2, C1,
-                                                                                                              D0], [_,
-                                                                                                                    E,
-                                                                                                                    C2,
-                                                                                                                    D1],
-                                               [_, _, E, D2], [_, _, _, E]]
-
-
-@pytest.mark.parametrize("frames", [1, 2, 7, 8, 9, 250])
-def test_eight_codebooks(frames):
-    codes = np.random.default_rng(frames).integers(0, 1024, (frames, BOOKS)).astype(np.int16)
-    rows, labels = delay_rows(codes, BOS, EOS), delay_labels(codes, EOS)
-    assert rows.shape == labels.shape == (frames + 9, BOOKS) and rows.dtype == labels.dtype == np.int64
-    assert (rows[0] == BOS).all() and (rows[-1] == EOS).all() and (labels[0] == IGNORE).all()
-    assert (labels != BOS).all()
-    for k in range(BOOKS):
-        assert (labels[:, k] != IGNORE).sum() == frames + 1
-        assert np.flatnonzero(labels[:, k] == EOS).tolist() == [frames + 1 + k]
-        assert labels[k + 1:k + 1 + frames, k].tolist() == codes[:, k].tolist()
-    trained = labels != IGNORE
-    assert (rows[trained] == labels[trained]).all()             # a label is the input of its own row
+    assert delay_labels(CODES, E).tolist() == [
+        [_, _, _, _], [A0, _, _, _], [A1, B0, _, _], [A2, B1, C0, _],
+        [E, B2, C1, D0], [_, E, C2, D1], [_, _, E, D2], [_, _, _, E]]
 
 
 @pytest.mark.parametrize("frames", [1, 8, 30])
@@ -165,8 +147,6 @@ def labelled_words(sample, tokenizer, ids):
 def test_three_text_labels_of_a_speech_sample(zero_shot, tokenizer, ids):
     spoken = ["<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>", "<|eot_id|>"]
     assert labelled_words(zero_shot, tokenizer, ids) == spoken          # the clip's place becomes rows of codes
-    tokens, labelled = stream(zero_shot, tokenizer, ids)
-    assert labelled[-4:] == [True] * 4
     for t in zero_shot.turns:
         t.trained = t.role == "assistant"
     assert labelled_words(zero_shot, tokenizer, ids) == spoken * 2
@@ -176,8 +156,6 @@ def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_tu
     sample = Sample("s", [SYSTEM, user("Speak"), speaker("Wait", trained=True), speaker("Now ", TARGET, " done")])
     text = "".join(p if isinstance(p, str) else "<|AUDIO_OUT|>" for p, on in conversation_pieces(sample) if on)
     assert text == "Wait<|eom_id|>Now <|audio_out_bos|><|AUDIO_OUT|><|audio_eos|> done<|eot_id|>"
-    tokens, labelled = stream(sample, tokenizer, ids)
-    assert tokenizer.decode([t for t, on in zip(tokens, labelled) if on]) == text
     untrained = Sample("s", [SYSTEM, user("Speak"), speaker("Wait", trained=False), speaker(TARGET)])
     assert labelled_words(untrained, tokenizer, ids) == ["<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>",
                                                          "<|eot_id|>"]
