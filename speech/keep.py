@@ -20,7 +20,7 @@ from core.watchdog import Stopped, stop_requested
 from speech import speak, weights
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
-from speech.labels import IGNORE, TokenIds, total_loss
+from speech.labels import total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # that a row's speech may take
@@ -48,21 +48,6 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     return Keeper(prompts, settings, ids, args, digest.hexdigest()[:16])
 
 
-def with_speech(prompt, codes, ids):
-    """labels.assemble of a prompt and the (T, K) codes after it, which are trained."""
-    place, trained = np.array([ids.audio_placeholder_id]), np.array([True])
-    spoken = ids.assemble(place, trained, [codes])
-    sample = {"input_ids": np.concatenate([prompt.tokens, spoken["input_ids"]]),
-              "is_audio": np.concatenate([prompt.is_audio, spoken["is_audio"]]),
-              "audio_ids": np.concatenate([prompt.audio_ids, spoken["audio_ids"]])}
-    sample["text_labels"] = np.full(len(sample["input_ids"]), IGNORE)
-    if isinstance(ids, TokenIds):
-        untrained = np.full_like(prompt.audio_ids, IGNORE)
-        return {**sample, "audio_labels": np.concatenate([untrained, spoken["audio_labels"]])}
-    return {**sample, "audio_at": spoken["audio_at"] + len(prompt.tokens),
-            "audio_targets": spoken["audio_targets"]}
-
-
 @dataclass
 class Keeper:
     """Rows that the base has spoken, and when they come. settings: of speak.sampling."""
@@ -72,7 +57,7 @@ class Keeper:
     args: object            # the trainer's flags
     # of the rows, their references and the seed; then of the base, on rank 0
     fingerprint: str
-    samples: list = field(default_factory=list)     # of with_speech
+    samples: list = field(default_factory=list)     # of labels.assemble
 
     def fingerprint_with(self, base):
         """Text that a resumed run must share; base: the base model's fingerprint. On rank 0."""
@@ -96,8 +81,12 @@ class Keeper:
         require(len(found) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended "
                 f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack: it cannot "
                 "speak them, so there is nothing to keep")
-        self.samples = [{**with_speech(prompt, spoken.astype(np.int64), self.ids), "number": i}
-                        for i, (prompt, spoken) in enumerate(found)]
+        self.samples = []
+        for i, (prompt, spoken) in enumerate(found):        # that speech alone is trained
+            tokens, codes_before = prompt.parts
+            tokens = np.append(tokens, self.ids.audio_placeholder_id)
+            self.samples.append({"number": i, **self.ids.assemble(
+                tokens, np.arange(len(tokens)) == len(tokens) - 1, [*codes_before, spoken])})
         self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in found])
         self.order = PackOrder(np.array([len(sample["input_ids"]) for sample in self.samples]),
                                seed=self.args.seed, tokens_per_pack=self.args.max_tokens_per_batch,

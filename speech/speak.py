@@ -58,6 +58,7 @@ class Prompt:
     is_audio: np.ndarray    # (n,) bool, where those are among the tokens
     references: list        # those clips, as far as they are recordings
     target: Clip | None     # the true recording, where the file has one
+    parts: tuple = ()       # (t,) int64 tokens of which a clip is one, [codes (T, 8) of each clip]
 
 
 def read_prompts(path, normalize):
@@ -181,14 +182,16 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
-        row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[clip] for clip in before])
+        heard_in = [codes[clip] for clip in before]
+        row = ids.assemble(tokens, np.zeros(len(tokens), bool), heard_in)
         if (size := len(row["input_ids"])) > room:
             problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
                             f"{max(0, room)} besides the speech to come: shorten it, or allow "
                             "fewer seconds of speech")
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
-            row["is_audio"], [clip for clip in before if not holds_codes(clip.path)], target))
+            row["is_audio"], [clip for clip in before if not holds_codes(clip.path)], target,
+            (tokens, heard_in)))
     require(not problems, problem_text(problems))
     return prompts
 

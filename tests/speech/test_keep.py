@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import lora
 from core import checkpoint
 from data import collate
-from speech import keep, speak, v2
+from speech import keep, v2
 from speech.labels import IGNORE, audio_targets
 from speech.weights import native_config
 from tests.helpers import spoken
@@ -76,22 +76,6 @@ def test_divergence_equals_a_plain_loop(model, data):
     for name in reached:
         torch.testing.assert_close(gradients[name] / cells, dict(net.named_parameters())[name].grad / cells,
                                    rtol=1e-4, atol=1e-6)
-
-
-def test_speech_behind_a_prompt_is_what_training_would_see(tiny, data):
-    """A prompt and codes give the sample that the trainer makes of the same conversation, the text labels aside."""
-    ids, samples = data
-    whole = samples[3]      # cloning: a clip in the prompt
-    rows = len(spoken.codes_of(spoken.clip("target", 11))) + 9
-    stop = int(np.flatnonzero(whole["is_audio"])[-1]) + 1
-    before = stop - rows
-    prompt = speak.Prompt("0", "", "", whole["input_ids"][:before], whole["audio_ids"][:-rows],
-                             whole["is_audio"][:before], [], None)
-    made = keep.with_speech(prompt, spoken.codes_of(spoken.clip("target", 11)).astype(np.int64), ids)
-    for name in ("audio_ids", "audio_labels"):
-        assert np.array_equal(made[name], whole[name]), name
-    for name in ("input_ids", "is_audio"):
-        assert np.array_equal(made[name], whole[name][:stop]), name
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Token stream, delay pattern and labels, against literal pictures, transformers, and the native template."""
+"""Token stream, delay pattern and labels, against literal pictures, transformers, and the native template; the loss."""
 import json
 from types import SimpleNamespace
 
@@ -9,7 +9,8 @@ import torch
 from speech.dataset import TableBuilder
 from speech.conversations import Sample
 from speech.dataset import read_samples
-from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
+from speech.labels import (IGNORE, TokenIds, audio_targets, conversation_pieces, decays, delay_labels, delay_rows,
+                           flops_per_pack, total_loss)
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 
@@ -144,14 +145,6 @@ def labelled_words(sample, tokenizer, ids):
     return [t for t, on in zip(tokenizer.convert_ids_to_tokens(tokens), labelled) if on]
 
 
-def test_three_text_labels_of_a_speech_sample(zero_shot, tokenizer, ids):
-    spoken = ["<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>", "<|eot_id|>"]
-    assert labelled_words(zero_shot, tokenizer, ids) == spoken          # the clip's place becomes rows of codes
-    for t in zero_shot.turns:
-        t.trained = t.role == "assistant"
-    assert labelled_words(zero_shot, tokenizer, ids) == spoken * 2
-
-
 def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_turn(tokenizer, ids):
     sample = Sample("s", [SYSTEM, user("Speak"), speaker("Wait", trained=True), speaker("Now ", TARGET, " done")])
     text = "".join(p if isinstance(p, str) else "<|AUDIO_OUT|>" for p, on in conversation_pieces(sample) if on)
@@ -160,3 +153,34 @@ def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_tu
     assert labelled_words(untrained, tokenizer, ids) == ["<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>",
                                                          "<|eot_id|>"]
     assert "<|eom_id|>" in tokenizer.decode(stream(untrained, tokenizer, ids)[0])
+
+
+@pytest.mark.parametrize("weight, wanted", [(1.0, 6 / 12 + 8 / 4), (0.25, 6 / 12 + 0.25 * 8 / 4), (0.0, 6 / 12)])
+def test_the_loss_is_a_mean_over_global_counts(weight, wanted):
+    audio = torch.tensor([1.0, 2.0, 3.0])
+    assert total_loss(audio, 12, torch.tensor(8.0), 4, weight).item() == pytest.approx(wanted)
+
+
+def test_one_target_counts_once():
+    """Of text or of audio: the limit that keeps an empty count from dividing by zero is 1."""
+    assert total_loss(torch.tensor([3.0]), 1, torch.tensor(8.0), 1, 1.0).item() == 11
+
+
+def test_a_batch_without_targets_has_no_loss():
+    assert total_loss(torch.zeros(8), 0, torch.tensor(0.0), 0, 1.0).item() == 0
+
+
+def test_matrices_decay_but_no_norms_and_no_embeddings():
+    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
+    assert decays("layers.0.q_proj.weight", matrix) and not decays("layers.0.norm.weight", vector)
+    assert not decays("embed_tokens.weight", matrix)
+
+
+def test_flops_of_a_pack():
+    """2 per weight and row forward, as many for the input's gradient and, where trained, for its own."""
+    config = SimpleNamespace(hidden_size=8, head_dim=4, num_attention_heads=2, num_key_value_heads=1,
+                             intermediate_size=16, num_hidden_layers=3, codebook_size=10, vocab_size=20)
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
+    rows, pairs = 5 * 3 * layer + 7 * 8 * 10 + 2 * 8 * 20, 15
+    assert flops_per_pack(config, 5, 7, 2, pairs, True) == 4 * rows + 12 * 8 * pairs * 3
+    assert flops_per_pack(config, 5, 7, 2, pairs, False) == 6 * rows + 12 * 8 * pairs * 3
