@@ -124,6 +124,7 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     for table in found.values():
         assert table.tokens.tolist() == found["plain.jsonl"].tokens.tolist() and len(table) == 7
         assert table.trained.tolist() == found["plain.jsonl"].trained.tolist()
+        assert table.asked.tolist() == found["plain.jsonl"].asked.tolist()
     assert found["rows.parquet"].keys.tolist() == list(range(7))
     for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
         parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
