@@ -5,7 +5,7 @@
     python lora.py export --model_path full/checkpoint-500 --output_dir served
 
 merge folds an adapter into its base and writes a native checkpoint; export writes the layout that
-other code serves, of an adapter or of a full fine-tuning (speech/export.py). Adapter files are
+other code serves, of an adapter or of a full fine-tuning (speech/weights.py). Adapter files are
 PEFT's own format.
 """
 from core import cli
@@ -72,8 +72,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
 if __name__ == "__main__":
     dist.single_process()
-    from speech.export import export
-    lines = export(args.model_path, args.output_dir, args.format, args.dtype,
+    lines = weights.export(args.model_path, args.output_dir, args.format, args.dtype,
                    int(args.max_shard_gb * 1e9), args.adapter, args.audio_tokenizer_path,
                    args.base_dtype)
     print(f"checkpoint: {args.output_dir}", *lines, sep="\n  ")

@@ -80,7 +80,6 @@ flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
 # speed and memory
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
 flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
-flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
 flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
      "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
@@ -143,7 +142,7 @@ from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import conversations, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
+from speech.labels import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed import HashStore
 
 from core import dist, json_files, optim, tensor_io
 from core.cli import UserError, notice, printable, require
@@ -128,148 +129,100 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
             f"{output_dir}: is there already and not empty; give another name or move it away")
-    # in the same folder, so that both are on one disk and a renaming is enough
-    building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
+    # in the same folder, so that both are on one disk and a renaming is enough; the same name each
+    # time, so that the lock keeps two processes apart and the next one clears what a kill has left
+    building = final.with_name(f".{final.name}.new-{hashlib.md5(final.name.encode()).hexdigest()}")
     try:
-        for left in final.parent.glob(".*.new-*"):      # by a killed process
-            if re.fullmatch(rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}", left.name):
-                # gone since it was listed: its process has ended well
-                with contextlib.suppress(FileNotFoundError), lock_folder(left, flag):
-                    shutil.rmtree(left)
-                    print(f"removed {left}, which a killed process has left", flush=True)
-        building.mkdir(parents=True)
+        building.mkdir(parents=True, exist_ok=True)
         with lock_folder(building, flag) as lock:
-            free = shutil.disk_usage(building).free     # before hours of work, not after
-            require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
-                                  f"{free / 1e9:.1f} GB are free there")
-            yield building
-            for path in [*building.iterdir(), building]:
-                fsync(path)
-            # still locked, or another process may remove it
-            os.rename(building, final)
-        (final / lock.path.name).unlink()
-        fsync(final.parent)
+            try:
+                remove_named(building, rf"(?!{lock.name.name}$).*")
+                free = shutil.disk_usage(building).free     # before hours of work, not after
+                require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be "
+                                      f"written, {free / 1e9:.1f} GB are free there")
+                yield building
+                for path in [*building.iterdir(), building]:
+                    fsync(path)
+                os.rename(building, final)      # still locked
+                (final / lock.name.name).unlink()
+                fsync(final.parent)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
     except Exception as error:      # tokenizers raise nothing else for a full disk
         if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
             raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
         raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
 # ---- One process at a time owns a folder: an output folder, a code cache in the making, a journal.
-# It holds an exclusive flock on FOLDER/NAME.lock, which the kernel drops when the process ends. The
-# file names the owner, and stays.
+# It holds an flock on FOLDER/NAME.lock, which the kernel drops when the process ends. The file has
+# the owner's name, and stays.
 
 WAIT_S = 3              # a run that is restarted at once waits for ranks that are about to end
 LEASE_S = 120           # a file server keeps the locks of a node that is gone for about 90 s
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
-_held = {}              # {path of a lock: file descriptor} of this process
-
-
-class RunLock(contextlib.AbstractContextManager):
-    """This process's hold on a folder. Ends with release(), a `with`, or the process."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def release(self):
-        if self.path in _held:
-            os.close(_held.pop(self.path))
-
-    def __exit__(self, *error):
-        self.release()
+_held = {}              # {path of a lock: its open file} of this process
+# else a lock would last as long as any child
+os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.values()])
 
 
 def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
-    """Own a folder from now on -> RunLock. UserError, naming the flag, when another process owns it
-    after wait_s seconds (None: a few, and longer in a job that Slurm queued again, which may have
-    lost its node); OSError when it cannot be written. waiting: called meanwhile; it may raise.
+    """Own a folder until the file that is returned is closed, or the process ends.
+
+    UserError, naming the flag, when another process owns it after wait_s seconds (None: a few, and
+    longer in a job that Slurm queued again, which may have lost its node); OSError when it cannot
+    be written. waiting: called meanwhile; it may raise.
     """
     path = Path(folder) / f"{name}.lock"
-    RunLock(path).release()         # of an earlier run of this process
+    if path in _held:       # by an earlier run of this process
+        _held[path].close()
     if wait_s is None:
         wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
-    notified, end = False, time.monotonic() + wait_s
-    while (fd := try_lock(path)) is None:
-        left, owner = end - time.monotonic(), owner_of(path)
-        require(left > 0, f"{flag} {folder}: another run is using it ({owner}); end that one, or "
-                          f"give another {flag}")
-        if left > WAIT_S and not notified:
+    end = time.monotonic() + wait_s
+    while (lock := try_lock(path)) is None:
+        owner = f"see {path}"
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            owner = printable(file.read(500).decode(errors="replace").strip())
+        require(time.monotonic() < end, f"{flag} {folder}: another run is using it ({owner}); end "
+                                        f"that one, or give another {flag}")
+        if wait_s > WAIT_S:
             print(f"waiting    another run is using {folder} ({owner})", flush=True)
-            notified = True
+            wait_s = 0      # it is announced once
         waiting()
         time.sleep(0.2)
+    _held[path] = lock
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    owner = f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode()
     with contextlib.suppress(OSError):      # another user's file: may be locked, but not written
-        os.fchmod(fd, os.stat(path.parent).st_mode & 0o666)     # who may use the folder may lock it
-        os.ftruncate(fd, os.pwrite(fd, owner, 0))
-    _held[path] = fd
-    return RunLock(path)
+        lock.truncate(0)
+        lock.write(f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode())
+        os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
+    return lock
 
 
 def try_lock(path):
-    """Descriptor of the locked file, which is made if need be; None: another process has it."""
-    fd = open_lock(path, os.O_RDWR | os.O_CREAT)
+    """The open file, locked, which is made if need be; None: another process has it."""
+    # to open a pipe could hang
+    require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
+            f"{path}: is not a file; move it away, a run locks a file of this name")
+    # another user's file may be locked all the same
+    lock = io.FileIO(path, "a" if os.access(path, os.W_OK) or not os.path.exists(path) else "r")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
-            return fd
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+            return lock
     except (BlockingIOError, FileNotFoundError):        # the latter: removed since it was opened
         pass
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         notice(f"{path}: this file system has no locks: start no second run in that folder")
-        return fd
-    os.close(fd)
+        return lock
+    lock.close()
     return None
 
 
-def open_lock(path, how=os.O_RDONLY):
-    """Descriptor of a lock's file. Raises OSError, and UserError where its name is not a file's."""
-    flags = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW        # to open a pipe could hang
-    wrong = UserError(f"{path}: is not a file; move it away, a run locks a file of this name")
-    try:
-        fd = os.open(path, flags | how, 0o666)
-    except PermissionError:     # another user's file, which may be locked all the same
-        if not os.path.lexists(path):
-            raise
-        fd = os.open(path, flags | os.O_RDONLY)
-    except OSError as error:
-        raise wrong if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO) else error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise wrong
-    return fd
-
-
-def owner_of(path):
-    """Host, process and start of a lock's owner, in words."""
-    with contextlib.suppress(OSError), open(open_lock(path), "rb") as file:
-        return printable(file.read(500).decode(errors="replace").strip())
-    return f"see {path}"
-
-
-def _forget():
-    for fd in _held.values():
-        os.close(fd)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget)     # else the lock would last as long as any child
-
-
 # ---- The checkpoints of a run
-
-
-def pickled(value):
-    """Bytes of a value that torch.load reads."""
-    buffer = io.BytesIO()       # torch's writer of files has one error for all that a disk does
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 class CheckpointManager:
@@ -279,9 +232,9 @@ class CheckpointManager:
         """On every rank. keep: how many of the newest stay besides the best, 0 = all."""
         self.world, self.output_dir = world, Path(output_dir)
         self.keep, self.timeout_s = keep, timeout_s
-        self.thread, self.error = None, None        # of the write under way, or the last one
-        self.share_written = threading.Event()
-        self.saves = 0      # in the keys by which ranks report in the store, alike on every rank
+        self.thread = self.error = None         # of the write under way, or the last one
+        # a call that waits holds a store for all other threads
+        self.store = world.store.clone() if world.store is not None else HashStore()
         # in the folder's name: ranks of an earlier run that still run never write into this one
         self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
 
@@ -289,39 +242,39 @@ class CheckpointManager:
              split=lambda name, tensor: {name: tensor}):
         """Copy everything off the device and start writing checkpoint-STEP. On every rank.
 
-        weights: {name: parameter}, plain or sharded, saved as STEM.safetensors under these names
-        (split: see tensor_io.stage); name them after dist.reshard(model), or FSDP2's are the
-        gathered ones. save_config(folder): writes the small files there, on rank 0, at once.
-        state: JSON-able dict for trainer_state/state.json; rank 0's counts. Rotation keeps the
-        checkpoint of its "best_step". files: {relative path: write(path)} of more files.
+        weights: {name: parameter}, plain or sharded, for STEM.safetensors (split: as in
+        tensor_io.stage); named after dist.reshard(model), or FSDP2's are the gathered ones.
+        save_config(folder): writes the small files, on rank 0, at once. state: JSON-able dict for
+        trainer_state/state.json; rank 0's counts. Rotation keeps the checkpoint of its "best_step".
+        files: {relative path: write(path)} of more files.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
         building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
-        if self.world.is_main:
-            remove_named(self.output_dir, UNFINISHED)
+
+        def begin():
             try:
+                remove_named(self.output_dir, UNFINISHED)
                 building.mkdir(parents=True)
                 save_config(building)
-                configs = os.listdir(building)
-                (building / STATE).mkdir()
-            except Exception as error:      # of the tokenizers' own kind, too
+                return os.listdir(building)
+            except Exception as error:      # of the tokenizers' kind, too
                 raise self.failure(step, error)
-        dist.barrier(self.world)
+
+        configs = dist.rank0(self.world, begin)
         dist.reshard(model)
         rng = {"torch": torch.get_rng_state()}      # nothing else draws numbers in training
         if self.world.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        rng = dist.all_gather(self.world, pickled(rng))
+        states = io.BytesIO()       # torch's writer of files has one error for all that a disk does
+        torch.save(dist.all_gather(self.world, rng), states)
         share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
         moments = optim.state_tensors(optimizer, model.named_parameters())
         share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
         if self.world.is_main:
-            rng, text = pickled(rng), json.dumps(state, indent=1)
-            share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(rng),
+            text = json.dumps(state, indent=1)
+            share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(states.getvalue()),
                       f"{STATE}/state.json": lambda path: path.write_text(text),
                       **dict.fromkeys(configs, lambda path: None)}        # are there already
-        self.saves += 1
-        self.share_written.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way
         self.thread = threading.Thread(
             target=self._write, args=(step, building, share, state.get("best_step")))
@@ -329,16 +282,12 @@ class CheckpointManager:
 
     def wait(self):
         """Wait for the write under way; raises its error. On every rank."""
-        if self.thread is not None:
-            self.share_written.wait()
-            # breaks when a rank died before its share was written; the thread would wait on
-            dist.barrier(self.world)
-
-        def join():
-            if self.thread is not None:
-                self.thread.join()
-            self.check()
-        dist.rank0(self.world, join)
+        if self.thread is None:
+            return
+        if not self.world.is_main:
+            self.thread.join()      # this rank's share is written
+        dist.barrier(self.world)    # breaks when a rank has died before; rank 0's thread waits on
+        dist.rank0(self.world, lambda: self.thread.join() or self.check())
 
     def check(self):
         """Raise UserError when the last write failed; rank 0 knows of every rank's. Cheap."""
@@ -352,38 +301,29 @@ class CheckpointManager:
 
     def _write(self, step, building, share, best_step):
         """The thread: write this rank's share, report to rank 0, which then completes the whole."""
-        rank, store = self.world.rank, self.world.store
         try:
-            try:
-                report = write_files(building, share), None
-            except Exception as error:      # rank 0 would wait for this share otherwise
-                report = {}, str(error)
-            writers = tensor_io.writers(self.world.size)
-            keys = [f"checkpoint/{self.saves}/{writer}" for writer in writers]
-            try:    # through the store: a collective of this thread would mix with training's
-                if store is not None and rank in writers:
-                    store.set(f"checkpoint/{self.saves}/{rank}", json.dumps(report))
-            finally:
-                self.share_written.set()
-            if not self.world.is_main:
-                return
-            reports = [report]
-            if store is not None:
-                store = store.clone()       # a call that waits holds one for all other threads
-                store.wait(keys, timedelta(seconds=self.timeout_s))
-                reports = [json.loads(store.get(key)) for key in keys]
-            if errors := [f"rank {writer}: {why}" for writer, (_, why) in zip(writers, reports)
-                          if why]:
-                shutil.rmtree(building, ignore_errors=True)     # the next needs room
-                raise OSError("; ".join(errors))        # of all: disks of nodes differ
-            self._complete(step, building, [written for written, _ in reports], best_step)
+            report = write_files(building, share), None
+        except Exception as error:      # rank 0 would wait for this share otherwise
+            report = {}, str(error)
+        keys = {rank: f"checkpoint/{step}/{rank}" for rank in tensor_io.writers(self.world.size)}
+        try:    # through the store: a collective of this thread would mix with training's
+            if self.world.rank in keys:
+                self.store.set(keys[self.world.rank], json.dumps(report))
+            if self.world.is_main:
+                self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
+                self._complete(step, building, best_step, {
+                    rank: json.loads(self.store.get(key)) for rank, key in keys.items()})
         except Exception as error:      # raised by the main thread, in check() or wait()
             self.error = self.failure(step, error)
 
-    def _complete(self, step, building, shares, best_step):
-        """Every share ({file: facts}) is on disk: manifest, the real name, rotation."""
+    def _complete(self, step, building, best_step, reports):
+        """Every rank has written its files, or failed: manifest, the real name, rotation."""
+        if any(why for _, why in reports.values()):
+            shutil.rmtree(building, ignore_errors=True)     # the next needs room
+            raise OSError("; ".join(f"rank {rank}: {why}" for rank, (_, why) in reports.items()
+                                    if why))                # of all: disks of nodes differ
         final = self.output_dir / f"checkpoint-{step}"
-        files = {name: facts for share in shares for name, facts in sorted(share.items())}
+        files = {name: facts for written, _ in reports.values() for name, facts in written.items()}
         text = json.dumps({"step": step, "files": files}, indent=1)
         # last: it is the proof that all others are there
         write_files(building, {MANIFEST: lambda path: path.write_text(text)})
@@ -397,31 +337,8 @@ class CheckpointManager:
         rotate(self.output_dir, step, self.keep, best_step)
 
     def latest(self, resume="auto"):
-        """(path, state) of the newest whole checkpoint, or (None, {}). Collective.
-
-        resume: auto | none | FOLDER. Damaged ones are passed over; none is changed. Raises
-        UserError when all are damaged or the one that was named is.
-        """
-        candidates = dist.rank0(self.world, list_candidates, self.output_dir, resume)
-        for path in candidates:
-            problem = dist.rank0(self.world, damage, path)
-            if not problem:
-                state = json_files.read_object(Path(path) / STATE / "state.json")
-                require("step" in state, f"{path}: {STATE}/state.json has no step")
-                later = [step for step, _ in list_checkpoints(self.output_dir)
-                         if step > state["step"]]
-                # else the next --resume auto would continue the abandoned ones
-                require(resume == "auto" or not later,
-                        f"--resume {path}: later checkpoints are in --output_dir (step "
-                        f"{', '.join(map(str, later))}); move them away or give another one")
-                return Path(path), state
-            require(resume == "auto", f"--resume {path}: {problem}")
-            if self.world.is_main:
-                print(f"checkpoint {path} is damaged ({problem}); trying the one before")
-        # starting over would throw away what may still be repaired
-        require(not candidates, f"{self.output_dir}: every checkpoint is damaged; to start over, "
-                                "give another --output_dir or move them away")
-        return None, {}
+        """(path, state) of the newest whole checkpoint, or (None, {}). Collective."""
+        return dist.rank0(self.world, find_newest, self.output_dir, resume)
 
     def restore(self, path, model, optimizer):
         """Fill the optimizer from a checkpoint, and this rank's random states. Collective.
@@ -433,10 +350,42 @@ class CheckpointManager:
         # weights_only: a checkpoint from somebody else must not run code
         states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
         if self.world.rank < len(states):
-            rng = torch.load(io.BytesIO(states[self.world.rank]), weights_only=True)
+            rng = states[self.world.rank]
+            if isinstance(rng, bytes):      # as they were saved before December 2026
+                rng = torch.load(io.BytesIO(rng), weights_only=True)
             torch.set_rng_state(rng["torch"])
             if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
                 torch.cuda.set_rng_state(rng["cuda"], self.world.device)
+
+
+def find_newest(output_dir, resume):
+    """(path, state) of the newest whole checkpoint, or (None, {}). None is changed.
+
+    resume: auto | none | FOLDER. UserError when all are damaged, or the one that was named is.
+    """
+    named = resume not in ("auto", "none")
+    require(not named or Path(resume).exists(), f"--resume {resume}: no such folder")
+    listed = list_checkpoints(output_dir)
+    # new checkpoints among old ones: --resume auto would be ambiguous
+    require(resume != "none" or not listed,
+            f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
+            "them away, or use --resume auto")
+    for path in [Path(resume)] if named else [path for _, path in reversed(listed)]:
+        if problem := damage(path):
+            require(not named, f"--resume {path}: {problem}")
+            print(f"checkpoint {path} is damaged ({problem}); trying the one before", flush=True)
+            continue
+        state = json_files.read_object(path / STATE / "state.json")
+        require("step" in state, f"{path}: {STATE}/state.json has no step")
+        later = ", ".join(str(step) for step, _ in listed if step > state["step"])
+        # else the next --resume auto would continue the abandoned ones
+        require(not named or not later, f"--resume {path}: later checkpoints are in --output_dir "
+                f"(step {later}); move them away or give another one")
+        return path, state
+    # starting over would throw away what may still be repaired
+    require(not listed, f"{output_dir}: every checkpoint is damaged; to start over, give another "
+                        "--output_dir or move them away")
+    return None, {}
 
 
 def check_identity(path, state, identity, *keys):
@@ -457,19 +406,18 @@ def check_identity(path, state, identity, *keys):
 
 
 def write_files(folder, files):
-    """Call each write(path), sync; {relative path: {"bytes", "sha256"}} of the files on disk.
-
-    Raises OSError, which names the file.
-    """
-    written = {}
+    """Call each write(path), sync; {relative path: facts()}. OSError, which names the file."""
     for name, write in files.items():
-        path = folder / name
-        with error_names_file(path):
-            write(path)
-            fsync(path)         # some disks say only now that they are full
-        # of what can be read back, not of what was in memory
-        written[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    return written
+        with error_names_file(folder / name):
+            (folder / name).parent.mkdir(exist_ok=True)
+            write(folder / name)
+            fsync(folder / name)        # some disks say only now that they are full
+    return {name: facts(folder / name) for name in files}
+
+
+def facts(path):
+    """{"bytes", "sha256"} of a file as it can be read back; None if there is none."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)} if path.is_file() else None
 
 
 def list_checkpoints(output_dir):
@@ -477,19 +425,6 @@ def list_checkpoints(output_dir):
     paths = Path(output_dir).iterdir() if os.path.exists(output_dir) else ()
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
-
-
-def list_candidates(output_dir, resume):
-    """Paths of the checkpoints of --resume auto | none | FOLDER, in the order to be tried."""
-    found = [path for _, path in reversed(list_checkpoints(output_dir))]
-    # new checkpoints among old ones: --resume auto would be ambiguous
-    require(resume != "none" or not found,
-            f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
-            "them away, or use --resume auto")
-    if resume in ("auto", "none"):
-        return found
-    require(Path(resume).exists(), f"--resume {resume}: no such folder")
-    return [Path(resume)]
 
 
 def damage(path):
@@ -501,22 +436,16 @@ def damage(path):
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
     try:
-        files = json_files.loads((path / MANIFEST).read_bytes())["files"]
-        found = [(name, facts["bytes"], facts["sha256"]) for name, facts in files.items()]
-    except (ValueError, TypeError, KeyError, AttributeError):
+        listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
+    except (ValueError, TypeError, KeyError):
         return f"unreadable {MANIFEST}"
-    if f"{STATE}/state.json" not in files:      # an empty list would prove any folder whole
+    if f"{STATE}/state.json" not in listed:     # an empty list would prove any folder whole
         return f"{MANIFEST} does not list {STATE}/state.json"
-
-    def compare(name, size, checksum):
-        file, name = path / name, printable(name, 80)
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        return "" if sha256(file) == checksum else f"{name} has another checksum than when written"
     with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
-        return next(filter(None, pool.map(compare, *zip(*found))), "")
+        for name, found in zip(listed, pool.map(lambda name: facts(path / name), listed)):
+            if found != listed[name]:
+                return f"{name} {'has changed since it was written' if found else 'is missing'}"
+    return ""
 
 
 def rotate(output_dir, newest, keep, best_step=None):

@@ -6,7 +6,6 @@ here"); args = cli.parse(p, check_flags), where check_flags(args, world_size) ma
 """
 import argparse
 import contextlib
-import difflib
 import faulthandler
 import gc
 import importlib.util
@@ -44,8 +43,7 @@ WITHOUT_EFFECT = {
     "--freeze_audio_tower": ("--freeze_llm", BOOLEAN),
     "--freeze_audio_encoder_proj": ("--freeze_llm", BOOLEAN),
     "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
-    "--strategic_logging_steps": ("--freeze_llm", None),
-    "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
+    "--strategic_logging_steps": ("--freeze_llm", None)}
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
@@ -78,8 +76,8 @@ def printable(text, limit=500):
 
 def error_text(message):
     """A message for the terminal: each line printable, all but the first indented."""
-    first, *rest = (printable(line, 2000) for line in str(message).split("\n"))
-    return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in rest)])
+    lines = (printable(line, 2000) for line in str(message).split("\n"))
+    return "\n  ".join(line.removeprefix("  ") for line in lines)
 
 
 def print_error(text, short=""):
@@ -142,11 +140,9 @@ class Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action):
         """A flag's help with its default, unless there is none or the help has it in words."""
-        default = action.default
-        if not default or default == argparse.SUPPRESS or "default:" in action.help:
+        if not action.default or action.default == argparse.SUPPRESS or "default:" in action.help:
             return action.help
-        shown = " ".join(default) if isinstance(default, list) else "%(default)s"
-        return f"{action.help} (default: {shown})"
+        return f"{action.help} (default: %(default)s)"
 
 
 def switch(parser, name, help):
@@ -208,11 +204,16 @@ def parse(parser, check=None, argv=None):
         prepare_process(words)
     accept_old_names(parser)
     try:
-        check_names(parser, words)      # before argparse complains of missing flags
+        known = parser._option_string_actions
+        for word in words:      # before argparse complains of missing flags
+            # "--" ends a list, and a word with a space is a value: --text "-- well"
+            flag = word.split("=")[0]
+            require(flag in known or flag == "--" or flag[:2] != "--" or " " in word,
+                    f"{flag}: no such flag; --help lists all")
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        known, args.given, status = parser._option_string_actions, stored(args), 1
+        args.given, status = stored(args), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
         if check:
             check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
@@ -261,26 +262,6 @@ def accept_old_names(parser):
                                 default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def nearest(name, parser):
-    """The flag that was meant by `name`: of those that begin with it, else of all."""
-    known = sorted({*parser._option_string_actions} - {*OLD_NAMES, *WITHOUT_EFFECT})
-    longer = [flag for flag in known if flag.startswith(name)]
-    return difflib.get_close_matches(name, longer or known, n=1, cutoff=0)[0]
-
-
-def check_names(parser, words):
-    """Raise UserError for a flag that does not exist, and for an override as Hydra has them."""
-    for word in words:
-        name = word.split("=")[0]
-        require(not re.match(r"\+{0,2}[a-z]\w*(\.[a-z]\w*)+=[^/]*$", word),
-                f"{word}: key=value is not read here; give the flag, --help lists them")
-        # to argparse "--" alone ends a list, and a word with a space is a value: --text "-- well"
-        if name.startswith("--") and name not in (*parser._option_string_actions, "--") \
-                and " " not in word:
-            raise UserError(f"{name}: no such flag; the nearest one is {nearest(name, parser)}, "
-                            "--help lists all")
-
-
 # ---- --config FILE and OUTPUT_DIR/run.yaml
 
 
@@ -290,36 +271,29 @@ def read_config(parser, words):
     null gives no flag. Raises UserError.
     """
     finder, known, made = Parser("", add_help=False), parser._option_string_actions, []
-    found = []      # a flag under two of its names is twice there
-    finder.add_argument("--config", action="append")
-    files = finder.parse_known_args(words)[0].config
-    if not files or "--config" not in known:
+    finder.add_argument("--config")
+    file = finder.parse_known_args(words)[0].config
+    if not file or "--config" not in known:
         return []
     import yaml  # comes with transformers
-    require(len(files) == 1, "--config is given twice")
-    file = f"--config {files[0]}"
-    require(os.path.isfile(files[0]), f"{file}: no such file")      # a pipe would hang
+    require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
     try:
-        tree = yaml.compose(Path(files[0]).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        flags = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
-        raise UserError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())})")
-    require(tree is None or isinstance(tree, yaml.MappingNode),
-            f"{file}: must be lines of flag: value")
-    for key, value in tree.value if tree else ():
-        name, where = f"--{key.value}", f"{file} line {key.start_mark.line + 1}: {key.value}"
-        require(name in known and name not in ("--config", "--help"), f"{where}: no such flag; the "
-                f"nearest one is {nearest(name, parser).removeprefix('--')}")
-        require(known[name].dest not in found, f"{where} is there twice")
-        found.append(known[name].dest)
-        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        require(all(isinstance(item, yaml.ScalarNode) for item in items),
-                f"{where} takes a value or a list")
-        if items is value.value:
-            made += [name, *(item.value for item in items)]
+        raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
+    require(isinstance(flags, dict), f"--config {file}: must be lines of flag: value")
+    for key, value in flags.items():
+        name = f"--{key}"
+        require(name in known and key not in ("config", "help"),
+                f"--config {file}: {key}: no such flag; --help lists all")
+        if isinstance(value, list):
+            made += [name, *map(str, value)]
         elif isinstance(known[name], argparse.BooleanOptionalAction):
-            made.append(name if boolean(value.value) else f"--no-{name[2:]}")
-        elif value.style is not None or value.value not in ("", "~", "null"):
-            made.append(f"{name}={value.value}")        # one word: it may begin with a dash
+            given = BOOLEAN.get(str(value).lower())
+            require(given is not None, f"--config {file}: {key}: {value} is neither true nor false")
+            made.append(name if given else f"--no-{key}")
+        elif value not in ("", "~", "null"):
+            made.append(f"{name}={value}")      # one word: it may begin with a dash
     return made
 
 
@@ -392,7 +366,7 @@ def local_ranks(ranks):
 
 
 def check_values(args, names, good, words):
-    """UserError for a flag among `names` (a string) that is set, but not good(value)."""
+    """Check that the flags of `names` (a string) which are set are good(value)."""
     for name in names.split():
         value = getattr(args, name, None)
         require(value is None or good(value), f"--{name} is {value}; it must {words}")
@@ -419,16 +393,14 @@ def check_trainer(args, world_size, parser):
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
     check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
-    names = dict.fromkeys(name for value in args.report_to for name in value.split(",") if name)
-    args.report_to = [] if [*names] == ["none"] else [*names]
+    args.report_to = [] if args.report_to == ["none"] else args.report_to
     for name in args.report_to:
-        require(name in TRACKERS, f"--report_to {' '.join(names)}: choose from "
-                f"{', '.join(TRACKERS)}, or none alone")
+        require(name in TRACKERS, f"--report_to {name}: there are {', '.join(TRACKERS)} and none")
         require_package(name, f"--report_to {name}")
     check_parallel(args, world_size)
-    above_zero(args, "gpu_memory host_memory")
-    for name in ("host_memory", *["gpu_memory"] * (not args.auto)):
-        require(args.dry_run is not None or not getattr(args, name), f"--{name} needs --dry_run")
+    above_zero(args, "gpu_memory")
+    require(args.auto or args.dry_run is not None or not args.gpu_memory,
+            "--gpu_memory needs --dry_run or --auto")
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)

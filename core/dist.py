@@ -22,6 +22,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -73,33 +74,32 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     than GPUs, or torchrun restarted workers on a used store.
     """
     global _world
-    single_process()
-    env = os.environ
-    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-    device, cuda = torch.device("cpu"), torch.cuda.is_available()
+    world = _world = single_process()
+    world.rank, world.size, world.local_rank, world.local_size = (
+        int(os.environ.get(name, default)) for name, default in (
+            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    cuda = world.device.type == "cuda"
     if cuda:
         gpus = torch.cuda.device_count()
-        require(local_size <= gpus, f"{local_size} processes on this node but "
+        require(world.local_size <= gpus, f"{world.local_size} processes on this node but "
                 f"{counted(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=timeout_s + LATER_S)
-    _world = world = World(rank, local_rank, size, local_size, device, limit=limit)
-    if env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" \
-            and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise UserError("torchrun --max-restarts: the workers that died left their keys in "
-                        "torchrun's store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    if size > 1:
-        world.store, _, _ = next(rendezvous("env://", rank, size, timeout=limit))
-    if size > 1 or fsdp:
+        world.device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(world.device)
+    require(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            "torchrun --max-restarts: the workers that died left their keys in torchrun's store; "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    limit = world.limit = timedelta(seconds=timeout_s + LATER_S)
+    if world.size > 1:
+        world.store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+    if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
-        store = dist.PrefixStore("trainer", world.store) if size > 1 else dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit,
-                                device_id=device if cuda else None)
+        store = dist.PrefixStore("trainer", world.store) if world.size > 1 else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
+                                timeout=limit, device_id=world.device if cuda else None)
         # torch has put another there, which prints nothing of a hook that ends the process
         sys.excepthook = report_error
-    if size > 1:        # new_group ignores the default group's limit
+    if world.size > 1:      # new_group ignores the default group's limit
         world.slow_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=wait_timeout_s + LATER_S))
     return world
@@ -133,8 +133,8 @@ def check_device(device, args):
     """Raise UserError where this device cannot compute in the precision that the flags ask for."""
     if device.type == "cuda":       # a CPU can do all, slowly
         name, has = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        require(has >= (8, 0) or not args.bf16, f"--bf16: {name} has no bfloat16; give --fp16, or "
-                                                "drop the flag")
+        require(has >= (8, 0) or not args.bf16,
+                f"--bf16: {name} has no bfloat16; give --fp16, or drop the flag")
         require(has >= (8, 9) or not getattr(args, "float8", False), f"--float8: {name} has no "
                 "float8 products; Ada, Hopper and newer GPUs have; drop the flag")
 
@@ -162,18 +162,16 @@ def report_error(kind, error, trace):
     elif any(words in str(error) for words in NO_SHM):
         text = ("error: /dev/shm is full; make it larger, as with docker run --shm-size=8g, or "
                 "have no loader processes (--num_workers 0, --preprocess_num_proc 0)")
-    elif not isinstance(error, KeyboardInterrupt):
+    elif kind is not KeyboardInterrupt:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        text = error_text(f"rank {rank} failed:\n{text}")
+        short = f"rank {rank} failed: {kind.__name__}: {printable(error)}"
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
-        if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
-            if lifetime.stop_requested():       # torchrun ends all, and names the dead rank
-                kill_children()
-                os._exit(1)
-            wait_for_torchrun(2 * GRACE_S)
-        trace = "".join(traceback.format_exception(kind, error, trace))
-        text = error_text(f"rank {rank} failed:\n{trace}")
-        short = f"rank {rank} failed: {kind.__name__}: {printable(error)}"
-    if claim_error_report(store, if_store_is_gone=bool(short) and not lost_peer):
+        if lost_peer and not lifetime.stop_requested():
+            wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, says more
+    torchrun_speaks = lost_peer and lifetime.stop_requested()       # it ends all
+    if not torchrun_speaks and claim_error_report(store, bool(short) and not lost_peer):
         print_error(text, short)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -235,23 +233,21 @@ def rank0(world, function, *args):
 
     The others wait on the slow group, for at most its limit.
     """
-    result, error = None, None
+    box, error = [None], None       # one value, or none where it failed
     if world.is_main:
         try:
-            result = function(*args)
+            box = [(function(*args),)]
         except Exception as caught:     # raised below, once every rank knows
             error = caught
     if world.size > 1:
-        box = [(result, error is not None)]
         dist.broadcast_object_list(box, src=0, group=world.slow_group)
-        result, failed = box[0]
-        if failed and not world.is_main:        # ends quietly: rank 0 says why
-            ignore_loaders()
-            wait_for_torchrun()
-            os._exit(1)
     if error is not None:
         raise error
-    return result
+    if box[0] is None:      # ends quietly: rank 0 says why
+        ignore_loaders()
+        wait_for_torchrun()
+        os._exit(1)
+    return box[0][0]
 
 
 def all_gather(world, value):
@@ -335,15 +331,15 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
                             mesh_dim_names=("replicate", "shard")[-len(shape):])
     for group in mesh.get_all_groups():     # have 10 minutes, whatever the default group has
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
-    offload = fsdp2.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    options = {"mesh": mesh, "offload_policy": offload if cpu_offload else fsdp2.OffloadPolicy(),
-               "mp_policy": fsdp2.MixedPrecisionPolicy(
-                   param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
-                   reduce_dtype=torch.float32)}
+    unit = partial(fsdp2.fully_shard, mesh=mesh, mp_policy=fsdp2.MixedPrecisionPolicy(
+        torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False))
+    if cpu_offload:
+        unit.keywords["offload_policy"] = fsdp2.CPUOffloadPolicy(
+            pin_memory=world.device.type == "cuda")
     for layer in layers:
-        fsdp2.fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+        unit(layer, reshard_after_forward=reshard_after_forward)
     # the root is needed again at once, by the backward pass
-    fsdp2.fully_shard(model, reshard_after_forward=False, **options)
+    unit(model, reshard_after_forward=False)
 
 
 def reshard(model):

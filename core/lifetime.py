@@ -1,10 +1,9 @@
 """Processes that end with the one that started them, however that one ends; kill -9 included.
 
 A rank ends with its torchrun, from before torch is imported on; a loader process ends with its
-trainer, and a command with the process that start()ed it. A thread asks for the parent's number:
-when a process ends, the kernel gives its children another parent. It needs no pipe, whose ends
-every fork would inherit, and a parent's threads may come and go. A process that is stopped runs no
-thread: the kernel sends it a signal when the thread that started it ends. Standard library only.
+trainer, and a command with the process that start()ed it. They ask for the parent's number: when a
+process ends, the kernel gives its children another parent. That needs no pipe, whose ends every
+fork would inherit, and a parent's threads may come and go. Standard library only.
 """
 import contextlib
 import ctypes
@@ -16,11 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 POLL_S = 0.5        # seconds between two looks at the parent
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
-PR_SET_PDEATHSIG = 1        # of prctl(2)
+PR_SET_PDEATHSIG = 1        # of prctl(2): this signal comes when the thread that forked us ends
 BETWEEN = "import runpy, sys; runpy.run_path(sys.argv[1])['between'](*sys.argv[2:])"
 
 _requested = []     # names of SIGNALS that came
@@ -35,21 +33,6 @@ def catch_signals():
 def stop_requested():
     """Name of the first signal that asked this process to stop, or None."""
     return _requested[0] if _requested else None
-
-
-def _ask_kernel(number):
-    """This process gets signal `number` when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def end_with(parent, end):
-    """From now on a thread calls end() when process `parent` is not this one's parent any more."""
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(POLL_S)
-        end()
-    _ask_kernel(signal.SIGCONT)     # a process that is stopped goes on, to its end
-    threading.Thread(target=watch, daemon=True, name="lifetime").start()
 
 
 def start(command, **options):
@@ -71,42 +54,38 @@ def end(process):
 
 def between(parent, *command):
     """The program between start() and its command: waits for it, and kills both with parent."""
-    end_with(int(parent), lambda: os.killpg(0, signal.SIGKILL))
-    status = subprocess.call(command)
-    sys.exit(status if status >= 0 else 128 - status)       # of a signal, as shells do
+    process = subprocess.Popen(command)
+    while os.getppid() == int(parent):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(POLL_S)
+            sys.exit(status if status >= 0 else 128 - status)       # of a signal, as shells do
+    os.killpg(0, signal.SIGKILL)
 
 
 def end_with_trainer():
     """To be called by a loader process, which the trainer's main thread has forked."""
-    _ask_kernel(signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != multiprocessing.parent_process().pid:    # it has ended since the fork
         os._exit(1)
 
 
 def end_with_torchrun():
-    """Every script calls this first; nothing happens in a process that torchrun has not started.
-    Torchrun itself may have lost its parent, as under nohup.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # no stacks of a store that is gone
-        parent = os.getppid()
-        end_with(None if is_adopted(parent) else parent, _end_rank)
+    """Every script calls this first; nothing happens in a process that torchrun has not started."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone
+    parent = os.getppid()
 
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node, the last of it
+            time.sleep(2 * POLL_S)
+            threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nerror: torchrun has ended; its ranks end with it\n")
+        os._exit(1)
 
-def _end_rank():
-    if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node, the last of it
-        time.sleep(2 * POLL_S)
-        threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nerror: torchrun has ended; its ranks end with it\n")
-    os._exit(1)
-
-
-def is_adopted(parent):
-    """True if torchrun ended before this rank asked: `parent` is not Python or a script."""
-    try:
-        program = os.readlink(f"/proc/{parent}/exe")
-        env = Path(f"/proc/{parent}/environ").read_bytes()
-    except OSError:     # another user's
-        return parent == 1
-    return "python" not in os.path.basename(program) and b"TORCHELASTIC_RUN_ID=" not in env
+    # a rank that is stopped runs no thread: it goes on, to its end
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,23 +1,19 @@
 """Memory of a GPU: what --auto chooses by, what --dry_run prints. Needs no GPU and no weights.
 
 One step runs on fake tensors, which have shapes but no memory, and the bytes alive are counted. The
-peak was within 0.94 GiB of the real one in 6 of 6 runs on an H200. W weights, T of them trained,
-sharded over N GPUs (1 under DDP), take on each GPU W / N in their stored dtype, 4 T / N of
-gradients (under FSDP2 4 T more between the micro-steps of a step), 8 T / N of Adam's moments and
-4 T / N of a moving average. Then come what FSDP2 gathers, the activations, which are counted, and a
-guess for the CUDA context, cuBLAS and NCCL. --cpu_offload keeps the state on the host.
-Fragmentation is not modelled.
+peak was within 0.94 GiB of the real one in 6 of 6 runs on an H200. W weights, T of them trained, on
+N GPUs that share them (1 under DDP), take on each W / N in their stored dtype, 4 T / N of gradients
+(under FSDP2 4 T more where they accumulate), 8 T / N of Adam's moments and 4 T / N of a moving
+average; --cpu_offload keeps all that on the host. Then come what FSDP2 gathers, the activations,
+and a guess for the CUDA context, cuBLAS and NCCL. Fragmentation is not modelled.
 """
 import contextlib
 import copy
 import functools
-import importlib.util
-import os
-import re
 import shutil
 import tempfile
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -42,16 +38,14 @@ FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as mu
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
 RATES = {"an H200": 790e12, "an RTX 3090": 71e12}   # FLOP/s of large bf16 products, docs/speed.md
 STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
-UNSHARDED = "fp16", "float8", "base_dtype"          # flags that need --parallel ddp
 FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
          "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
-         "gradient_accumulation_steps": "accumulation", "base_dtype": "base_dtype",
-         "cpu_offload": "offload"}      # {what --auto sets: field of Setup}
+         "gradient_accumulation_steps": "accumulation"}     # {what --auto sets: field of Setup}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a run that change its memory; None where the trainer has no such flag."""
+    """Settings of a run that change its memory."""
     ranks: int
     parallel: str = "ddp"           # ddp, fsdp or hsdp
     bf16: bool = True               # or fp16
@@ -62,7 +56,6 @@ class Setup:
     reshard: bool | None = None     # fsdp: a layer is freed after its forward
     offload: bool | None = None     # fsdp: shards and moments are in host memory
     shard_size: int = 0             # hsdp: GPUs that weights are sharded over
-    base_dtype: str | None = None   # nf4: frozen layers in four bits
 
     @property
     def fsdp(self):
@@ -79,16 +72,12 @@ class Setup:
         return self.accumulation == 1 and (self.fsdp or self.ranks == 1)
 
 
-def is_on(args, *flags):
-    """True if one of these flags is there and set."""
-    return any(getattr(args, flag, None) for flag in flags)
-
-
 def setup_of(args, ranks):
     """Setup of a trainer's flags. ranks: how many processes train."""
-    found = {field: getattr(args, flag) for flag, field in FLAGS.items() if hasattr(args, flag)}
-    return Setup(ranks, bf16=is_on(args, "bf16", "fp16"), shard_size=args.shard_size,
-                 reshard=getattr(args, "reshard_after_forward", None), **found)
+    flags = vars(args)      # not every trainer has all of them
+    return Setup(ranks, bf16=bool(args.bf16 or flags.get("fp16")), shard_size=args.shard_size,
+                 reshard=flags.get("reshard_after_forward"), offload=flags.get("cpu_offload"),
+                 **{field: flags[flag] for flag, field in FLAGS.items() if flag in flags})
 
 
 # ---- A step on tensors without memory
@@ -251,21 +240,20 @@ def reduce_gradients(live, trained, layers, setup):
     counts. The root, all outside the layers, comes last.
     """
     unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
-    wanted, waiting = Counter(unit_of.get(p) for p in trained), {}
+    wanted, waiting = Counter(unit_of.get(p) for p in trained), defaultdict(list)
     buffers, shards = [], []
 
     def arrived(parameter):
         unit = unit_of.get(parameter)
-        waiting.setdefault(unit, []).append(parameter.grad)
+        waiting[unit].append(parameter.grad)
         parameter.grad = None
-        if len(waiting[unit]) < wanted[unit]:
-            return
-        live.stage = STAGES[3] if unit is None else live.stage
-        values = sum(gradient.numel() for gradient in waiting.pop(unit))
-        buffers.clear()     # of the unit before, freed first
-        buffers.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
-        if setup.fresh and not setup.offload:
-            shards.append(torch.empty(-(-values // setup.shards)))
+        if len(waiting[unit]) == wanted[unit]:
+            live.stage = STAGES[3] if unit is None else live.stage
+            values = sum(gradient.numel() for gradient in waiting.pop(unit))
+            buffers.clear()     # of the unit before, freed first
+            buffers.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
+            if setup.fresh and not setup.offload:
+                shards.append(torch.empty(-(-values // setup.shards)))
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(arrived)
 
@@ -274,22 +262,10 @@ class Memory(NamedTuple):
     """Memory of one GPU with its worst pack, in bytes."""
     parts: dict         # {part: bytes}, which come and go
     stages: dict        # {stage of a run: bytes}
-    host: float         # what one rank offloads
 
     @property
     def peak(self):
         return max(self.stages.values())
-
-
-@functools.cache
-def in_four_bits(step):
-    """The Step with its frozen layers in NF4."""
-    if any(hasattr(module, "nf4") for module in step.model.modules()):
-        return step
-    from core import quantized
-    model = copy.deepcopy(step.model)
-    quantized.to_nf4(step.layers(model))
-    return step._replace(model=model)
 
 
 def values_of(module):
@@ -298,13 +274,10 @@ def values_of(module):
 
 def estimate(step, setup, pack, held_out=None):
     """Memory with the worst pack, and the worst one of the validation."""
-    if setup.base_dtype == "nf4":
-        step = in_four_bits(step)
     model, layers = step.model, [values_of(layer) for layer in step.layers(step.model)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
              "optimizer": 8 * trained, "average": 4 * trained * step.average}
-    host = sum(state.values()) / setup.shards if setup.offload else 0
     parts = {name: 0 if setup.offload else of / setup.shards for name, of in state.items()}
     if setup.fsdp and setup.accumulation > 1:
         parts["gradients"] += 4 * trained
@@ -324,7 +297,7 @@ def estimate(step, setup, pack, held_out=None):
         work = step_bytes(step, alone, held_out, train=False)[STAGES[0]]
         stages["validation"] = standing + gathered[STAGES[0]] + work
     parts |= {"copies": gathered[STAGES[1]], "activations": max(made.values())}
-    return Memory(parts, stages, host)
+    return Memory(parts, stages)
 
 
 # ---- --auto: rank 0 tries setups from the fastest on and takes the first that fits. What a flag
@@ -337,27 +310,28 @@ EPOCH_STEPS = 10    # optimizer steps that an epoch has at least, where no flag 
 
 def ways(args, setup):
     """Setups with other recomputation and sharding, from the fastest on, where flags leave them."""
-    modes = [None, "selective", "all"]
+    modes, flags = [None, "selective", "all"], vars(args)
     if args.compile is True:        # not auto; nothing can be picked out of a compiled layer
         modes.remove("selective")
     if "gradient_checkpointing" in named(args):
         modes = [setup.recompute]
-    fixed = "parallel" in named(args) or setup.ranks == 1 or is_on(args, *UNSHARDED)
+    fixed = setup.ranks == 1 or "parallel" in named(args) or any(
+        flags.get(name) for name in ("fp16", "float8", "base_dtype"))       # these need ddp
     kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
 
 
-def by_tokens(args, setup, lengths, order_of, longest=0):
-    """Yield Setups with packs of tokens, the fastest first; then a base in four bits, which costs
-    accuracy as well; at last with the state on the host.
+def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
+    """choose() among packs of tokens: large ones in all ways(), then smaller ones in the last way.
 
-    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. longest: tokens of one outside
-    of them. A step has the samples of --global_batch_size, or an epoch at least EPOCH_STEPS steps.
+    lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of a
+    sample that is not among them. A step has the samples of --global_batch_size, or an epoch at
+    least EPOCH_STEPS steps.
     """
-    samples, given = args.global_batch_size, named(args)
+    setup, samples, given = setup_of(args, ranks), args.global_batch_size, named(args)
     fixed = "gradient_accumulation_steps" in given
     step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
-    each = step / (setup.ranks * (setup.accumulation if fixed else 1))
+    each = step / (ranks * (setup.accumulation if fixed else 1))
     longest = max(longest, int(lengths.max()))
     room = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
     budgets = [budget for budget in room if budget <= each] or room[-1:]
@@ -365,31 +339,20 @@ def by_tokens(args, setup, lengths, order_of, longest=0):
         budgets = [setup.budget]
     large = [budget for budget in budgets if budget >= LARGE] or budgets[:1]
     tried = [replace(way, budget=budget) for way in ways(args, setup) for budget in large]
-    tried += [replace(tried[-1], budget=budget) for budget in budgets if budget not in large]
-    offload = replace(tried[-1], parallel="fsdp", offload=True)
-    if args.use_lora and is_on(args, "bf16", "fp16") and hasattr(args, "base_dtype") \
-            and not is_on(args, "base_dtype", "float8", "use_dora", "cpu_offload") \
-            and args.compile is not True and importlib.util.find_spec("bitsandbytes"):
-        tried += [replace(way, base_dtype="nf4") for way in tried if not way.fsdp]
-    if setup.offload is False and not given & {"parallel", "cpu_offload"} \
-            and not is_on(args, *UNSHARDED):
-        tried.append(offload)
-    for way in tried:
-        if samples and way.budget and not fixed:
-            packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
-            way = replace(way, accumulation=max(1, round(packs / setup.ranks)))
-        yield way
+    tried += [replace(tried[-1], budget=budget) for budget in budgets[len(large):]]
 
-
-def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
-    """choose() among by_tokens(). memory_of(setup, PackOrder): Memory."""
     @functools.cache
     def order_of(budget):
         return PackOrder(lengths, tokens_per_pack=budget, seed=args.seed,
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
-    return choose(args, world, ranks,
-                  by_tokens(args, setup_of(args, ranks), lengths, order_of, longest),
+
+    def accumulated(way):
+        if not (samples and way.budget) or fixed:
+            return way
+        packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
+        return replace(way, accumulation=max(1, round(packs / ranks)))
+    return choose(args, world, ranks, map(accumulated, tried),
                   lambda setup: memory_of(setup, order_of(setup.budget)))
 
 
@@ -401,42 +364,35 @@ def choose(args, world, ranks, setups, memory_of):
     """
     def first_that_fits():
         if chosen := earlier_choice(args, ranks):
-            return chosen, "as the run that is resumed began: " + ", ".join(
-                f"--{flag} {chosen[flag] or 'off'}" for flag in FLAGS
-                if chosen.get(flag) is not None)
-        tried = 0
+            return chosen, "as the run that is resumed began"
         for setup in setups:
-            found, tried = memory_of(setup), tried + 1
+            found = memory_of(setup)
             if found.peak <= USABLE * gpu_memory(args):
                 break
         if args.dry_run is None:
             check_memory(found, args)
         chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if flag in args}
-        chosen["packs_per_step"] = setup.ranks * setup.accumulation
-        pack = f"{setup.budget:,} tokens" if setup.budget else f"{setup.batch_size:,} a batch"
-        return chosen, (
-            f"{setup.parallel}, {pack}, recompute {setup.recompute}"
-            f"{', NF4' * (setup.base_dtype == 'nf4')}{', offloaded' * bool(setup.offload)}: "
-            f"{size(found.peak)}, setup {tried} from the fastest on")
-    chosen, text = dist.rank0(world, first_that_fits)
+        return chosen | {"packs_per_step": ranks * setup.accumulation}, size(found.peak)
+    chosen, why = dist.rank0(world, first_that_fits)
     changed = any(getattr(args, flag, value) != value for flag, value in chosen.items())
     vars(args).update(chosen)
     if world.is_main:
-        print("auto      ", text)
+        words = (f"--{flag} {chosen[flag]}" for flag in FLAGS if chosen.get(flag))
+        print("auto      ", *words, f"({why})")
     return changed
 
 
 def earlier_choice(args, ranks):
     """FLAGS of the newest readable checkpoint of --resume, where none is named, or {}."""
     folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
-    earlier, given = {}, named(args)
-    for folder in folders if args.resume == "auto" else [Path(args.resume)]:
+    earlier = {}
+    for folder in folders if args.resume in ("auto", "none") else [Path(args.resume)]:
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
-    chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier and flag not in given}
+    chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named(args)}
     packs = earlier.get("packs_per_step")
-    if packs and "gradient_accumulation_steps" not in given:
+    if packs and "gradient_accumulation_steps" not in named(args):
         require(packs % ranks == 0,
                 f"--auto: this run has {packs} packs a step, which {ranks} ranks cannot share out; "
                 "take another number of ranks, or give --gradient_accumulation_steps")
@@ -454,9 +410,8 @@ def size(n):
 
 def gpu_memory(args):
     """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
-    if not args.gpu_memory and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    return (args.gpu_memory or 80) * GIB
+    here = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory
+    return (args.gpu_memory or 0) * GIB or here or 80 * GIB
 
 
 def check_memory(found, args):
@@ -464,16 +419,8 @@ def check_memory(found, args):
     require(found.peak <= USABLE * gpu_memory(args),
             f"memory: about {size(found.peak)} needed on each GPU, which has "
             f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: --auto, "
-            "which looks for what fits, --bf16 (T4, V100: --fp16), --use_lora, --base_dtype nf4 "
-            "(pip install bitsandbytes), shorter samples, more GPUs")
-
-
-def host_memory(args, meminfo="/proc/meminfo"):
-    """Bytes: --host_memory, or the free memory here, or the job's by Slurm, if that is less."""
-    if getattr(args, "host_memory", None):
-        return args.host_memory * GIB
-    free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
-    return min(free, 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0)) or free)  # 0: all of it
+            "--bf16 (T4, V100: --fp16), --use_lora, then --base_dtype nf4 (pip install "
+            "bitsandbytes), shorter samples, more GPUs, --parallel fsdp --cpu_offload")
 
 
 def check_disk(path, needed, what):
@@ -485,7 +432,7 @@ def check_disk(path, needed, what):
     except OSError as error:
         raise UserError(f"{what} {path}: cannot be written ({error.strerror})")
     free = shutil.disk_usage(place).free
-    require(needed <= free, f"{path}: {what} need {size(needed)}, its disk has {size(free)} free")
+    require(needed <= free, f"{path}: {what} needs {size(needed)}, its disk has {size(free)} free")
 
 
 def pack_sums(order, epochs, values):
@@ -496,51 +443,33 @@ def pack_sums(order, epochs, values):
 
 def data_lines(args, setup, model, order, lengths):
     """[line] on what runs where, the model, and packs of samples of lengths (n,), in tokens."""
-    dtype = "fp16" if is_on(args, "fp16") else "bf16" if setup.bf16 else "fp32"
-    packs = np.maximum(pack_sums(order, [0], lengths), setup.budget)
-    # the last step of an epoch is filled with packs of padding
-    slots = packs.sum() + -len(packs) % (setup.ranks * setup.accumulation) * (setup.budget or 1)
+    dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if setup.bf16 else "fp32"
     return [f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
-            f"{metrics.model_text(model, args.use_lora)}; the weight files have them all",
+            metrics.model_text(model, args.use_lora),
             f"packs      {order.packs_per_epoch:,} of {lengths.sum():,} tokens an epoch, of "
             f"{len(lengths) / order.packs_per_epoch:.1f} samples; longest sample "
-            f"{lengths.max():,} tokens; {lengths.sum() / slots * 100:.1f}% of slots hold tokens"]
+            f"{lengths.max():,} tokens"]
 
 
-def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0, checks=()):
+def print_plan(args, setup, found, pack, model, lines, steps, flops=0, checks=()):
     """Print a headline, then the plan; UserError with all that the run will not fit into.
 
     found: Memory; pack: how large the worst one is. model: as trained. lines: of the plan. steps:
     to go. flops: a lower bound for a GPU at RATES, 0: unknown. checks: more of them, functions.
     """
-    limit, local = gpu_memory(args), local_ranks(setup.ranks)
+    limit = gpu_memory(args)
     gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"
     seconds = flops / RATES[gpu]
     time = f"{seconds:.0f} s" if seconds < 120 else metrics.duration(seconds)
     parts = " + ".join(f"{name} {of / GIB:,.2f}" for name, of in found.parts.items() if of)
-    print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
-          + f" · at least {time} on {gpu}" * bool(flops), *lines,
-          f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the "
-          f"peak comes in {max(found.stages, key=found.stages.get)}", sep="\n")
-
-    # a save copies all that it writes, under FSDP each node its share
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
     saved = saved * (2 if found.parts["average"] else 1) + 8 * sum(p.numel() for p in trained)
-    needed = found.host * local + saved * (local / setup.ranks if setup.fsdp else 1)
-    host = host_memory(args)
-    saves = 1 + sum(max(0, steps) // interval for interval in (
-        args.save_steps, args.eval_steps if validates else 0) if interval)
-    # the newest, the best and the one being written
-    most = min(saves, args.save_total_limit + 1 + validates) if args.save_total_limit else saves
-    have = sum(file.stat().st_size for _, path in checkpoint.list_checkpoints(args.output_dir)
-               for file in path.rglob("*") if file.is_file())
-    print(f"host       {size(needed)} for the {counted(local, 'rank')} of a node, which has "
-          f"{size(host)}\n"
-          f"disk       {size(saved)} a checkpoint, at most {most} at once: {size(saved * most)}")
-    collect(True, lambda: check_memory(found, args), *checks, lambda: require(
-        needed <= host, f"host memory: about {size(needed)} needed by the {local} ranks of a node, "
-        f"which has {size(host)}; what helps: --use_lora, more nodes with --parallel fsdp; "
-        "--host_memory GIB plans for another machine"),
-        lambda: check_disk(args.output_dir, saved * most - have, f"{most} checkpoints"))
+    print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
+          f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
+          + f" · at least {time} on {gpu}" * bool(flops), *lines,
+          f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the peak "
+          f"comes in {max(found.stages, key=found.stages.get)}",
+          f"disk       {size(saved)} a checkpoint", sep="\n")
+    collect(True, lambda: check_memory(found, args), *checks,
+            lambda: check_disk(args.output_dir, saved, "a checkpoint"))

@@ -1,11 +1,9 @@
 """Samples that cannot be used: which stop a run, which are dropped, and a list of all of them."""
 import json
-import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 
-from core import checkpoint
+from core import dist
 from core.cli import UserError, printable, problem_text
 
 LIST = "problems.jsonl"     # in OUTPUT_DIR
@@ -13,9 +11,8 @@ SHOWN = 20                  # problems in an error
 
 
 class Problem(str):
-    """A line about a sample: "NAME: WHAT". name: the place of the sample, which begins with its
-    file. check: what found it, as --drop_bad names it. sample: its number in a table of all, if
-    there is one already; names are not unique where a file is given twice.
+    """A line about a sample. name: its place, which begins with its file. check: what found it, as
+    --drop_bad names it. sample: its number in a table of all, if there is one already.
     """
 
 
@@ -28,28 +25,29 @@ def problem(name, check, what, file="", sample=None):
 
 
 class Problems:
-    """Problems as they are found: written to a file of no name, counted by check; of those that
-    stop the run the first SHOWN are kept, so that millions take no memory.
-
-    drop: checks whose samples are dropped. folder: where settle() writes LIST, None: nowhere. more:
-    the list has problems of this run already.
+    """Problems as they are found: written to LIST in a folder (None: nowhere), counted by check; of
+    those that stop the run the first SHOWN are kept, so that millions take no memory. drop: checks
+    whose samples are dropped. more: the list has problems of this run already.
     """
 
     def __init__(self, drop=(), folder=None, more=False):
         self.drop, self.path, self.more = drop, Path(folder) / LIST if folder else None, more
-        self.counts, self.shown, self.rows = Counter(), [], None
+        self.counts, self.shown, self.file = Counter(), [], None
 
     def add(self, problems):
-        """Note a list of problems."""
+        """Note Problems."""
         for p in problems:
             self.counts[p.check] += 1
             if p.check not in self.drop and len(self.shown) < SHOWN:
                 self.shown.append(p)
             if self.path:
-                self.rows = self.rows or tempfile.TemporaryFile(dir=self.path.parent)
                 entry = p.name.removeprefix(printable(p.file)).strip(" :")
                 row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.what}
-                self.rows.write(json.dumps(row).encode() + b"\n")
+                with dist.error_names_file(self.path):
+                    if not (self.file or self.more):
+                        self.path.unlink(missing_ok=True)       # of an earlier run
+                    self.file = self.file or open(self.path, "a")
+                    self.file.write(json.dumps(row) + "\n")
 
     @property
     def stopping(self):
@@ -60,27 +58,20 @@ class Problems:
         """Text of how many samples each check drops, "" if none; UserError with the problems that
         stop the run, hint its last line. LIST then has all, one JSON object a line.
         """
-        if self.rows:
-            checkpoint.write_atomically(self.path, self._write)
-            self.rows.close()
+        if self.file:
+            with dist.error_names_file(self.path):
+                self.file.close()
         elif self.path and not self.more:
             self.path.unlink(missing_ok=True)
+        where = f"; all are in {self.path}" if self.path and self.stopping > SHOWN else ""
         if self.stopping:
-            where = f"; all are in {self.path}" if self.path and self.stopping > SHOWN else ""
             raise UserError(problem_text(self.shown, SHOWN, self.stopping) + where + hint)
         where = f"; see {self.path}" if self.path and self.counts else ""
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
 
-    def _write(self, temporary):
-        with open(temporary, "wb") as file:
-            if self.more and self.path.exists():
-                file.write(self.path.read_bytes())
-            self.rows.seek(0)
-            shutil.copyfileobj(self.rows, file)
-
 
 def settle(problems, drop=(), folder=None, hint="", more=False):
-    """Problems.settle of a list of them; the other arguments as there."""
+    """Problems.settle of these; the other arguments as there."""
     found = Problems(drop, folder, more)
     found.add(problems)
     return found.settle(hint)
@@ -89,8 +80,7 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
 def collect(dry, *works):
     """[what work() returns for each of works, none of which needs another's].
 
-    A run ends at the first UserError; a dry run does all the work, and then raises one UserError
-    with all problems.
+    A run ends at the first UserError; a dry run does all, and then raises one with all problems.
     """
     results, problems = [], {}
     for work in works:

@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 from core.cli import UserError, require
 
-WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 400
+WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 1000
 BEFORE = "before", "base"   # how names of what was spoken before training begin
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
@@ -32,12 +32,12 @@ SECTIONS = {        # of the page: its curves
     "Speed and memory": r"train/(throughput|step_seconds|data_wait_seconds|memory_gib)|system/.*",
     "Other": ".*"}
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
+<link rel="icon" href="data:,">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
 :root {{ color-scheme: light dark }} small, figcaption, summary {{ color: #808894 }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
-  overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
+body {{ font: 15px/1.5 system-ui; max-width: 1300px; margin: auto; overflow-wrap: anywhere }}
+h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
@@ -76,14 +76,6 @@ def evaluation_table(evaluations):
     return f'<div class="wide"><table>{lines}</table></div>'
 
 
-def thin(points):
-    """About POINTS of a curve: the lowest and the highest of each stretch, and the last."""
-    size = max(1, -(-2 * len(points) // POINTS))
-    parts = [sorted(points[i:i + size], key=lambda point: point[1])
-             for i in range(0, len(points), size)]
-    return sorted({points[-1], *(part[0] for part in parts), *(part[-1] for part in parts)})
-
-
 def chart(title, curves):
     """<figure> of {label: [(step, value)]}; folded away where all values are alike."""
     points = [point for curve in curves.values() for point in curve]
@@ -102,7 +94,8 @@ def chart(title, curves):
               for value in (low, low + tall / 2, low + tall)]
     legend = ""
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in thin(curve))
+        shown = [*curve[:-1:1 + len(curve) // POINTS], curve[-1]]
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in shown)
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
         parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
                   f'{step:,}: {value:.5g}</title></circle>'
@@ -134,10 +127,8 @@ def charts(rows):
 
 def read_samples(folder, label):
     """[(prompt, text, HTML)] of a folder's first .wav files by name; none that a link points to."""
-    folder, found = folder.resolve(), []
-
     def is_ours(path):
-        return path.is_file() and path.resolve().is_relative_to(folder)
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
     waves = sorted(filter(is_ours, folder.glob("*.wav")), key=lambda path: natural(path.stem))
     for path in waves[:SAMPLES]:
         notes = path.with_suffix(".json")
@@ -147,26 +138,23 @@ def read_samples(folder, label):
         words += [f"cut off by {about.get('ended_by')}"] * (about.get("ended_by", "eos") != "eos")
         words += [f"heard: {about.get('heard')}"] * ("heard" in about)
         sound = base64.b64encode(path.read_bytes()).decode()
-        found.append((path.stem, str(about.get("text", "")),
-                      f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="'
-                      f'metadata" src="data:audio/wav;base64,{sound}"></audio>'
-                      f'<small>{escape(" · ".join(words))}</small></figure>'))
-    return found
+        yield path.stem, str(about.get("text", "")), (
+            f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="metadata" '
+            f'src="data:audio/wav;base64,{sound}"></audio>'
+            f'<small>{escape(" · ".join(words))}</small></figure>')
 
 
 def spoken(run, folders):
     """(number of samples, HTML) of a run's steps and of --samples, a prompt a row. UserError."""
     steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural(path.name))
-    if len(steps) > STEPS:      # the last one, and others at equal distances
-        steps = [steps[round((i + 1) * len(steps) / STEPS) - 1] for i in range(STEPS)]
+    steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # the last, and equal distances
     for folder in folders:
         require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it; give a folder "
                 "of generate_tts.py")
-    found = [(path.name.replace("-", " "), path) for path in steps]
-    found += [(path.resolve().name, path) for path in folders]
-    rows = {}
-    for label, folder in sorted(found, key=lambda one: not one[0].startswith(BEFORE)):
-        for prompt, text, cell in read_samples(folder, label):
+    found, rows = {path: path.name.replace("-", " ") for path in steps}, {}
+    found |= {path: path.resolve().name for path in folders}
+    for folder in sorted(found, key=lambda folder: not found[folder].startswith(BEFORE)):
+        for prompt, text, cell in read_samples(folder, found[folder]):
             rows.setdefault((prompt, text), []).append(cell)
     return sum(map(len, rows.values())), "".join(
         f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
@@ -187,8 +175,8 @@ def write_report(run, rows, folders):
                     for name, value in re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
     clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
                       for clause in metrics.verdict(rows, evaluations))
-    parts = {"Verdict": f"<ul>{clauses}</ul>last logged step "
-             f"{max((row['step'] for row in rows), default=0):,}; checkpoints: "
+    last = max((row["step"] for row in rows), default=0)
+    parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
              f"{', '.join(sorted(saved, key=natural)) or 'none yet'}",
              "Settings": f'<ul class="settings">{flags}</ul>', **charts(rows), "Samples": samples,
              "Evaluation": evaluations and evaluation_table(evaluations)}
@@ -196,9 +184,8 @@ def write_report(run, rows, folders):
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))
     output, temporary = run / "report.html", run / ".report.html.tmp"
-    temporary.unlink(missing_ok=True)
-    with open(temporary, "xb") as file:     # x: not through a link of this name
-        file.write(page.encode("utf-8", errors="replace"))
+    temporary.unlink(missing_ok=True)       # nothing is written through a link of this name
+    temporary.write_bytes(page.encode("utf-8", errors="replace"))
     temporary.replace(output)       # readers see the old page or the new one
     print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
           f"{n_samples} samples, {len(evaluations)} evaluations")

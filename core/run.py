@@ -20,10 +20,10 @@ def start(args):
         world, folder = dist.single_process(), tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     else:
-        folder, auto = args.output_dir, args.auto        # which may yet choose to shard
-        world = dist.init(args.collective_timeout, args.wait_timeout, auto
-                          or args.parallel != "ddp",
-                          "cpu_offload" in args and (auto or args.cpu_offload))
+        folder = args.output_dir
+        world = dist.init(args.collective_timeout, args.wait_timeout,
+                          args.auto or args.parallel != "ddp",      # auto may yet choose to shard
+                          getattr(args, "cpu_offload", False))
         if world.is_main:
             print(device_line(args, world))
         dist.rank0(world, checkpoint.claim_output, folder)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from core import json_files
-from core.cli import UserError
+from core.cli import UserError, require
 from core.dist import barrier, error_names_file
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the host
@@ -33,14 +33,12 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def local_rows(tensor):
-    """(this rank's plain tensor, its first row in the whole one); a 0-d tensor becomes (1,).
-
-    FSDP2 cuts dimension 0 as torch.chunk does.
-    """
+    """(this rank's plain tensor, its first row in the whole one); a 0-d tensor becomes (1,)."""
     if not isinstance(tensor, DTensor):
         return tensor.view(tensor.shape or (1,)), 0
     rows, mesh = tensor.shape[0], tensor.device_mesh
     shard = mesh.ndim - 1       # under HSDP the dimension before it has copies
+    # FSDP2 cuts dimension 0 as torch.chunk does
     return tensor.to_local(), min(mesh.get_local_rank(shard) * -(-rows // mesh.size(shard)), rows)
 
 
@@ -51,23 +49,18 @@ def fill(tensor, whole):
     local.copy_(whole[first:first + len(local)])
 
 
-@torch.no_grad()
 def full_tensor(tensor):
     """A sharded tensor, whole, on every rank that holds a part. Collective among these ranks.
 
-    Not DTensor.full_tensor(): now and then it ends a gloo process. Both threads of a gloo group
-    store the name of the collective that ended in one std::string without a lock (torch 2.11,
-    2.13), and a name longer than 15 letters, ALLGATHER_COALESCED, is freed twice.
+    Not DTensor.full_tensor(): now and then it ends a gloo process, whose two threads store the
+    collective's name without a lock (torch 2.11, 2.13): ALLGATHER_COALESCED, of more than 15
+    letters, is freed twice.
     """
     local, mesh = tensor.to_local(), tensor.device_mesh
     parts = mesh.size(mesh.ndim - 1)
-    if parts == 1:
-        return local
     rows = -(-tensor.shape[0] // parts)     # of every part but the last ones, which are filled up
-    part = local.contiguous()
-    if len(part) < rows:
-        part = local.new_zeros(rows, *local.shape[1:])
-        part[:len(local)] = local
+    part = local.new_zeros(rows, *local.shape[1:])
+    part[:len(local)] = local
     found = local.new_empty(parts * rows, *local.shape[1:])
     all_gather(found, part, group=mesh.get_group(mesh.ndim - 1))
     return found[:tensor.shape[0]]
@@ -84,8 +77,8 @@ def find_folder(name, flag, more=()):
     folder = Path(name)
     if folder.is_dir():
         return folder
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
+    require(not folder.exists() and not name.startswith((".", "/", "~")) and name.count("/") == 1,
+            f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=[
@@ -124,9 +117,8 @@ class Slice:
     def __getitem__(self, rows):
         """The rows; UserError where they hold NaN or infinity, which training would only spread."""
         values = self.handle[rows]
-        if not is_finite(values):
-            raise UserError(f"{self.path}: {self.name} holds NaN or infinity; these weights cannot "
-                            "be used")
+        require(is_finite(values), f"{self.path}: {self.name} holds NaN or infinity; these weights "
+                                   "cannot be used")
         return values
 
 
@@ -145,17 +137,16 @@ def open_tensors(paths):
             names = list(file.keys())
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read ({error})")
-        if twice := found.keys() & set(names):
-            raise UserError(f"{path}: {min(twice)} is in another file of the folder, too")
+        twice = sorted(found.keys() & set(names))
+        require(not twice, f"{path}: {twice[:1]} is in another file of the folder, too")
         found |= {name: Slice(path, name, file.get_slice(name)) for name in names}
     return found
 
 
 def files_of(folder, stem):
     """STEM.safetensors of a folder, or its parts STEM-00001-of-00008.safetensors."""
-    folder = Path(folder)
-    return (sorted(folder.glob(f"{stem}.safetensors"))
-            or sorted(folder.glob(f"{stem}-*-of-*.safetensors")))
+    whole = Path(folder) / f"{stem}.safetensors"
+    return [whole] if whole.exists() else sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))
 
 
 def shape_of(parts):
@@ -208,9 +199,8 @@ def load(world, folder, stem, tensors):
     """
     found = {name: [part] for name, part in open_tensors(files_of(folder, stem)).items()}
     # a step count is 0-d, and was written as one row
-    wanted = {name: tensor.shape or (1,) for name, tensor in tensors.items()}
-    if problem := mismatch(wanted, found):
-        raise UserError(f"{folder}: its {stem} tensors do not fit this run: {problem}")
+    problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, found)
+    require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
     for name, tensor in tensors.items():
         read_rows(tensor.detach(), found[name])
     barrier(world)      # a slow disk may take longer than a gradient collective's limit
@@ -228,11 +218,10 @@ def writers(ranks):
 def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
     """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
 
-    Collective where tensors are sharded; the same names on every rank. One file for each rank that
-    writes, and the index that transformers reads when there are several. spread: sharded tensors
-    are shared out over writers(), else rank 0 writes all; plain ones are always rank 0's. split:
-    what files hold of a tensor, {name: tensor}, where their names are others. Training may go on:
-    it cannot change what write(path) writes.
+    Collective where tensors are sharded; the same names on every rank. spread: sharded tensors are
+    shared out over writers(), a file each, else rank 0 writes all; plain ones are always rank 0's.
+    split: what files hold of a tensor, {name: tensor}, where their names are others. Training may
+    go on: it cannot change what write(path) writes.
     """
     share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
     waiting, gathered = {}, 0
@@ -240,6 +229,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     def copy_to_host():
         share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
         waiting.clear()
+
     for name, tensor in named.items():
         owners[name], tensor = 0, tensor.detach()
         if isinstance(tensor, DTensor):
@@ -249,9 +239,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
             mesh = tensor.device_mesh       # under HSDP only the writer's copy is gathered
             if owners[name] not in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)):
                 continue
-            if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU
-                tensor = tensor.to(world.device)
-            tensor = full_tensor(tensor)
+            tensor = full_tensor(tensor.to(world.device))       # offloaded: gathered on the GPU
             gathered += tensor.nbytes
         assert tensor.untyped_storage().nbytes() or not tensor.numel(), (
             f"{name} is a gathered weight that FSDP2 has freed: call dist.reshard(model) first")
@@ -265,10 +253,10 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
              for name, part in split(key, tensor).items()}
 
     def write(path):
-        if bad := [name for name, tensor in share.items() if not is_finite(tensor)]:
-            # or rotation would leave nothing but checkpoints that nobody can use
-            raise UserError(f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "
-                            f"{', '.join(sorted(bad)[:5])}")
+        bad = sorted(name for name, tensor in share.items() if not is_finite(tensor))
+        # or rotation would leave nothing but checkpoints that nobody can use
+        require(not bad, f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "
+                         f"{', '.join(bad[:5])}")
         save(share, path)
 
     used = sorted(set(owners.values()))
@@ -276,7 +264,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
              f"{stem}-{number:05d}-of-{len(used):05d}.safetensors"
              for number, rank in enumerate(used, 1)}
     writes = {files[world.rank]: write} if share else {}
-    if len(used) > 1 and world.is_main:
+    if len(used) > 1 and world.is_main:     # the index that transformers reads
         places = {name: Path(files[owners[key]]).name for key, tensor in named.items()
                   for name in split(key, torch.empty(tensor.shape, device="meta"))}
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in named.values())},

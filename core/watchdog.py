@@ -1,14 +1,11 @@
 """Signals that ask a run to save and stop; and a rank that hangs is named, with where it hangs.
 
-SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves the file OUTPUT_DIR/requeue
-for the launcher and exits with status 0. A thread of each rank reports to the run's store how far
-its main thread has come. When one makes no progress for its time limit, the slowest ranks are
-named, each prints its stack, and all end with status 1, before the process group's limit. A save
-may take longer than a step; a rank whose thread is silent, since its process or node is frozen, is
-missed after a step's limit in any phase.
+SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves OUTPUT_DIR/requeue for the
+launcher and exits with status 0. A thread of each rank reports to the run's store how far its main
+thread has come. When one makes no progress for its time limit, the slowest ranks are named, each
+prints its stack, and all end with status 1, before the process group's limit. A save may take
+longer than a step; a frozen process or node is missed after a step's limit in any phase.
 """
-import errno
-import itertools
 import json
 import multiprocessing.queues
 import os
@@ -41,22 +38,14 @@ class Stopped(Exception):
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: loader processes end when the trainer stops them, or with
-    it, not by a signal sent to all processes. A connection to a killed trainer, and too many open
-    files, print no traceback here: what the trainer and its peers say of it must be seen.
-    """
+    """worker_init_fn of every DataLoader: its process ends by or with the trainer, by no signal."""
     lifetime.end_with_trainer()
-    # what cannot be handed over, because /dev/shm is full or no file can be opened, is an error of
-    # the trainer's, which would wait
+    # what cannot be handed over (/dev/shm is full) is the trainer's error; it would wait for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
-        (item[0], ExceptionWrapper((type(error), error, error.__traceback__),
-                                   "in a loader process")))
+        (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))
     for number in HELD:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-    show, gone = sys.excepthook, (ConnectionError, EOFError)
-    sys.excepthook = lambda kind, error, trace: isinstance(error, gone) or getattr(
-        error, "errno", None) == errno.EMFILE or show(kind, error, trace)
 
 
 def fork_loaders(loader):
@@ -73,6 +62,9 @@ def disarm():
     for number in SIGNALS:      # ignored: the interpreter's end gives handlers back to the default
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":       # at the interpreter's end one in a call of the store
+            thread.join(GRACE_S)            # would abort the process
 
 
 def exit_if_asked(world, output_dir):
@@ -97,6 +89,11 @@ def clear_marker(output_dir):
         (Path(output_dir) / name).unlink(missing_ok=True)
 
 
+def leave_marker(output_dir, text):
+    """Leave OUTPUT_DIR/requeue: the launcher is to start this run again."""
+    write_text(Path(output_dir) / MARKER, text + "\n")
+
+
 def stop_asked(output_dir):
     """Why this process should save and stop, in words, or None: a signal, or OUTPUT_DIR/stop."""
     asked = stop_requested() or os.path.exists(Path(output_dir) / STOP_FILE) and STOP_FILE
@@ -108,118 +105,107 @@ def any_stop(world, output_dir):
     return bool(all_max(world, bool(stop_asked(output_dir))).item())
 
 
-def leave_marker(output_dir, text):
-    """Leave OUTPUT_DIR/requeue: the launcher is to start this run again."""
-    write_text(Path(output_dir) / MARKER, text + "\n")
-
-
 class Watchdog:
-    """Watches this rank's main thread, on every rank. A single process waits for nobody."""
+    """Watches this rank's main thread, on every rank. A single process waits for nobody.
+
+    Time is counted in beats: a process that was paused, with its machine, has not waited.
+    """
 
     def __init__(self, world, limit_s):
         """limit_s: seconds a step may take, or a rank be silent."""
         self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
         # with more ranks each beats less often, but a failure is seen within GRACE_S
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
-        now = time.monotonic()
-        self.state = (0, "start", now, limit_s)     # progress made, where, since when, for how long
-        self.heard = (None, now)                    # the next rank's last beat, and when it was new
-        self.answered = self.woke = now             # the store; this process, from a pause
+        self.state = 0, "start", limit_s        # progress made, where, seconds it may take
+        self.beats = self.unanswered = 0        # in all; seconds since the store has answered
         if world.store is not None:
-            self.store = world.store.clone()        # beats wait for no call of the main thread
-            threading.Thread(target=self._watch, daemon=True).start()
-            threading.Thread(target=self._watch_store, daemon=True).start()
+            self.store = world.store.clone()    # beats wait for no call of the main thread
+            for watch in (self._watch, self._watch_store):
+                threading.Thread(target=watch, daemon=True, name="watchdog").start()
 
     def report_progress(self, where, limit_s=None):
-        """To be called on all ranks at the same places. where: what the main thread does now, for
-        the message. limit_s: seconds it may take, None: a step's.
+        """On all ranks at the same places. where: what the main thread does now, for the message.
+        limit_s: seconds it may take, None: a step's.
         """
-        self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
+        self.state = self.state[0] + 1, where, limit_s or self.limit_s
 
     def _watch(self):
-        """Beat. When the main thread does not move for its limit, or the next rank is silent for a
-        step's, note all ranks' beats, and some beats later name the ranks that have not moved
-        since. When a rank has failed, end this process GRACE_S later: the main thread may wait for
-        that one.
-        """
-        before, decide, leave = None, None, None
-        me = f"{socket.gethostname()}, process {os.getpid()}"
+        """Beat; when a rank hangs or has failed, end this process, which may wait for that one."""
+        seen, moved = (None, None), [0, 0]      # this rank's state, the next one's report; beats
         try:
-            for beat in itertools.count():
-                if _at_rest.is_set():
-                    return
-                count, where, since, limit_s = self.state
-                self.store.set(f"watch/{self.world.rank}", json.dumps([beat, count, where, me]))
-                stuck, silent = time.monotonic() - max(since, self.woke), self._silence()
-                failed = self.store.check([FAILED])
-                self.answered = time.monotonic()
-                if leave is not None:       # beats go on until then, or this rank would be named
-                    if time.monotonic() > leave:
-                        os._exit(1)
-                elif stuck <= limit_s and silent <= self.limit_s:
-                    before, leave = None, time.monotonic() + GRACE_S if failed else None
-                elif before is None:
-                    before, decide = self._states(), beat + SILENT_BEATS
-                elif beat >= decide:
-                    self._judge(before, self._states(), stuck if stuck > limit_s else silent)
-                    leave = time.monotonic() + GRACE_S      # time for the stacks of other ranks
-                time.sleep(self.beat_s)
+            while True:
+                failed = self._beat()
+                now = self.state, self._report((self.world.rank + 1) % self.world.size)
+                moved = [beat if found and found == before else self.beats
+                         for beat, found, before in zip(moved, now, seen)]
+                stuck, silent = ((self.beats - beat) * self.beat_s for beat in moved)
+                seen, limit_s = now, self.state[2]
+                if failed or stuck > limit_s and self._judge(stuck, self.state) \
+                        or silent > self.limit_s and self._judge(silent):
+                    self._beat(round(GRACE_S / self.beat_s))    # time for others to print a stack
+                    self._end()
         except Exception as error:      # the store is gone: its host is, rank 0 or torchrun
-            time.sleep(GRACE_S)         # torchrun, when it noticed, ends this process meanwhile
-            asked = f", after {stop_requested()}" if stop_requested() else ""
-            self._end(self.world.local_rank == 0,       # torchrun says why on rank 0's node
-                      f"rank 0 or its node is gone{asked}: the store of the run does not answer "
+            _at_rest.wait(GRACE_S)      # torchrun, when it noticed, ends this process meanwhile
+            self._end(self.world.local_rank == 0 and        # torchrun says why on rank 0's node
+                      "rank 0 or its node is gone: the store of the run does not answer "
                       f"({str(error).splitlines()[0]})")
 
     def _watch_store(self):
         """See, in another thread, a store whose host is frozen: no call to it ends."""
-        while not _at_rest.is_set():
-            before = time.monotonic()
-            time.sleep(self.beat_s)
-            now = time.monotonic()
-            # this process did not run, while the others may have
-            if now - before > min(self.limit_s / 2, GRACE_S):
-                self.answered = self.woke = now
-            if (silent := now - self.answered) > self.limit_s + GRACE_S:    # rank 0 cannot speak
-                self._end(self.world.local_rank == 0 or self.world.rank == 1,
-                          f"no answer from rank 0 for {silent:.0f} s: its process, which hosts the "
-                          "run's store, or torchrun, or its node is frozen")
+        while not _at_rest.wait(self.beat_s):
+            self.unanswered += self.beat_s
+            if self.unanswered > self.limit_s + GRACE_S:
+                self._end((self.world.local_rank == 0 or self.world.rank == 1) and  # 0 may not
+                          f"no answer from rank 0 for {self.unanswered:.0f} s: its process, which "
+                          "hosts the run's store, or torchrun, or its node is frozen")
 
-    def _end(self, speaks, why):
-        """End this process, unless the run is over; `speaks`: say why."""
+    def _end(self, why=""):
+        """End this process, unless the run is over."""
+        if why and not _at_rest.is_set():
+            print_error(f"error: {why}")
+            time.sleep(GRACE_S)         # the node's other ranks come here, too
         if not _at_rest.is_set():
-            if speaks:
-                print_error(f"error: {why}")
-                time.sleep(GRACE_S)         # the node's other ranks come here, too
             os._exit(1)
 
-    def _silence(self):
-        """Seconds without a beat of the next rank, which this one watches; 0 before its first."""
-        key = f"watch/{(self.world.rank + 1) % self.world.size}"
-        beat = self.store.get(key) if self.store.check([key]) else None
-        if beat is None or beat != self.heard[0]:
-            self.heard = beat, time.monotonic()
-        return time.monotonic() - max(self.heard[1], self.woke)
+    def _beat(self, times=1):
+        """Report that this rank lives, and where it is; True if a rank has failed."""
+        me = f"{socket.gethostname()}, process {os.getpid()}"
+        for _ in range(times):
+            self.beats += 1
+            self.store.set(f"watch/{self.world.rank}", json.dumps([self.beats, *self.state, me]))
+            failed = self.store.check([FAILED])     # set() waits for no answer
+            self.unanswered = 0
+            if _at_rest.wait(self.beat_s):
+                sys.exit()      # ends this thread
+        return failed
 
-    def _states(self):
-        """{rank: [beat, count, where, host and process]} as last reported."""
-        keys = {rank: f"watch/{rank}" for rank in range(self.world.size)}
-        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items()
-                if self.store.check([key])}
+    def _report(self, rank):
+        """[beats, *state, host and process] as a rank has last reported; None before it has."""
+        key = f"watch/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def _judge(self, before, now, stuck):
-        """Name the ranks that hang: those that do not beat, else the slowest, else none."""
-        silent = [rank for rank in now if rank in before and now[rank][0] == before[rank][0]]
-        slowest = min(state[1] for state in now.values())
+    def _judge(self, waited, state=None):
+        """Name the ranks that do not beat from now on, or else the slowest; False if all do, and
+        this one is not in `state` any more.
+        """
+        ranks = range(self.world.size)
+        before = {rank: found for rank in ranks if (found := self._report(rank))}
+        self._beat(SILENT_BEATS)
+        now = {rank: self._report(rank) for rank in before}
+        silent = [rank for rank in now if now[rank][0] == before[rank][0]]
+        if not silent and self.state != state:
+            return False
+        slowest = min(found[1] for found in now.values())
         hanging = silent or [rank for rank in now if now[rank][1] == slowest]
-        names = "; ".join(f"rank {rank} ({now[rank][3]}) in: {now[rank][2]}" for rank in hanging)
+        names = "; ".join(f"rank {rank} ({now[rank][-1]}) in: {now[rank][2]}" for rank in hanging)
         text = (f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited "
-                f"for {stuck:.0f} s")
+                f"for {waited:.0f} s")
         if len(hanging) == len(now):
-            text = (f"no rank moved for {stuck:.0f} s, all are in: {now[hanging[0]][2]}; the "
+            text = (f"no rank moved for {waited:.0f} s, all are in: {now[hanging[0]][2]}; the "
                     "network or a GPU hangs")
         if claim_error_report(self.store):
             print_error(f"error: {text}")
         if self.world.rank in hanging:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
             print(f"rank {self.world.rank} hangs here:\n{stack}", file=sys.stderr, flush=True)
+        return True

@@ -240,8 +240,7 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0)
                                held_out if eval_rows else None)
     if order:
         found = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
-        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left,
-                          bool(eval_rows))
+        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left)
         return
     most = np.sort(rows.table["targets"])[::-1].cumsum()
     tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))

@@ -55,13 +55,12 @@ def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
 def with_frozen(found, model, setup, pack):
     """memory.Memory with a PackedLM's frozen models: shards, gathered roots, and a forward each."""
     from distill import frozen
-    value, whole, host, stages = 2 if setup.bf16 else 4, 0, found.host, {}
+    value, whole, stages = 2 if setup.bf16 else 4, 0, {}
     standing = sum(found.parts[name] for name in ("weights", "optimizer", "average", "fixed"))
     standing += found.parts["gradients"] * (not setup.fresh)
     for name, other in frozen.models(model):
         layers = list(map(plans.values_of, causal_lm.decoder_layers(other.native)))
         stored = sum(p.nbytes for p in other.parameters()) / setup.shards
-        host += stored * bool(setup.offload)
         whole += stored * (not setup.offload)
         gathered = 0
         if setup.fsdp:
@@ -72,7 +71,7 @@ def with_frozen(found, model, setup, pack):
         stages[f"the {name}'s forward"] = standing + work + gathered
     stages |= found.stages
     return plans.Memory(found.parts | {"teacher": whole},
-                        {name: of + whole for name, of in stages.items()}, host)
+                        {name: of + whole for name, of in stages.items()})
 
 
 def choose(args, world, ranks, model, lengths, targets, kept=None):
@@ -95,4 +94,4 @@ def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
                            range(min(20, args.num_train_epochs)), kept)
     plans.print_plan(args, setup, found, f"{tokens:,} tokens", model.native, [
         *plans.data_lines(args, setup, model.native, order, lengths), samples_line(table, *split),
-        *lines], left, len(split[1]) > 0)
+        *lines], left)

@@ -98,7 +98,6 @@ flag("--seed", 42, "of weights, data order, hold-out and dropout")
 # speed and memory
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
 flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
-flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
 flag("--parallel", None, "copies of the model; or one sharded over all GPUs, each node's or N each "
      "(default: one GPU ddp, else fsdp)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N

@@ -44,7 +44,7 @@ speak() {       # speak NAME [flags]: the sentences
 }
 
 printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"
-python speech/judge_demo.py draw "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
+python launch/judge_demo.py draw "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
 echo "== training to step $STEPS; one process is killed after step $half"
 (train) 2>"$run/killed.txt" &
 job=$!
@@ -63,7 +63,7 @@ wait $!
 
 echo "== result"
 status=0
-python speech/judge_demo.py judge "$run/before" "$run/after" || status=$?
+python launch/judge_demo.py judge "$run/before" "$run/after" || status=$?
 python core/report.py "$run" --samples "$run/before" "$run/after" || status=$?
 echo "listen to:    $run/before/*.wav, $run/after/*.wav
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)

@@ -127,7 +127,7 @@ def check_base_dtype(args):
         cli.require_package("bitsandbytes", "--base_dtype nf4")
 
 
-def recognisers(group):
+def judges(group):
     add = group.add_argument
     add("--asr_model", help="recogniser that gives word errors: folder or hub name of a "
         "transformers model, or pocketsphinx")
@@ -135,14 +135,11 @@ def recognisers(group):
         "words and prints a line of text for each")
     add("--language", help="language code, for Whisper and for the rules by which texts are "
         "compared; en unifies numbers and contractions (default: Whisper finds out, plain rules)")
+    add("--speaker_model", help="encoder that gives speaker similarity: folder or hub name of a "
+        "transformers x-vector model, such as WavLM's")
 
 
-def speakers(group):
-    group.add_argument("--speaker_model", help="encoder that gives speaker similarity: folder or "
-                       "hub name of a transformers x-vector model, such as WavLM's")
-
-
-def check_recognisers(args):
+def check_judges(args):
     require(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     require(not args.language or args.asr_model or args.asr_command,
             "--language: only --asr_model and --asr_command make use of it")

@@ -169,7 +169,7 @@ def filled(wave):
 
 
 def holds_codes(path):
-    """True if a file holds saved codes, by its name."""
+    """True if a file is one of saved codes."""
     return path.endswith(SAVED)
 
 
@@ -235,11 +235,10 @@ def load_codec(codec_dir, device, num_codebooks):
 
 @torch.no_grad()
 def encode_clip(codec, wave, bandwidth, num_codebooks):
-    """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes, numpy.
-
-    Never in TF32: a cached code must not depend on the flags of the run that made it. ValueError
-    for codes that the codec's codebooks do not have.
+    """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes, numpy. ValueError for
+    codes that the codec's codebooks do not have.
     """
+    # not in TF32: a cached code must not depend on the flags of the run that made it
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         wave = torch.from_numpy(wave)[None, None].to(codec.device)
         found = codec.encode(wave, bandwidth=bandwidth).audio_codes[0]
@@ -266,14 +265,12 @@ def codec_frames(samples, config):
 
 @dataclass(frozen=True)
 class Encoding:
-    """Settings of encoding clips. processes: that decode, on this node. wait_limit_s: seconds to
-    wait for another run that fills the cache.
-    """
+    """Settings of encoding clips."""
     codec_dir: Path
     cache_dir: Path
     num_codebooks: int
-    processes: int = 0
-    wait_limit_s: float = 6 * 3600
+    processes: int = 0                  # that decode, on this node
+    wait_limit_s: float = 6 * 3600      # for another run that fills the cache
 
 
 def codec_fingerprint(codec_dir):
@@ -323,9 +320,7 @@ def write_shard(folder, encoded, files):
 
 
 def read_shard(path, with_codes=False):
-    """{name: array} of COLUMNS of a shard, whose codes are checked as well if asked for. UserError
-    when it is damaged.
-    """
+    """{name: array} of COLUMNS of a shard; UserError if these, or its codes, are damaged."""
     try:
         # open() names the reason: to safe_open all are the same
         with open(path, "rb"), safe_open(path, "np") as file:
@@ -344,9 +339,7 @@ def read_shard(path, with_codes=False):
 
 
 def check_clip(codes, checksum):
-    """ValueError unless codes are of a codebook (others would be looked up beyond the embeddings)
-    and are those that were written.
-    """
+    """ValueError unless codes are those that were written, and within the embeddings' rows."""
     if codes.size and (codes.min() < 0 or codes.max() >= CODES):
         raise ValueError(f"codes beyond 0 to {CODES - 1}")
     if zlib.crc32(codes) != checksum:
@@ -369,7 +362,8 @@ def read_index(folder):
     parts.append({"keys": np.zeros(1, KEY), "files": np.zeros(1, KEY),
                   "file_keys": np.zeros(1, KEY), "where": np.full((1, 4), -1),
                   "measures": np.full((1, 5), np.nan, np.float32)})
-    return shards, {name: np.concatenate([part[name] for part in parts]) for name in parts[-1]}
+    return shards, {name: np.concatenate([part.pop(name) for part in parts])
+                    for name in list(parts[-1])}
 
 
 def find(keys, wanted):
@@ -478,37 +472,39 @@ def ensure_codes(world, clips, how):
 
 
 def decode_job(job):
-    """(sha256 hex of a file, [for each cut of it the wave (n,) or saved codes (T, K), and measures;
-    or a text why there are none]). job: (path, (size, date), {number: clip}).
+    """[for each cut of a file (content key, wave (n,) or saved codes (T, K), measures), or a text
+    why there are none]. job: (path, (size, date), {number: clip}).
     """
     path, _, cuts = job
     try:
         if holds_codes(path):
             digest, found = read_codes(path)
             seconds = np.array([len(found) / FRAME_RATE, *[np.nan] * 4], np.float32)
-            return digest, [(found, seconds)] * len(cuts)
+            return [(key_of(clip, False, digest), found, seconds) for clip in cuts.values()]
         digest, rate, parts = decode_file(path, [(c.offset, c.duration) for c in cuts.values()])
     except ValueError as error:
-        return "", [str(error)] * len(cuts)
+        return [str(error)] * len(cuts)
     sounds = []
     for part, clip in zip(parts, cuts.values()):
         try:        # numpy: tensors would travel through /dev/shm, which containers keep small
             wave, measures = cut_wave(part, rate, clip.offset, clip.duration)
-            sounds.append((filled(wave) if clip.filled else wave, measures))
+            # a clip that is long enough without zeros has the key of the plain one
+            padded = clip.filled and measures[0] < FILLED_S
+            wave = filled(wave) if padded else wave
+            sounds.append((key_of(clip, padded, digest), wave, measures))
         except ValueError as error:
             sounds.append(str(error))
-    return digest, sounds
+    return sounds
 
 
 def encode_share(world, work, folder, how):
-    """Encode this rank's jobs in `work`, lists of all ranks' -> {number of a clip that fails: file
-    and reason}. Ranks count clips in the run's store, for a bar on rank 0.
-    """
+    """Encode this rank's jobs in `work`, those of all ranks -> {number of a bad clip: why}."""
     from tqdm import tqdm
     jobs, total = work[world.rank], sum(len(cuts) for share in work for *_, cuts in share)
     if not jobs:
         return {}
-    codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
+    books = how.num_codebooks
+    codec, bandwidth = load_codec(how.codec_dir, world.device, books)
     known, store = np.sort(read_index(folder)[1]["keys"]), world.store or HashStore()
     bad, encoded, files, start, flushed = {}, {}, {}, time.monotonic(), time.monotonic()
     workers = min(len(jobs), max(1, how.processes // world.local_size) if how.processes else 0)
@@ -516,36 +512,32 @@ def encode_share(world, work, folder, how):
                         worker_init_fn=watchdog.init_loader,
                         multiprocessing_context="fork" if workers else None)
 
-    def count(name, n):
+    def count(name, n):     # over all ranks, for a bar on rank 0
         return store.add(f"encoding audio/{name}", n)
 
     with tqdm(total=total, unit="clip", desc="encoding audio", disable=not world.is_main,
               mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
-        for (digest, sounds), (path, about, cuts) in zip(packing.iterate(loader), jobs):
+        for sounds, (path, about, cuts) in zip(packing.iterate(loader), jobs):
             heard = 0.0
             for (number, clip), sound in zip(cuts.items(), sounds):
                 if isinstance(sound, str):
                     bad[number] = f"{path}: {sound}"
                     continue
-                wave, measures = sound
-                seconds, saved = float(measures[0]), wave.ndim == 2
-                heard += seconds
-                # a clip that is long enough without zeros has the key of the plain one
-                key = key_of(clip, clip.filled and not saved and seconds < FILLED_S, digest)
+                key, wave, measures = sound
+                heard += float(measures[0])
                 files[key_of(clip, clip.filled, path, *about)] = key
                 at = np.searchsorted(known, name := np.array([key], KEY))
                 # the same content under two paths is encoded by the rank that claims it first
                 if (known[at % len(known)] == name).any() or count(key.hex(), 1) > 1:
                     continue
                 try:
-                    if saved:
-                        size = codec.config.codebook_size
-                        check_codes(wave, clip.offset, how.num_codebooks, size)
+                    if wave.ndim == 2:
+                        check_codes(wave, clip.offset, books, codec.config.codebook_size)
                     else:
-                        wave = encode_clip(codec, wave, bandwidth, how.num_codebooks)
+                        wave = encode_clip(codec, wave, bandwidth, books)
                     encoded[key] = wave.astype(np.int16), measures
                 except torch.OutOfMemoryError:
-                    bad[number] = f"{path}: {seconds:.0f} s are too long to encode on this device"
+                    bad[number] = f"{path}: is too long to encode on this device"
                 except ValueError as error:
                     bad[number] = f"{path}: {error}"
             done = count("clips", len(cuts))

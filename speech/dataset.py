@@ -47,9 +47,8 @@ NOTES = {       # of samples that are used all the same
                          "them"}
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
 PREPARED = "prepared.json"      # of a folder of prepare_tts.py, written last
-# of a sample: hashes of its speaker and text; the letters and digits of that text, 0: no words
-FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
-                  ("language", np.uint64)])
+# of a sample: hash of its speaker and text; letters and digits of that text, 0: no words; language
+FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 
 
 def file_of(sources, i):
@@ -61,16 +60,12 @@ def file_of(sources, i):
 
 @dataclass(frozen=True)
 class Sources:
-    """The user's files and folders of a run, and how they become samples.
-
-    train: [(path, weight)]. held_out: path of the validation data, or None. processes: that help
-    this one with sources of many samples. drop: checks (choices.CHECKS) whose samples are dropped.
-    """
-    train: list
-    held_out: str | None = None
+    """The user's files and folders of a run, and how they become samples."""
+    train: list                     # [(path, weight)]
+    held_out: str | None = None     # path of the validation data
     reading: Reading = Reading()
-    processes: int = 0
-    drop: tuple = ()
+    processes: int = 0              # that help this one with sources of many samples
+    drop: tuple = ()                # checks (choices.CHECKS) whose samples are dropped
 
     def all(self):
         """[(path, weight, whether it is validation data)]."""
@@ -92,11 +87,10 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     problems: a list that takes rows that cannot be used. held_out: whether it is validation data.
     number: of the path among those of a run.
     """
-    path, made = Path(path), None
-    if path.suffix in CHATML and path.is_file():
+    if Path(path).suffix in CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):
-            made = Source(path, "JSON samples", *json_files.read_entries(path))
-            first = [entry for _, entry in itertools.islice(made.read(lambda number: True), LOOK)]
+            given = Source(Path(path), "JSON samples", *json_files.read_entries(path))
+            first = [entry for _, entry in itertools.islice(given.read(lambda number: True), LOOK)]
             talks = [e for e in first if isinstance(e, dict) and type(e.get("messages")) is list]
             if talks and all(map(is_chatml, talks)):
                 changed = [FLAGS.get(name, f"--{name}") for name in (
@@ -105,7 +99,7 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
                 if changed:
                     print(f"notice     {printable(path)}: ChatML has its prompts, in which "
                           f"{', '.join(changed)} changes nothing", flush=True)
-                return made
+                return given
     from speech import convert
     if folder is None:
         folder = tempfile.mkdtemp()
@@ -227,15 +221,13 @@ def read_all(builder, sources, problems, noted=None, folder=None):
 
 def facts_of(sample):
     """FACTS of a Sample, by the words of its last clip."""
+    def short_hash(text):
+        data = text.encode("utf-8", "backslashreplace")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
     spoken = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
     spoken = " ".join(spoken.split()).casefold()
-    return (short_hash(sample.speaker, spoken), sum(map(str.isalnum, spoken)),
-            short_hash(sample.speaker), short_hash(sample.language))
-
-
-def short_hash(*parts):
-    text = "\0".join(parts).encode("utf-8", "backslashreplace")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+    return (short_hash(f"{sample.speaker}\0{spoken}"), sum(map(str.isalnum, spoken)),
+            short_hash(sample.language))
 
 
 class TableBuilder:
@@ -273,19 +265,25 @@ class TableBuilder:
         """
         good, facts, left_out = [], [], Counter()
         for sample in samples:
-            if token := self.control_token(sample):
-                problems.append(problem(sample.name, "control_token", "text contains the control "
-                                        f"token {token}; remove it"))
-                continue
+            marked = [turn for turn in sample.turns if "<|" in turn.text]
             try:
+                for token in (t for turn in marked for t in self.control if t in turn.text):
+                    raise BadSample(f"text contains the control token {token}; remove it",
+                                    "control_token")
                 found, without = self.ids.streams(sample)
             except BadSample as error:
-                problems.append(problem(sample.name, "invalid", str(error)))
+                problems.append(problem(sample.name, error.check, str(error)))
                 continue
             good += found
             facts += [facts_of(sample)] * len(found)
+            # marks in a text to speak that this model does not know
+            tags = {tag for turn in marked if turn.role != "system"
+                    for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
             left_out.update(without)
-            left_out.update(self.read_aloud(sample))
+            left_out.update(f"hold {tag}, which is not a control tag of this model: it is read "
+                            "aloud" for tag in tags)
+            left_out.update([OTHER_MARKS] * any(marks_speakers_otherwise(turn.text)
+                                                for turn in sample.turns if turn.role != "system"))
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
@@ -294,7 +292,6 @@ class TableBuilder:
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
         labels = np.array(labels, bool)
         tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
-
         names = [name.encode("utf-8", "backslashreplace") for name, _ in good]
 
         def per_sample(values):
@@ -328,19 +325,6 @@ class TableBuilder:
         place = [self.ids.audio_placeholder_id]
         return [known[piece] if type(piece) is str else place for piece in pieces]
 
-    def read_aloud(self, sample):
-        """Marks in a sample's texts that this model does not know."""
-        asked = [turn.text for turn in sample.turns if turn.role != "system"]
-        tags = {tag for text in asked for tag in re.findall(r"<\|[^<>|]*\|>", text)}
-        found = [f"hold {tag}, which is not a control tag of this model: it is read aloud"
-                 for tag in tags - self.tags]
-        return found + ([OTHER_MARKS] if any(map(marks_speakers_otherwise, asked)) else [])
-
-    def control_token(self, sample):
-        """The control token that a turn's own text spells, "" if none."""
-        return next((token for turn in sample.turns if "<|" in turn.text
-                     for token in self.control if token in turn.text), "")
-
     def clips_of(self, i):
         return self.used[i]
 
@@ -371,10 +355,11 @@ class TableBuilder:
             "lengths": tokens + per_sample(self.ids.rows(frames, trained) - 1),     # one is there
             "audio_targets": per_sample(np.where(trained, self.ids.targets(frames), 0)),
             "audible": (per_sample(frames == 0) == 0) & ~np.asarray(left_out)}
-        lists = (self.tokens, self.names, self.used)
-        for column in (*(c for one in lists for c in (one.values, one.offsets)), self.labelled,
-                       self.text_targets):
-            column.close()
+        for lists in (self.tokens, self.names, self.used):
+            lists.values.close()
+            lists.offsets.close()
+        self.labelled.close()
+        self.text_targets.close()
         codes = {"folder": str(cache_folder), "shards": shards, "sources": self.sources}
         with error_names_file(self.folder):
             for name, values in columns.items():

@@ -30,31 +30,26 @@ from core import cli
 from core.cli import UserError, problem_text, require
 from speech import choices
 
-
-def build_parser():
-    p = cli.Parser(__doc__.partition("\n")[0])
-    p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
-    p.add_argument("folders", nargs="+", metavar="FOLDER", help="of generate_tts.py")
-    choices.recognisers(p)
-    choices.speakers(p)
-    p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")
-    p.flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
-    p.flag("--batch_size", 8, "samples Whisper hears at once")
-    return p
+p = cli.Parser(__doc__.partition("\n")[0])
+p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
+p.add_argument("folders", nargs="+", metavar="FOLDER", help="of generate_tts.py")
+choices.judges(p)
+p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")
+p.flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
+p.flag("--batch_size", 8, "samples Whisper hears at once")
 
 
 def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size")
-    choices.check_recognisers(args)
+    choices.check_judges(args)
     require(len(set(map(Path, args.folders))) == len(args.folders),
             "the same folder is given twice")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-args = cli.parse(build_parser(), check_flags)
+args = cli.parse(p, check_flags)
 
 import math
-from collections import namedtuple
 
 import torch
 
@@ -68,15 +63,11 @@ METRICS = {"wer": "errors/word", "wer_mean": "errors/word", "cer": "errors/char"
            "stop_rate": "share", "real_time_factor": "s/s"}
 HZ = 24000
 
-
-# a generated clip, its JSON, and what it compares with: arguments of read_audio or None
-Sample = namedtuple("Sample", "audio facts target voice")
-
-# ---- Samples
+# ---- Samples: (a clip's file, its JSON, target, voice: arguments of read_audio or None)
 
 
 def read_samples(folder):
-    """[Sample] of a folder of NAME.wav and NAME.json. UserError lists all that cannot be judged."""
+    """[sample] of a folder of NAME.wav and NAME.json. UserError lists all that cannot be judged."""
     folder, samples, problems = Path(folder), [], []
     require(folder.is_dir(), f"{folder}: no such folder; give one that generate_tts.py wrote")
     for audio in sorted(folder.glob("*.wav")):
@@ -87,11 +78,10 @@ def read_samples(folder):
                     f'{path}: "text" is {facts.get("text")!r}; word errors need the text that was '
                     "to be spoken")
             clips = (find_audio(facts, what, path) for what in ("target", "reference"))
-            samples.append(Sample(audio, facts, *clips))
+            samples.append((audio, facts, *clips))
         except UserError as error:
             problems.append(str(error))
-    if problems:
-        raise UserError(problem_text(problems))
+    require(not problems, problem_text(problems))
     require(samples, f"{folder}: holds no .wav; give a folder that generate_tts.py wrote")
     return samples
 
@@ -111,8 +101,8 @@ def find_audio(facts, what, path):
 def check_same_prompts(found):
     """Raise UserError unless all folders hold the same prompts: a difference would mean nothing."""
     # normalised: with one checkpoint they may be, with the other not
-    first, *others = [{sample.audio.stem: normalise(sample.facts.get("text") or "")
-                       for sample in samples} for samples in found]
+    first, *others = [{audio.stem: normalise(facts.get("text") or "")
+                       for audio, facts, *_ in samples} for samples in found]
     for folder, texts in zip(args.folders[1:], others):
         odd = sorted(name for name in first.keys() | texts.keys()
                      if first.get(name) != texts.get(name))
@@ -125,32 +115,31 @@ def check_same_prompts(found):
 
 
 def evaluate(folder, samples, by, settings):
-    """evaluation.json of a folder and its [Sample], as a dict. by: judges.Judges, on their device.
+    """evaluation.json of a folder and its samples, as a dict. by: judges.Judges.
     settings: {flag: value}, noted in the file."""
     rows, voices, notes, transcripts, total = [], {}, [], [], {}
-    for sample in samples:
-        wave, ended_by = judges.read_audio(sample.audio), sample.facts.get("ended_by")
-        row = {"name": sample.audio.stem} | dict.fromkeys(METRICS)
-        if sample.target:
-            true = judges.read_audio(*sample.target)
-            row["length_ratio"] = len(wave) / len(true) if len(true) else None
+    for audio, facts, target, reference in samples:
+        wave, ended_by = judges.read_audio(audio), facts.get("ended_by")
+        row = {"name": audio.stem} | dict.fromkeys(METRICS)
+        if target and len(true := judges.read_audio(*target)):
+            row["length_ratio"] = len(wave) / len(true)
         row["stop_rate"] = float(ended_by == "eos") if ended_by else None
-        row["real_time_factor"] = sample.facts.get("real_time_factor")
-        like = sample.voice or sample.target
+        row["real_time_factor"] = facts.get("real_time_factor")
+        like = reference or target
         if by.embed and like:
-            for clip in {(sample.audio,), like} - voices.keys():
+            for clip in {(audio,), like} - voices.keys():
                 voices[clip] = judges.voice(judges.read_audio(*clip), HZ, by.embed)
                 if voices[clip] is None:
                     notes.append(f"{clip[0]}: shorter than {judges.SHORTEST_VOICE_S} s, its voice "
                                  "is not judged")
-            row["speaker_similarity"] = judges.cosine(voices[sample.audio,], voices[like])
+            row["speaker_similarity"] = judges.cosine(voices[audio,], voices[like])
         if by.mos:
-            row["dnsmos"] = judges.dnsmos([wave], HZ)[0]
+            row["dnsmos"] = judges.dnsmos(wave, HZ)
         rows.append(row)
     if by.hear:
-        waves = (judges.read_audio(sample.audio) for sample in samples)
-        transcripts = by.hear(waves, HZ, [sample.audio for sample in samples], notes)
-        texts = [heard(sample.facts["text"]) for sample in samples]
+        files = [audio for audio, *_ in samples]
+        transcripts = by.hear(map(judges.read_audio, files), HZ, files, notes)
+        texts = [heard(facts["text"]) for _, facts, *_ in samples]
         rates, total = judges.word_rates(texts, transcripts, by.language)
         for row, found in zip(rows, rates):
             row |= found | {"wer_mean": found["wer"]}
@@ -167,9 +156,7 @@ def mean(values):
 
 def table(runs):
     """Lines of the table, one a metric; with several runs the difference from the first."""
-    names = [Path(run["name"]).name for run in runs]
-    names = names if len(set(names)) == len(runs) else [run["name"] for run in runs]
-    heads = names + ["difference"] * (len(runs) - 1)
+    heads = [run["name"] for run in runs] + ["difference"] * (len(runs) - 1)
     width = max(12, *map(len, heads))
     lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
     for key, unit in METRICS.items():
@@ -191,10 +178,9 @@ check_same_prompts(found)
 for folder in args.folders:
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
-                        args.language, args.batch_size)
+                        args.language, args.batch_size, args.device)
 settings = {key: value for key, value in cli.stored(args).items() if key != "folders"}
-with by.on(args.device):
-    runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
+runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
 for folder, run in zip(args.folders, runs):
     write_json(Path(folder) / "evaluation.json", run)
 print(*table(runs), *(f"note: {note}" for run in runs for note in run["settings"]["notes"]),

@@ -34,12 +34,10 @@ flag("--dtype", "auto", "of the base's weights; adapters stay float32; auto: bfl
 choices.base_dtype(p, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
 # what to say
 flag("--text", None, "one or more texts", nargs="+")
-flag("--prompts", None, "file: one text a line, or ChatML (.json, .jsonl), which may hold "
-     "the voice to take")
+flag("--prompts", None, "file: one text a line, or ChatML, which may hold the voice to take")
 flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
-flag("--scene", None, "scene description for texts and lines, e.g. 'Audio is recorded from a quiet "
-     "room.'")
+flag("--scene", None, "scene of texts and lines, e.g. 'Audio is recorded from a quiet room.'")
 flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inference has them "
      "(default: as the checkpoint was trained; on for a base model)", choices=choices.ON_OFF)
 # how
@@ -52,22 +50,19 @@ flag("--ras_window", None, "V2: rows that repetition-aware sampling looks back a
 flag("--max_seconds", 30.0, "of speech; longer speech is cut, and says so")
 flag("--seed", 42, "of the draws")
 flag("--batch_size", 4, "prompts generated together on each device")
-flag("--best_of", 1,
-     "takes of each text, ranked by end-of-stream, then by errors of --asr_model or "
-     "--asr_command, then by --speaker_model; a faultless take ends the search")
+flag("--best_of", 1, "takes of each text, ranked by end-of-stream, errors of --asr_model or "
+     "--asr_command, --speaker_model; a faultless take ends the search")
 flag("--split_text", 0, "speak texts of more than N characters part by part, cut after sentences "
      "and at tags, which are carried on; each part is spoken after the reference, or after its "
      "speaker's last part; 0 = off", metavar="N")
 flag("--stream", None, "with --split_text, of one --text: write its sound part by part as it is "
      "spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
-choices.recognisers(p)
-choices.speakers(p)
+choices.judges(p)
 # output
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
 switch("--overwrite", "delete results of an earlier run in there first")
 flag("--max_cer", None, "with --best_of: write best.jsonl, training data, of the takes that ended "
-     "by themselves with at most this share of character errors, through their codes", type=float,
-     metavar="SHARE")
+     "by themselves with at most this share of character errors", type=float, metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 
 BEST = "best.jsonl"     # of --max_cer
@@ -76,9 +71,9 @@ BEST = "best.jsonl"     # of --max_cer
 def check_flags(args, world_size):
     require(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith(choices.CHATML)
-    for name in ("reference_audio", "reference_text", "scene"):
-        require(not (chatml and getattr(args, name)),
-                f"--{name} is for texts and lines; a ChatML prompt says so itself")
+    for name in ("reference_audio", "reference_text", "scene", "split_text"):
+        require(not (chatml and getattr(args, name)), f"--{name} is for texts and lines, not for "
+                "ChatML prompts, which say themselves whose voice they take")
     require(args.reference_audio or not args.reference_text,
             "--reference_text is the transcript of --reference_audio")
     cli.zero_or_more(args, "temperature top_k ras_window seed split_text")
@@ -88,17 +83,14 @@ def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size best_of")
     cli.share(args, "max_cer")
     choices.check_base_dtype(args)
-    choices.check_recognisers(args)
+    choices.check_judges(args)
     listens = args.asr_model or args.asr_command
     require(args.best_of > 1 or not (listens or args.speaker_model),
             "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to "
             "judge speech, speech/evaluate_tts.py")
-    require(args.max_cer is None or args.best_of > 1 and listens,
-            "--max_cer needs --best_of and a recogniser")
-    require(args.max_cer is None or not args.split_text,
-            "--max_cer does not go with --split_text: a part does not answer the whole text")
-    require(not (args.split_text and chatml),
-            "--split_text is for texts and lines, not for ChatML prompts")
+    require(args.max_cer is None or args.best_of > 1 and listens and not args.split_text,
+            "--max_cer needs --best_of and a recogniser, and no --split_text: a part does not "
+            "answer the whole text")
     require(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
             "--stream takes one --text, --split_text and one process")
     file = Path(args.stream or "-")
@@ -114,6 +106,7 @@ args = cli.parse(p, check_flags)
 
 import json
 import time
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -201,9 +194,10 @@ native = speak.load_model(folder, config_dict, args.adapter, dtype, device, args
 listeners = None
 if args.best_of > 1:
     from speech import judges
-    flags = args.asr_model, args.asr_command, args.speaker_model, False, args.language
-    dist.rank0(world, lambda: judges.load_judges(*flags) and None)      # one downloads for all
-    listeners = judges.load_judges(*flags)
+    load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
+                   language=args.language, device=device)
+    dist.rank0(world, lambda: load() and None)      # one downloads for all
+    listeners = load()
 for path in old if main_rank else ():       # only now that nothing can be wrong any more
     path.unlink()
 dist.all_gather(world, None)        # nobody writes before that is done

@@ -7,15 +7,13 @@
 Waves are (n,) float32 mono in -1..1. Each model is imported, or reported missing, where it is
 used: training needs none.
 """
-import contextlib
 import functools
 import itertools
 import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 
 import numpy as np
 import torch
@@ -27,13 +25,13 @@ RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
 # written without spaces: errors are counted by character
 LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")
+# Of load_judges; None, or False, where one is off. hear(waves, rate, names, notes) -> [text];
+# embed: of load_x_vectors; mos: DNSMOS; language: of normaliser.
+Judges = namedtuple("Judges", "hear embed mos language")
 
 
 def read_audio(path, offset=None, seconds=None, rate=24000):
-    """(n,) float32 mono: the file, or `seconds` of it from offset on (None: all).
-
-    Raises UserError naming the file.
-    """
+    """(n,) float32 mono: the file, or `seconds` of it from offset on (None: all). UserError."""
     import soundfile
     try:
         wave, own = soundfile.read(path, dtype="float32", always_2d=True)
@@ -47,12 +45,11 @@ def read_audio(path, offset=None, seconds=None, rate=24000):
     return resample(wave.mean(axis=1), own, rate)
 
 
-def resample(wave, rate, wanted):
-    """(n,) at `rate` Hz -> (about n * wanted / rate,) at `wanted` Hz."""
-    if rate == wanted or not len(wave):
-        return wave
+def resample(wave, rate, wanted=RATE):
+    """(n,) at `rate` Hz -> (about n * wanted / rate,) float32 at `wanted` Hz."""
     import soxr
-    return soxr.resample(wave, rate, wanted, quality="HQ")
+    wave = np.asarray(wave, np.float32)
+    return wave if rate == wanted else soxr.resample(wave, rate, wanted, quality="HQ")
 
 
 # ---- Text
@@ -97,15 +94,13 @@ def characters(text):
 
 def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: errors of all over words of all); None
-    without words.
-    """
-    def rates(reference, heard):
-        counts = {name: word_errors(reference, heard, language, split)
-                  for name, split in (("wer", str.split), ("cer", characters))}
+    without words."""
+    def rates(references, heard):
+        counts = {"wer": word_errors(references, heard, language),
+                  "cer": word_errors(references, heard, language, characters)}
         return {name: errors / units if units else None for name, (errors, units) in counts.items()}
-    rows = [rates([reference], [heard])
-            for reference, heard in zip(references, hypotheses, strict=True)]
-    return rows, rates(references, hypotheses)
+    return [rates([reference], [heard]) for reference, heard in zip(references, hypotheses)], \
+        rates(references, hypotheses)
 
 
 # ---- Words
@@ -116,21 +111,16 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
 
     grammar: JSGF text; None: its large vocabulary, which is weak on anything but clear sentences.
     """
-    require_package("pocketsphinx", "--asr_model")
     import pocketsphinx
     with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
         file.write(grammar or "")
         file.flush()
         options = {"jsgf": file.name} if grammar else {}
-        try:
-            decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", **options)
-        except RuntimeError as error:
-            raise UserError("pocketsphinx cannot be started: a word of the grammar may not be in "
-                            f"its dictionary ({error})")
+        decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", **options)
     noise, heard = np.random.default_rng(0), []
+    quiet = np.zeros(3 * RATE // 10, np.float32)        # it misses words at the very ends
     for wave in waves:
-        wave = resample(np.asarray(wave, np.float32), rate, RATE)
-        quiet = np.zeros(3 * RATE // 10, np.float32)        # it misses words at the very ends
+        wave = resample(wave, rate)
         level = 0.6 / max(1e-6, np.abs(wave).max(initial=0))
         wave = np.concatenate([quiet, wave * level, quiet])
         wave = wave + noise.normal(0, 1e-3, len(wave))      # it stumbles over digital silence
@@ -146,6 +136,7 @@ def recognise_command(waves, rate, command, time_limit=3600):
     """[text] by a command that gets paths of wav files and prints a line for each. After time_limit
     seconds its processes are killed. Raises UserError then, and with its last line if it fails."""
     import soundfile
+    where = f"--asr_command {command}:"
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for wave in waves:
@@ -156,46 +147,45 @@ def recognise_command(waves, rate, command, time_limit=3600):
                                      errors="replace", stdout=subprocess.PIPE,
                                      stderr=subprocess.PIPE)
         except (OSError, ValueError) as error:
-            raise UserError(f"--asr_command {command}: cannot be started ({error})")
+            raise UserError(f"{where} cannot be started ({error})")
         try:
             output, messages = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
-            raise UserError(f"--asr_command {command}: has not heard {len(paths)} files in "
-                            f"{time_limit:g} s")
+            raise UserError(f"{where} has not heard {len(paths)} files in {time_limit:g} s")
         finally:        # what it started may outlive it
             lifetime.end(process)
     lines = output.splitlines()
     if process.returncode or len(lines) != len(paths):
         last = (messages.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise UserError(f"--asr_command {command}: status {process.returncode}, {len(lines)} lines "
-                        f"for {len(paths)} files; last message: {last}")
+        raise UserError(f"{where} status {process.returncode}, {len(lines)} lines for {len(paths)} "
+                        f"files; last message: {last}")
     return [line.strip() for line in lines]
 
 
-def load_model(flag, path, class_name=None, unused=()):
+def load_model(flag, path, device, class_name=None, unused=()):
     """(transformers model, feature extractor, tokenizer or None): any recogniser, or of a class.
     unused: beginnings of weights that may be missing. Raises UserError."""
-    tokenizer, recogniser = None, class_name is None
+    tokenizer, safe = None, {"trust_remote_code": False}
     try:
         import transformers
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()      # missing weights are reported below
-        if recogniser:      # it says itself how it writes
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if class_name is None:      # a recogniser says itself how it writes
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safe)
+            config = transformers.AutoConfig.from_pretrained(path, **safe)
             ctc = (config.architectures or [""])[0].endswith("ForCTC")
             class_name = "AutoModelForCTC" if ctc else "AutoModelForSpeechSeq2Seq"
         model, info = getattr(transformers, class_name).from_pretrained(
-            path, output_loading_info=True, trust_remote_code=False)
-        extractor = transformers.AutoFeatureExtractor.from_pretrained(path, trust_remote_code=False)
+            path, output_loading_info=True, **safe)
+        extractor = transformers.AutoFeatureExtractor.from_pretrained(path, **safe)
     except Exception as error:
         raise UserError(f"{flag} {path}: cannot be loaded as {class_name or 'a speech recogniser'} "
                         f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
-    if missing:     # transformers would go on with random ones
-        raise UserError(f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
-                        f"first {missing[0]}")
-    return model.eval(), extractor, tokenizer
+    # transformers would go on with random ones
+    require(not missing, f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
+            f"first {''.join(missing[:1])}")
+    return model.to(device).eval(), extractor, tokenizer
 
 
 @torch.inference_mode()
@@ -209,20 +199,20 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
     options = {"language": language, "task": "transcribe"} if language and whisper else {}
-    heard, waves = [], iter(waves)
+    heard, waves = [], (resample(wave, rate, target) for wave in waves)
     while batch := list(itertools.islice(waves, batch_size if whisper else 1)):
-        batch = [resample(np.asarray(wave, np.float32), rate, target) for wave in batch]
-        for number, wave in enumerate(batch, len(heard)):
-            if whisper and len(wave) > extractor.n_samples and notes is not None:
-                notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
-                             f"{len(wave) / target:.1f} s were heard")
-        least = 1 if whisper else int(SHORTEST_VOICE_S * target)    # its first filters are as long
-        batch = [np.pad(wave, (0, max(0, least - len(wave)))) for wave in batch]
         if whisper:
-            inputs = extractor([wave[:extractor.n_samples] for wave in batch], sampling_rate=target,
-                               return_tensors="pt", return_attention_mask=True)
-        else:
-            inputs = extractor(batch[0], sampling_rate=target, return_tensors="pt")
+            for number, wave in enumerate(batch, len(heard)):
+                if len(wave) > extractor.n_samples and notes is not None:
+                    notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
+                                 f"{len(wave) / target:.1f} s were heard")
+            # an empty one is heard as silence
+            batch = [wave[:extractor.n_samples] if len(wave) else np.zeros(1) for wave in batch]
+            inputs = extractor(batch, sampling_rate=target, return_tensors="pt",
+                               return_attention_mask=True)
+        else:       # its first filters are half a second long
+            wave = np.pad(batch[0], (0, max(0, target // 2 - len(batch[0]))))
+            inputs = extractor(wave, sampling_rate=target, return_tensors="pt")
         inputs = inputs.to(model.device)
         if not model.can_generate():
             heard += tokenizer.batch_decode(model(**inputs).logits.argmax(-1))
@@ -230,8 +220,6 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
         try:
             ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
         except ValueError as error:
-            if not language:
-                raise
             raise UserError(f"--language {language}: {str(error).splitlines()[0]}")
         heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
     return heard
@@ -240,10 +228,10 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
 # ---- Voices
 
 
-def load_x_vectors(path):
-    """(embed(wave at RATE) -> unit (D,) float64, its model) of a transformers x-vector model. One
-    clip at a time: padding would change its group norms. Raises UserError."""
-    model, extractor, _ = load_model("--speaker_model", path, "AutoModelForAudioXVector",
+def load_x_vectors(path, device):
+    """embed(wave at RATE) -> unit (D,) float64 by a transformers x-vector model, one clip at a
+    time: padding would change its group norms. Raises UserError."""
+    model, extractor, _ = load_model("--speaker_model", path, device, "AutoModelForAudioXVector",
                                      ("classifier.", "objective."))
 
     @torch.inference_mode()
@@ -251,14 +239,12 @@ def load_x_vectors(path):
         inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         found = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()
         return (found / found.norm()).numpy()
-    return embed, model
+    return embed
 
 
 def voice(wave, rate, embed):
     """Vector by load_x_vectors' embed, or None for a wave shorter than SHORTEST_VOICE_S."""
-    if len(wave) < SHORTEST_VOICE_S * rate:
-        return None
-    return embed(resample(np.asarray(wave, np.float32), rate, RATE))
+    return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
 
 
 def cosine(a, b):
@@ -266,46 +252,22 @@ def cosine(a, b):
     return None if a is None or b is None else float(a @ b)
 
 
-def dnsmos(waves, rate):
-    """[overall quality, 1 to 5, or None of an empty wave] by DNSMOS P.835 (Reddy et al. 2022): of
-    noise and distortion, not words. Raises UserError without the speechmos package."""
-    for package in ("speechmos", "onnxruntime"):
-        require_package(package, "--mos", "speechmos onnxruntime")
+def dnsmos(wave, rate):
+    """Overall quality, 1 to 5, or None of an empty wave, by DNSMOS P.835 (Reddy et al. 2022): of
+    noise and distortion, not words."""
     from speechmos import dnsmos as model
-    waves = [resample(np.asarray(wave, np.float32), rate, RATE) for wave in waves]
-    return [float(model.run(np.clip(wave, -1, 1), sr=RATE)["ovrl_mos"]) if len(wave) else None
-            for wave in waves]
+    wave = np.clip(resample(wave, rate), -1, 1)
+    return float(model.run(wave, sr=RATE)["ovrl_mos"]) if len(wave) else None
 
 
 # ---- All of them
 
 
-@dataclass
-class Judges:
-    """Judges of speech; None, or False, where one is off."""
-    hear: Callable | None       # hear(waves, rate, names, notes) -> [text]
-    embed: Callable | None      # of load_x_vectors
-    mos: bool                   # DNSMOS
-    language: str | None        # of normaliser
-    models: list                # of transformers, on the host until they are needed
-
-    @contextlib.contextmanager
-    def on(self, device):
-        """Within this context the models are on a device."""
-        try:
-            for model in self.models:
-                model.to(device)
-            yield
-        finally:
-            for model in self.models:
-                model.to("cpu")
-
-
 @functools.cache
 def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None,
-                batch_size=8):
-    """Judges of the flags of these names, loaded on the host, once in a process. UserError."""
-    hear, embed, models = None, None, []
+                batch_size=8, device="cpu"):
+    """Judges of the flags of these names, loaded once in a process. UserError."""
+    hear = embed = None
     if asr_command:
         def hear(waves, rate, names, notes):
             return recognise_command(waves, rate, asr_command)
@@ -316,15 +278,13 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
         def hear(waves, rate, names, notes):
             return recognise_pocketsphinx(waves, rate)
     elif asr_model:
-        recogniser = load_model("--asr_model", asr_model)
-        models.append(recogniser[0])
+        recogniser = load_model("--asr_model", asr_model, device)
 
         def hear(waves, rate, names, notes):
             return recognise_transformers(waves, rate, recogniser, language, batch_size, names,
                                           notes)
     if speaker_model:
-        embed, model = load_x_vectors(speaker_model)
-        models.append(model)
-    if mos:
-        dnsmos([], RATE)        # is it there?
-    return Judges(hear, embed, mos, language, models)
+        embed = load_x_vectors(speaker_model, device)
+    for package in ("speechmos", "onnxruntime") if mos else ():
+        require_package(package, "--mos", "speechmos onnxruntime")
+    return Judges(hear, embed, mos, language)

@@ -14,15 +14,13 @@ import torch
 
 from core import adapters, dist
 from core.checkpoint import move_aside, write_atomically
-from core.cli import UserError, require
-from core.dist import gathered
+from core.cli import require
 from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
+from speech import speak, weights
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
-from speech import speak, weights
-from speech.loss import total_loss
-from speech.labels import IGNORE, TokenIds
+from speech.labels import total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # that a row's speech may take
@@ -31,39 +29,23 @@ SECONDS = 30.0          # that a row's speech may take
 def load(args, tokenizer, ids, config, codec_dir, world):
     """Keeper of --keep, on every rank, nothing spoken. UserError with all rows that cannot be used.
     """
+    longest = args.max_length or weights.module(config).positions(config)
+    longest = min(longest, args.max_tokens_per_batch or longest)
+    # half of a small pack is left to the prompt
+    settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
+
     def prepare():
         samples = speak.read_prompts(args.keep, args.normalize_text == "on")
         for sample in samples:      # the base says it
             sample.turns[-1].parts[-1] = Clip("")
-        longest = args.max_length or weights.module(config).positions(config)
-        longest = min(longest, args.max_tokens_per_batch or longest)
-        # half of a small pack is left to the prompt
-        settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        room = longest - settings.max_new_tokens
-        return speak.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+        return speak.prepare(samples, tokenizer, ids, codec, bandwidth,
+                             longest - settings.max_new_tokens)
 
-    prompts, settings = dist.rank0(world, prepare)
-    digest = hashlib.sha256(str(args.seed).encode())
+    prompts, digest = dist.rank0(world, prepare), hashlib.sha256(str(args.seed).encode())
     for prompt in prompts:
         digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
     return Keeper(prompts, settings, ids, args, digest.hexdigest()[:16])
-
-
-def with_speech(prompt, codes, ids):
-    """labels.assemble of a prompt and the (T, K) codes after it, which are trained."""
-    place, trained = np.array([ids.audio_placeholder_id]), np.array([True])
-    spoken, heard = ids.assemble(place, trained, [codes]), prompt.audio_ids
-    sample = {"input_ids": np.concatenate([prompt.tokens, spoken["input_ids"]]),
-              "is_audio": np.concatenate([prompt.is_audio, spoken["is_audio"]]),
-              "audio_ids": np.concatenate([heard, spoken["audio_ids"]])}
-    sample["text_labels"] = np.full(len(sample["input_ids"]), IGNORE)
-    if isinstance(ids, TokenIds):
-        untrained = np.full_like(heard, IGNORE)
-        labels = np.concatenate([untrained, spoken["audio_labels"]])
-        return {**sample, "audio_labels": labels}
-    return {**sample, "audio_at": spoken["audio_at"] + len(prompt.tokens),
-            "audio_targets": spoken["audio_targets"]}
 
 
 @dataclass
@@ -75,7 +57,7 @@ class Keeper:
     args: object            # the trainer's flags
     # of the rows, their references and the seed; then of the base, on rank 0
     fingerprint: str
-    samples: list = field(default_factory=list)     # of with_speech
+    samples: list = field(default_factory=list)     # of labels.assemble
 
     def fingerprint_with(self, base):
         """Text that a resumed run must share; base: the base model's fingerprint. On rank 0."""
@@ -90,27 +72,29 @@ class Keeper:
         end, and Stopped.
         """
         model.eval()
-        with gathered(model), autocast():
+        with dist.gathered(model), autocast():
             codes = dist.rank0(world, self._codes, world, model)
         model.train()
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")
         found = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
-        if len(found) * 2 < len(codes):
-            raise UserError(f"--keep {self.args.keep}: the base ended {len(found)} of {len(codes)} "
-                            f"rows within {SECONDS:g} s or half a pack: it cannot speak them, so "
-                            "there is nothing to keep")
-        self.samples = [{**with_speech(prompt, spoken.astype(np.int64), self.ids), "number": i}
-                        for i, (prompt, spoken) in enumerate(found)]
+        require(len(found) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended "
+                f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack: it cannot "
+                "speak them, so there is nothing to keep")
+        self.samples = []
+        for i, (prompt, spoken) in enumerate(found):        # that speech alone is trained
+            tokens, codes_before = prompt.parts
+            tokens = np.append(tokens, self.ids.audio_placeholder_id)
+            self.samples.append({"number": i, **self.ids.assemble(
+                tokens, np.arange(len(tokens)) == len(tokens) - 1, [*codes_before, spoken])})
         self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in found])
-        lengths = np.array([len(sample["input_ids"]) for sample in self.samples])
-        self.order = PackOrder(lengths, seed=self.args.seed,
-                               tokens_per_pack=self.args.max_tokens_per_batch,
+        self.order = PackOrder(np.array([len(sample["input_ids"]) for sample in self.samples]),
+                               seed=self.args.seed, tokens_per_pack=self.args.max_tokens_per_batch,
                                samples_per_pack=self.args.per_device_train_batch_size)
         silent = len(codes) - len(found)
-        left_out = f"; {silent} that it did not end are left out" if silent else ""
         return (f"keep       {len(found)} rows as the base speaks them, weight "
-                f"{self.args.keep_weight:g}, in one of {self.args.keep_every} steps{left_out}")
+                f"{self.args.keep_weight:g}, in one of {self.args.keep_every} steps"
+                + f"; {silent} that it did not end are left out" * bool(silent))
 
     def _codes(self, world, model):
         """[(T, K) int16 codes] of the rows, from the file or spoken and kept in it; T is 0 of what
@@ -125,24 +109,23 @@ class Keeper:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
             except Exception as error:      # whatever damage makes of it
                 move_aside(path, f"cannot be read ({error}), so the base speaks again")
-        found = []
+        spoken = []
         with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
             for first in range(0, len(self.prompts), speak.BATCH):
-                found += speak.generate(
+                spoken += speak.generate(
                     model.base_model, self.prompts[first:first + speak.BATCH], self.ids,
                     self.settings, self.args.seed + first // speak.BATCH, world.device,
-                    asked=stop_requested)
+                    stop_requested)
                 if stop_requested():
                     return None
         # without its end, or too short for the model to end it: nothing to learn from
-        whole = [how == "eos" and len(spoken) >= self.ids.min_frames for spoken, how in found]
-        codes = [(spoken if good else none).astype(np.int16)
-                 for (spoken, _), good in zip(found, whole)]
+        codes = [(found if how == "eos" and len(found) >= self.ids.min_frames else none).astype(
+            np.int16) for found, how in spoken]
 
         def write(temporary):
             with open(temporary, "wb") as file:
                 np.savez_compressed(file, fingerprint=self.fingerprint,
-                                    **{f"codes_{i}": spoken for i, spoken in enumerate(codes)})
+                                    **{f"codes_{i}": found for i, found in enumerate(codes)})
         write_atomically(path, write)
         return codes
 

@@ -1,20 +1,23 @@
-"""The tokens and codes of a conversation that the model sees, and the trained ones: the
-collator's rules.
+"""The tokens and codes of a conversation that the model sees, the trained ones, and their loss.
 
-They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k
-is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and the fill
-never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text
-targets.
+The rules are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows,
+codebook k is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and
+the fill never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are
+text targets.
 """
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from core.cli import UserError
-from core import packing
+from core import kernels, packing
+from core.cli import require
+from core.metrics import duration
+from speech.codes import FRAME_RATE
 from speech.conversations import Clip
 
+SUMS = 8                # of batch_sums() besides the codebooks'
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out
 CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                   "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|audio_bos|>",
@@ -96,13 +99,12 @@ class TokenIds:
 def token_ids(tokenizer, config):
     """TokenIds of a native Higgs config. UserError when tokenizer and model do not fit."""
     for name in CONTROL_TOKENS:
-        if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
-            raise UserError(f"--model_path: its tokenizer has no {name}: it is not Higgs-Audio's")
+        require(tokenizer.convert_tokens_to_ids(name) not in (None, tokenizer.unk_token_id),
+                f"--model_path: its tokenizer has no {name}: it is not Higgs-Audio's")
     audio = tokenizer.convert_tokens_to_ids("<|AUDIO_OUT|>")
-    if audio != config.audio_token_id or len(tokenizer) > config.vocab_size:
-        raise UserError("tokenizer and model disagree: "
-                        f"<|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
-                        f"{len(tokenizer)} tokens and {config.vocab_size}")
+    require(audio == config.audio_token_id and len(tokenizer) <= config.vocab_size,
+            f"tokenizer and model disagree: <|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
+            f"{len(tokenizer)} tokens and {config.vocab_size}")
     return TokenIds(audio, config.audio_delay_token_id, config.pad_token_id, config.num_codebooks,
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
 
@@ -114,26 +116,23 @@ def conversation_pieces(sample):
     """[(text or Clip, labelled)] of the token stream: the official template, turn by turn."""
     # written out, not by the tokenizer's template: the pieces show which tokens are trained
     pieces = [("<|begin_of_text|>", False)]
-    for number, turn in enumerate(sample.turns):
+    for turn, following in zip(sample.turns, [*sample.turns[1:], None]):
         pieces.append((f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False))
         text = ""
         for part in turn.parts:
-            if isinstance(part, Clip):
-                # the native template writes a space before a scene's clip
-                text += " " if turn.role == "system" else ""
-                if text:
-                    pieces.append((text, turn.trained))
-                text = ""
-                # all three are targets: the model has to begin and to end speech by itself
-                for piece in ("<|audio_out_bos|>", part, "<|audio_eos|>"):
-                    pieces.append((piece, turn.trained))
-            else:
+            if not isinstance(part, Clip):
                 text += part
+                continue
+            # the native template writes a space before a scene's clip
+            text += " " if turn.role == "system" else ""
+            # all three are targets: the model has to begin and to end speech by itself
+            pieces += [(piece, turn.trained)
+                       for piece in (text, "<|audio_out_bos|>", part, "<|audio_eos|>") if piece]
+            text = ""
         if text:
             pieces.append((text, turn.trained))
         # a speaker who goes on ends with <|eom_id|>, end of message; all others end their turn
-        followed = number + 1 < len(sample.turns) and sample.turns[number + 1].role == "assistant"
-        goes_on = turn.role == "assistant" and followed
+        goes_on = turn.role == "assistant" and following and following.role == "assistant"
         pieces.append(("<|eom_id|>" if goes_on else "<|eot_id|>", turn.trained))
     return pieces
 
@@ -201,3 +200,163 @@ class PackedBatch:
 
     __reduce__ = packing.reduce
     to = packing.to
+
+
+# ---- Loss: of V2 and TTS 3
+
+
+class Wrapped(torch.nn.Module):
+    """Module that DDP wraps, of V2 and TTS 3: forward(batch) -> sums, not means, so any split of a
+    step adds up. v2.py and v3.py have layers(native), hidden_states(batch), audio_logits(hidden,
+    batch). net: the native model, or the PeftModel around it. recompute: of cli's modes, or None.
+    """
+
+    def __init__(self, net, recompute=None):
+        super().__init__()
+        self.net = net
+        # in a list, where torch does not look for modules: else parameters would be there twice
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+        kernels.use(self.base_model)
+        if recompute:
+            kernels.set_mode(self, self.layers(self.base_model), recompute)
+
+    @property
+    def base_model(self):
+        """The native model, adapters inside."""
+        return self._base[0]
+
+    def text_loss(self, hidden, batch):
+        """() fp32 cross-entropy of the text targets: none are trained."""
+        return torch.zeros((), device=hidden.device)
+
+    def forward(self, batch, keep=False):
+        """(audio (K,), text (), ends (5,)) of a labels.PackedBatch: fp32 sums over its targets.
+
+        audio: cross-entropy per codebook; text: cross-entropy. ends (detached): of the
+        end-of-stream targets cross-entropy, correct argmax and number; of codebook 0 alone, whose
+        first one ends speech, how many of those are right, and how many codes are taken for one.
+        keep: divergence() instead.
+        """
+        if keep:
+            return divergence(self, batch)
+        config = self.base_model.config
+        hidden = self.hidden_states(batch)
+        logits = self.audio_logits(hidden, batch).flatten(0, 1)     # (R * K, C)
+        targets = batch.audio_targets.view(-1)
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+        text = self.text_loss(hidden, batch)
+        with torch.no_grad():
+            eos, shape = config.audio_stream_eos_id, batch.audio_targets.shape
+            is_eos, says_eos = targets == eos, logits.argmax(-1) == eos
+            by_book, says = is_eos.view(shape), says_eos.view(shape)[:, 0]
+            first = by_book[:, 0] & ~by_book[:, 1:2].any(1)
+            false = says & ~by_book[:, 0] & (batch.audio_targets[:, 0] != IGNORE)
+            ends = torch.stack([(losses.detach() * is_eos).sum(), (says_eos & is_eos).sum(),
+                                is_eos.sum(), (first & says).sum(), false.sum()]).float()
+        return losses.view(shape).sum(0), text, ends
+
+
+def batch_sums(audio, text, ends, batch):
+    """(K + SUMS,) float64: what Wrapped returns, and its targets of audio (all codebooks) and text.
+    Waits for no device.
+    """
+    losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
+    # filled there: a tensor made of numbers would be copied, and waited for
+    return torch.cat([losses, *(losses.new_full((1,), batch.counts[name])
+                                for name in ("audio_targets", "text_targets"))])
+
+
+def loss_report(sums, text_weight, prefix, ends_in=lambda book, books: 1):
+    """Numbers of batch_sums(), summed over all ranks -> {"prefix/name": float}; NaN where no target
+    was counted, since every step was skipped.
+
+    ends_in: of a codebook and their number the end-of-stream targets that a clip has in it.
+    stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per code.
+    """
+    *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
+    books = len(audio)
+    ends_of = [ends_in(book, books) for book in range(books)]
+    clips = ends / sum(ends_of)
+    codes, audio_loss = (n_audio - ends) / books, sum(audio) / max(1, n_audio)
+    total = total_loss(audio, n_audio, text, n_text, text_weight) if n_text else audio_loss
+    values = {"loss": total, "audio_loss": audio_loss, "text_loss": text / max(1, n_text),
+              "eos_loss": ends_loss / max(1, ends), "eos_accuracy": ends_right / max(1, ends),
+              "stop_recall": stops / max(1, clips), "false_stop_rate": false_stops / max(1, codes)}
+    values |= {f"audio_loss_codebook_{k}": loss / max(1, codes + clips * ends_of[k])
+               for k, loss in enumerate(audio)}
+    if n_audio + n_text == 0:
+        values = dict.fromkeys(values, float("nan"))
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def total_loss(audio, n_audio, text, n_text, text_weight):
+    """The training loss from sums over targets and their global numbers: K of audio, one a
+    codebook, and one of text (tensors or floats).
+    """
+    return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
+
+
+def divergence(model, batch):
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
+
+    For --keep. model: a Wrapped with adapters; switched off they leave the base, which gets
+    no gradient and no dropout. Where the model knows what the base knows, it is 0.
+    """
+    from core import adapters
+    training = model.training
+    model.eval()
+    with torch.no_grad(), adapters.switched_off(model.net):
+        base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    model.train(training)
+    ours = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    apart = F.kl_div(ours, base, log_target=True, reduction="none").sum(-1)
+    return (apart * (batch.audio_targets != IGNORE)).sum(0)
+
+
+def decays(name, parameter):
+    """Weight decay shrinks matrices, not norms, nor embeddings: a batch has few of their rows."""
+    return parameter.ndim > 1 and "embed" not in name
+
+
+def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
+    """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
+
+    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is
+    trained, 2N for its gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of
+    n (n + 1) / 2 attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
+    backward. Recomputation and adapters are not counted.
+    """
+    h, d = config.hidden_size, config.head_dim
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
+    rows = tokens * layer * config.num_hidden_layers
+    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
+    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
+
+
+def step_work(config, table, samples, lora):
+    """Totals over the samples of an optimizer step, all ranks, from the table; python numbers."""
+    lengths = table.lengths[samples].astype(np.int64)
+    n_audio, n_text = (int(n[samples].sum()) for n in (table.audio_targets, table.text_targets))
+    pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention
+    flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, lora)
+    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
+            "samples": len(samples), "audio_seconds": int(table.frames[samples].sum()) / FRAME_RATE,
+            "flops": flops}
+
+
+def train_line(step, total_steps, values):
+    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
+    left = duration((total_steps - step) * values["train/step_seconds"])
+    mfu = f" | mfu {values['train/mfu']:6.1%}" if "train/mfu" in values else ""
+    return ("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
+            "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} "
+            "| grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} "
+            "audio-s/s{} | eta {}".format(step, total_steps, mfu, left, **values))
+
+
+def eval_line(step, values):
+    """One aligned line of a validation, with units."""
+    return ("eval   step {:>6} | loss {eval/loss:7.4f} | audio {eval/audio_loss:6.3f} | text "
+            "{eval/text_loss:6.3f} | eos {eval/eos_loss:6.3f} stop {eval/stop_recall:6.1%}"
+            .format(step, **values))

@@ -22,36 +22,30 @@ from speech import choices
 
 SCRIPTS = Path(__file__).resolve().parent
 POLL_S = 10
-# {--by: (metric of evaluation.json or metrics.jsonl, name, format, True where more is better)}
-MEASURES = {"wer": ("wer", "word errors", "{:.1%}", False),
-            "cer": ("cer", "character errors", "{:.1%}", False),
-            "sim": ("speaker_similarity", "likeness", "{:.3f}", True),
-            "loss": ("eval/loss", "validation loss", "{:.4f}", False)}
+# {--by: (metric of evaluation.json or metrics.jsonl, name, format, 1 or -1 where more is better)}
+MEASURES = {"wer": ("wer", "word errors", "{:.1%}", 1),
+            "cer": ("cer", "character errors", "{:.1%}", 1),
+            "sim": ("speaker_similarity", "likeness", "{:.3f}", -1),
+            "loss": ("eval/loss", "validation loss", "{:.4f}", 1)}
 
-
-def build_parser():
-    p = cli.Parser(__doc__.partition("\n")[0])
-    p.usage = "%(prog)s OUT [--flag value ...]"
-    p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
-    p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
-    p.flag("--by", "wer", "what decides; of equal checkpoints the earlier is taken",
-           choices=MEASURES)
-    choices.recognisers(p)
-    choices.speakers(p)
-    p.switch("--follow", "wait for checkpoints that the run is yet to save")
-    p.flag("--patience", 0,
-           "with --follow: end the run after this many checkpoints without a better "
-           "one, 0 = never")
-    p.flag("--max_seconds", 15.0, "of speech of one prompt")
-    p.flag("--batch_size", 4, "prompts spoken together")
-    p.flag("--seed", 42, "of the draws, the same for each checkpoint")
-    p.flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
-    return p
+p = cli.Parser(__doc__.partition("\n")[0])
+p.usage = "%(prog)s OUT [--flag value ...]"
+p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
+p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
+p.flag("--by", "wer", "what decides; of equal checkpoints the earlier is taken", choices=MEASURES)
+choices.judges(p)
+p.switch("--follow", "wait for checkpoints that the run is yet to save")
+p.flag("--patience", 0, "with --follow: end the run after this many checkpoints without a better "
+       "one, 0 = never")
+p.flag("--max_seconds", 15.0, "of speech of one prompt")
+p.flag("--batch_size", 4, "prompts spoken together")
+p.flag("--seed", 42, "of the draws, the same for each checkpoint")
+p.flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
 
 
 def check_flags(args, world_size):
     require(Path(args.output_dir).is_dir(), f"{args.output_dir}: there is no such folder")
-    choices.check_recognisers(args)
+    choices.check_judges(args)
     require(args.prompts or args.by == "loss", f"--by {args.by} needs --prompts")
     require(args.by not in ("wer", "cer") or args.asr_model or args.asr_command,
             f"--by {args.by} needs --asr_model or --asr_command")
@@ -61,7 +55,7 @@ def check_flags(args, world_size):
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-args = cli.parse(build_parser(), check_flags)
+args = cli.parse(p, check_flags)
 
 import hashlib
 import json
@@ -76,22 +70,21 @@ from speech import judges
 dist.single_process()
 if args.asr_command:        # a wrong path is found now, not after the first checkpoint
     judges.load_judges(asr_command=args.asr_command)
-out, (metric, name, form, more) = Path(args.output_dir), MEASURES[args.by]
+out, (metric, name, form, sign) = Path(args.output_dir), MEASURES[args.by]
 
 
 def command(script, *words):
     """Run one of our scripts; UserError with its last line when it fails."""
-    words = [sys.executable, SCRIPTS / script, *words]
-    done = subprocess.run(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                          text=True)
+    words = map(str, [sys.executable, SCRIPTS / script, *words, "--device", args.device])
+    done = subprocess.run([*words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{script}: {last.removeprefix('error: ')}")
 
 
-def judge(folder, place):
-    """The metric of a checkpoint, or of the base (folder None), spoken unless that is there."""
-    samples = place / (folder.name if folder else "base")
+def judge(folder, samples):
+    """The metric of a checkpoint, or of the base (folder None), spoken into the folder `samples`
+    unless that is there."""
     if not (samples / "evaluation.json").exists():
         newest = folder or checkpoint.list_checkpoints(out)[-1][1]
         run = json_files.read_object(newest / checkpoint.STATE / "state.json")["args"]
@@ -102,47 +95,48 @@ def judge(folder, place):
             model += ["--audio_tokenizer_path", codec]
         command("generate_tts.py", *model, "--prompts", args.prompts, "--output_dir", samples,
                 "--overwrite", "--max_seconds", args.max_seconds, "--batch_size", args.batch_size,
-                "--seed", args.seed, "--device", args.device, "--normalize_text",
-                run.get("normalize_text") or "on")
-        listeners = [word for flag in ("asr_command", "asr_model", "language", "speaker_model")
-                     if getattr(args, flag) for word in (f"--{flag}", getattr(args, flag))]
-        command("evaluate_tts.py", samples, *listeners, "--device", args.device)
+                "--seed", args.seed, "--normalize_text", run.get("normalize_text") or "on")
+        command("evaluate_tts.py", samples, *(
+            word for flag in ("asr_command", "asr_model", "language", "speaker_model")
+            if getattr(args, flag) for word in (f"--{flag}", getattr(args, flag))))
     return json_files.read_object(samples / "evaluation.json")["metrics"].get(metric)
 
 
 def is_running():
     try:
-        checkpoint.lock_folder(out, wait_s=0).release()
+        checkpoint.lock_folder(out, wait_s=0).close()
     except UserError:
         return True
     return False
 
 
+def link_best(step):
+    link, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
+    require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
+    temporary.symlink_to(f"checkpoint-{step}")
+    os.replace(temporary, link)
+
+
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
             args.asr_command, args.language, args.speaker_model, args.max_seconds, args.seed]
 place = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-known, best, stale, following = {}, None, 0, True
+known, best, stale, following = {}, None, 0, True       # known: {step, 0 for the base: metric}
 while following:
     # asked first: the run's last checkpoint may come meanwhile
     following = args.follow and is_running()
     losses = dict(metrics.curve(metrics.read_metrics(out / "metrics.jsonl"), metric))
     new = [(step, path) for step, path in checkpoint.list_checkpoints(out) if step not in known]
     for step, path in [(0, None), *new] if new and 0 not in known else new:
-        known[step] = losses.get(step) if args.by == "loss" else judge(path, place)
         what = f"checkpoint-{step}" if step else "base"
+        known[step] = losses.get(step) if args.by == "loss" else judge(path, place / what)
         value = "not measured" if known[step] is None else form.format(known[step])
         print(f"{what:<16} {name} {value}", flush=True)
         if known[step] is None or not step:
             continue
-        if best is None or (known[step] > known[best] if more else known[step] < known[best]):
+        stale += 1
+        if best is None or sign * known[step] < sign * known[best]:
             best, stale = step, 0
-            link, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
-            require(link.is_symlink() or not link.exists(),
-                    f"{link}: is there and no link; move it away")
-            temporary.symlink_to(f"checkpoint-{step}")
-            os.replace(temporary, link)
-        else:
-            stale += 1
+            link_best(step)
         if args.patience and stale >= args.patience and is_running():
             (out / "stop").touch()
             print(f"stop       nothing better in {stale} checkpoints: the run is asked to end",
@@ -155,7 +149,7 @@ require(known, f"{out}: holds no checkpoint")
 require(best is not None, f"{out}: no checkpoint was measured by {name}")
 base, value = known.get(0), form.format(known[best])
 base_value = "" if base is None else f"; the base {form.format(base)}"
-if base is not None and (known[best] <= base if more else known[best] >= base):
+if base is not None and sign * known[best] >= sign * base:
     print(f"NO CHECKPOINT IS BETTER THAN THE BASE by {name}: {value} at best, at step {best}"
           f"{base_value}")
 else:

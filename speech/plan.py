@@ -10,8 +10,7 @@ from core.packing import PackOrder
 from speech import v2, weights
 from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
-from speech.labels import PackedBatch
-from speech.loss import step_work
+from speech.labels import PackedBatch, step_work
 
 SHARE = {True: 0.70, False: 0.72}   # {LoRA: share of the matrix rate that a step reaches by count}
 
@@ -137,6 +136,6 @@ def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoc
         f"batch      {len(lengths) / epoch_steps:,.1f} samples a step, about "
         f"{lengths.sum() / epoch_steps:,.0f} tokens, "
         f"{table.frames[data.train].sum() / FRAME_RATE / epoch_steps:,.0f} s of audio", start],
-        left, len(data.held_out) > 0, 0 if args.float8 else flops,
+        left, 0 if args.float8 else flops,
         [lambda: plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",
                                   new_frames * 2 * data.ids.num_codebooks, "codes of new clips")])

@@ -94,18 +94,13 @@ SPREAD = 1.5                # interquartile ranges beyond the quartiles of the l
 ENOUGH = 20                 # samples of a language, for quartiles
 
 
-def targets(builder):
-    """(n,) numbers of the clips that samples are trained on: the last one of each."""
-    numbers, offsets = builder.used_clips()
-    return numbers[np.maximum(offsets[1:], 1) - 1]
-
-
 def find_problems(builder, where, measures, least, most):
     """[Problem] of samples; those with a clip that has no codes are passed over. builder:
     TableBuilder. where, measures: of ensure_codes. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
-    target, facts, sources = targets(builder), builder.facts.array(), builder.sources
+    target = numbers[np.maximum(offsets[1:], 1) - 1]        # the last clip of each sample
+    facts, sources = builder.facts.array(), builder.sources
     seconds, _, rms, clipped, dc = measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -186,8 +181,13 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         require(not left_out.all(),
                 f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
-        report = make_report(builder, where, left_out, found.counts, drop)
-        report["dropped"] += refused
+        numbers, offsets = builder.used_clips()
+        frames = where[numbers[np.maximum(offsets[1:], 1) - 1], 2]
+        report = {
+            "samples": int((~left_out).sum()), "dropped": int(left_out.sum()) + refused,
+            "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),
+            "checks": {check: {"samples": n, "dropped": check in drop}
+                       for check, n in sorted(found.counts.items())}}
         inside = out in Path(cache).parents
         builder.write(os.path.relpath(cache, builder.folder) if inside else os.path.abspath(cache),
                       shards, where, left_out)
@@ -197,24 +197,6 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     return build(world, tokenizer, ids, sources,
                  lambda clips: ensure_codes(world, clips, encoding), out, found, finish, noted)
-
-
-def make_report(builder, where, left_out, found, drop):
-    """Facts about the data, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
-    seconds = where[targets(builder), 2] / FRAME_RATE
-    speakers = builder.facts.array()["speaker"]
-
-    def part(source):
-        kept = np.arange(source["first"], source["stop"])
-        kept = kept[~left_out[kept]]
-        return {**source, "kept": len(kept), "hours": round(float(seconds[kept].sum()) / 3600, 4),
-                "speakers": len(np.unique(speakers[kept]))}
-
-    return {"samples": int((~left_out).sum()), "dropped": int(left_out.sum()), "clips": len(where),
-            "hours": round(float(seconds[~left_out].sum()) / 3600, 4),
-            "sources": list(map(part, builder.sources)),
-            "checks": {check: {"samples": n, "dropped": check in drop}
-                       for check, n in sorted(found.items())}}
 
 
 def main():
@@ -240,9 +222,6 @@ def main():
     except watchdog.Stopped as why:
         raise UserError(f"{why}; the same command goes on from there")
     if world.is_main:
-        for source in report["sources"]:
-            print(f"source     {source['path']}: {source['kept']} samples, {source['hours']:.2f} "
-                  f"h, {source['speakers']} speaker labels{', validation' * source['held_out']}")
         for check, about in report["checks"].items():
             print(f"check      {check}: {about['samples']} samples, "
                   f"{'dropped' if about['dropped'] else 'kept'}")

@@ -1,8 +1,7 @@
 """Speak with Higgs-Audio: prompts as in training, generation, the best of several takes, files.
 
-A prompt takes the trainer's path from conversation to tokens and is cut off after the last
-<|audio_out_bos|>, so the model hears what it was trained on. Generation is the native class' (V2)
-or v3.generate.
+A prompt takes the trainer's path from conversation to tokens and is cut off where speech begins, so
+the model hears what it was trained on. Generation is the native class' (V2) or v3.generate.
 
     prompts = prepare(text_prompts([("1", "Good morning.")], normalize=True), tokenizer, ids, ...)
     codes, ended_by = generate(native, prompts, ids, sampling(config, 30.0), seed, device)[0]
@@ -17,7 +16,7 @@ import struct
 import tempfile
 import textwrap
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          filled, holds_codes, load_codec, open_sound, read_codes, readable)
+                          filled, holds_codes, load_codec, read_codes)
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
                                   heard, mark_trained, normalise_requests, system_parts, trimmed)
 from speech.dataset import TableBuilder, read_samples
@@ -59,7 +58,7 @@ class Prompt:
     is_audio: np.ndarray    # (n,) bool, where those are among the tokens
     references: list        # those clips, as far as they are recordings
     target: Clip | None     # the true recording, where the file has one
-    target_seconds: float | None = None
+    parts: tuple = ()       # (t,) int64 tokens of which a clip is one, [codes (T, 8) of each clip]
 
 
 def read_prompts(path, normalize):
@@ -90,23 +89,21 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
     normalize: of read_prompts. system: of all of them; None: by each text, as in training.
     """
-    reference = []
-    if reference_audio:
-        clip = {"type": "audio", "audio_url": reference_audio}
-        reference = [{"role": "user", "content": reference_text}] * bool(reference_text)
-        reference += [{"role": "assistant", "content": clip}]
+    def message(role, content):
+        return {"role": role, "content": content}
 
-    samples, problems = [], []
+    reference, samples, problems = [], [], []
+    if reference_audio:
+        reference = [message("user", reference_text)] * bool(reference_text)
+        reference += [message("assistant", {"type": "audio", "audio_url": reference_audio})]
     for name, text in named_texts:
         prompt, heard_in = system, scene
         if not system:
             prompt, heard_in = system_parts(text, scene, references=bool(reference))
         content = prompt + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-        messages = [{"role": "system", "content": content}, *reference,
-                    {"role": "user", "content": text}]
+        entry = {"messages": [message("system", content), *reference, message("user", text)]}
         try:
-            samples.append(canonical_prompt(name, {"messages": messages}, Paths(Path.cwd()),
-                                            normalize))
+            samples.append(canonical_prompt(name, entry, Paths(Path.cwd()), normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
     require(not problems, problem_text(problems))
@@ -159,16 +156,6 @@ def clip_codes(clip, codec, bandwidth, ids):
     return encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
 
 
-def clip_seconds(clip):
-    """Length of a Clip from its file's header; raises ValueError with the reason."""
-    with readable(clip.path) as file, open_sound(file) as sound:
-        whole = sound.frames / sound.samplerate
-    left = whole - (clip.offset or 0)
-    if left <= 0:
-        raise ValueError(f"has nothing from {clip.offset} s on: it is {whole:.2f} s long")
-    return min(clip.duration or left, left)
-
-
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """Samples of canonical_prompt -> Prompts, their clips encoded by `codec` (of load_codec).
 
@@ -192,11 +179,11 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                     codes[clip] = clip_codes(clip, codec, bandwidth, ids)
             clip = target
             target = clip if clip.path and not holds_codes(clip.path) else None
-            length = target and clip_seconds(target)
         except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
-        row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[clip] for clip in before])
+        heard_in = [codes[clip] for clip in before]
+        row = ids.assemble(tokens, np.zeros(len(tokens), bool), heard_in)
         if (size := len(row["input_ids"])) > room:
             problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
                             f"{max(0, room)} besides the speech to come: shorten it, or allow "
@@ -204,7 +191,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
             row["is_audio"], [clip for clip in before if not holds_codes(clip.path)], target,
-            length))
+            (tokens, heard_in)))
     require(not problems, problem_text(problems))
     return prompts
 
@@ -338,44 +325,40 @@ def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
     """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes, by its end,
     then character errors, then likeness to the voice. listeners: judges.Judges; without likeness
     among them a faultless take ends the search."""
-    if takes == 1:
-        spoken = generate(native, prompts, ids, settings, seed, codec.device)
-        return [(codes, ended_by, decode(codec, codes), {}) for codes, ended_by in spoken]
     kept, left = [None] * len(prompts), list(range(len(prompts)))
     for take in range(takes):
         some = [prompts[i] for i in left]
         spoken = generate(native, some, ids, settings, seed + take * STRIDE, codec.device)
         waves = [decode(codec, codes) for codes, _ in spoken]
-        facts = listen(some, waves, listeners, codec.device)
+        facts = listen(some, waves, listeners) if listeners else [{} for _ in some]
         for i, (codes, ended_by), wave, found in zip(left, spoken, waves, facts):
             bad = ended_by != "eos" or not len(codes)
             rank = bad, found.get("cer") or 0.0, -(found.get("speaker_similarity") or 0.0)
             if kept[i] is None or rank < kept[i][0]:
                 kept[i] = rank, (codes, ended_by, wave, {**found, "take": take})
-        left = [i for i in left if kept[i][0][:2] != (False, 0.0) or listeners.embed]
+        left = [i for i in left if kept[i][0][:2] != (False, 0.0) or listeners and listeners.embed]
         if not left:
             break
     return [found for _, found in kept]
 
 
-def listen(prompts, waves, listeners, device):
+def listen(prompts, waves, listeners):
     """[{fact: value}] that judges.Judges find in each Prompt's wave; likeness is to the voice to be
     cloned, else to the true recording."""
     from speech import judges
     facts, voices = [{} for _ in prompts], {}       # voices: of clips, as one may serve all
-    with listeners.on(device):
-        if listeners.hear:
-            texts = [heard(prompt.text) for prompt in prompts]
-            transcripts = listeners.hear(waves, SAMPLE_RATE, [p.name for p in prompts], [])
-            rates, _ = judges.word_rates(texts, transcripts, listeners.language)
-            facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
-        for prompt, wave, about in zip(prompts, waves, facts) if listeners.embed else ():
-            clip = prompt.references[-1] if prompt.references else prompt.target
-            if clip not in voices:
-                voices[clip] = clip and judges.voice(judges.read_audio(
-                    clip.path, clip.offset, clip.duration), SAMPLE_RATE, listeners.embed)
-            ours = judges.voice(wave, SAMPLE_RATE, listeners.embed)
-            about["speaker_similarity"] = judges.cosine(ours, voices[clip])
+    if listeners.hear:
+        texts = [heard(prompt.text) for prompt in prompts]
+        transcripts = listeners.hear(waves, SAMPLE_RATE, [p.name for p in prompts], [])
+        rates, _ = judges.word_rates(texts, transcripts, listeners.language)
+        facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
+    for prompt, wave, about in zip(prompts, waves, facts) if listeners.embed else ():
+        clip = prompt.references[-1] if prompt.references else prompt.target
+        if clip not in voices:
+            voices[clip] = clip and judges.voice(judges.read_audio(
+                clip.path, clip.offset, clip.duration), SAMPLE_RATE, listeners.embed)
+        ours = judges.voice(wave, SAMPLE_RATE, listeners.embed)
+        about["speaker_similarity"] = judges.cosine(ours, voices[clip])
     return facts
 
 
@@ -395,10 +378,9 @@ def good_rows(samples, records, max_cer, min_frames):
     for sample, about in zip(samples, records, strict=True):
         ended = about["ended_by"] == "eos" and about["frames"] >= min_frames
         if ended and about["cer"] is not None and about["cer"] <= max_cer:
-            *before, answer = sample.turns
-            answer = replace(answer, parts=[*answer.parts[:-1], Clip(about["name"] + SAVED)])
             messages = [{"role": turn.role, "content": list(map(item, turn.parts))}
-                        for turn in (*before, answer)]
+                        for turn in sample.turns]
+            messages[-1]["content"][-1] = item(Clip(about["name"] + SAVED))
             rows.append({"messages": messages, "cer": about["cer"],
                          "normalize_text": about["normalize_text"]})
     return rows
@@ -445,12 +427,12 @@ def parts(text, most):
 def join(waves):
     """(n,) of waves one after another, faded at their ends, with a pause between."""
     ramp = np.linspace(0, 1, round(FADE_S * SAMPLE_RATE), dtype=np.float32)
-    pause, pieces = np.zeros(round(PAUSE_S * SAMPLE_RATE), np.float32), []
+    pieces = []
     for wave in waves:
         wave, n = wave.copy(), min(len(wave) // 2, len(ramp))
         wave[:n] *= ramp[:n]
         wave[len(wave) - n:] *= ramp[:n][::-1]
-        pieces += [wave, pause]
+        pieces += [wave, np.zeros(round(PAUSE_S * SAMPLE_RATE), np.float32)]
     return np.concatenate(pieces[:-1])
 
 
@@ -546,7 +528,7 @@ def write_sample(folder, prompt, codes, ended_by, wave, **facts):
              "frames": len(codes), "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
              "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
              "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
-             "target_offset": clip and clip.offset, "target_seconds": prompt.target_seconds}
+             "target_offset": clip and clip.offset, "target_seconds": clip and clip.duration}
     text = json.dumps(about := about | facts, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(f"{path}.wav", lambda path: path.write_bytes(sound_bytes(wave, "WAV")))
@@ -621,17 +603,11 @@ class Speaker:
         if stop_requested():
             print(f"samples step {step:>6} | left out: asked to stop")
             return {}
-        ratios, total = [], sum(len(codes) for codes, _ in spoken) / FRAME_RATE
+        total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
         for prompt, (codes, ended_by), wave in zip(self.prompts, spoken, waves):
-            about = write_sample(folder, prompt, codes, ended_by, wave, step=step)
+            write_sample(folder, prompt, codes, ended_by, wave, step=step)
             log.write_speech(step, f"samples/{prompt.name}", wave, SAMPLE_RATE)
-            if prompt.target_seconds:
-                ratios.append(about["seconds"] / prompt.target_seconds)
-        values = {"eval/stop_rate": sum(how == "eos" for _, how in spoken) / len(spoken)}
-        text = f"stop rate {values['eval/stop_rate']:6.1%}"
-        if ratios:
-            values["eval/length_ratio"] = sum(ratios) / len(ratios)
-            text += f" | length ratio {values['eval/length_ratio']:5.2f}"
+        stopped = sum(how == "eos" for _, how in spoken) / len(spoken)
         print(f"speech step {step:>6} | {len(spoken)} prompts, {total:.1f} s in "
-              f"{time.monotonic() - start:.1f} s | {text}")
-        return values
+              f"{time.monotonic() - start:.1f} s | stop rate {stopped:6.1%}")
+        return {"eval/stop_rate": stopped}

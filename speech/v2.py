@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from core import kernels
-from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
+from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
@@ -201,7 +201,7 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
                     self.audio_mlp(self.audio_post_attention_layernorm(audio)))
 
 
-class PackedHiggs(loss.Wrapped):
+class PackedHiggs(labels.Wrapped):
     """The native model on packed batches, with adapters or without."""
     layers, call = staticmethod(layers), None       # call: of core/kernels.py
 
@@ -241,12 +241,7 @@ class PackedHiggs(loss.Wrapped):
 
 
 packed = PackedHiggs        # of module()
-
-
-def loss_report(sums, text_weight, prefix):
-    """loss.loss_report: a clip has one end-of-stream in each codebook."""
-    books = len(sums) - loss.SUMS
-    return loss.loss_report(sums, text_weight, prefix, [1] * books)
+loss_report = labels.loss_report
 
 
 def freeze_unreachable(model, text_loss_weight):

@@ -17,6 +17,7 @@ ended when the model speaks. The layout is what sglang-omni 0.1.9 and vllm-omni 
 import re
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
 from core.cli import UserError, require
-from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
+from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
 from speech.labels import IGNORE, delay_rows
 
@@ -182,7 +183,6 @@ def undelay(rows):
     """(T + K - 1, K) rows -> (T, K) codes, delay's inverse; (0, K) for less than a frame's."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
-    # speech that was cut off may have fewer rows than a frame
     frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
 
@@ -249,10 +249,9 @@ def pieces(text, clip, reference, marks_text):
 
 def load_tokenizer(folder):
     """The checkpoint's tokenizer; Qwen3's has other tokens at the same ids. Raises UserError."""
-    path = Path(folder) / "tokenizer.json"
+    path = f"{folder}/tokenizer.json"
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(path),
-                                       clean_up_tokenization_spaces=False)
+        return PreTrainedTokenizerFast(tokenizer_file=path, clean_up_tokenization_spaces=False)
     except Exception as error:
         raise UserError(f"{path}: no tokenizer can be loaded from it "
                         f"({str(error).splitlines()[0]})")
@@ -262,9 +261,9 @@ def token_ids(tokenizer, config):
     """Ids by the tokens' names. UserError where one is missing, or has no row in the model."""
     vocabulary = tokenizer.get_vocab()
     found = {name: vocabulary.get(token) for name, token in TOKENS.items()}
-    missing = [TOKENS[name] for name, i in found.items() if i is None and name != "ref_text"]
-    require(not missing, f"the tokenizer in --model_path has no token {''.join(missing[:1])}: it "
-            "is not that of Higgs TTS 3")
+    for name, number in found.items():
+        require(number is not None or name == "ref_text", "the tokenizer in --model_path has no "
+                f"token {TOKENS[name]}: it is not that of Higgs TTS 3")
     last = max(vocabulary.values())
     require(last < config.vocab_size,
             f"tokenizer and model disagree: token {last}, {config.vocab_size} rows")
@@ -326,7 +325,7 @@ class Higgs3(nn.Module):
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
 
-class PackedHiggs3(loss.Wrapped):
+class PackedHiggs3(labels.Wrapped):
     """Higgs3 on packed batches, with adapters or without; text is not trained."""
     layers = staticmethod(layers)
 
@@ -347,12 +346,8 @@ class PackedHiggs3(loss.Wrapped):
 
 
 packed = PackedHiggs3       # of module()
-
-
-def loss_report(sums, text_weight, prefix):
-    """loss.loss_report: a clip has K - 1 - k end-of-stream targets in codebook k."""
-    books = len(sums) - loss.SUMS
-    return loss.loss_report(sums, text_weight, prefix, range(books)[::-1])
+# EOC is a target in each row from a codebook's end on
+loss_report = partial(labels.loss_report, ends_in=lambda book, books: books - 1 - book)
 
 
 # ---- Files
@@ -371,10 +366,7 @@ def empty_model(config_dict, dtype, folder=None):
 def reset_buffers(model, device):
     """Compute the buffers that no file holds on `device`."""
     model.body.rotary_emb = type(model.body.rotary_emb)(model.config).to(device)
-    known = {"body.rotary_emb.inv_freq", "body.rotary_emb.original_inv_freq"}
-    if unknown := {name for name, _ in model.named_buffers()} - known:
-        raise UserError("this version of transformers has buffers that v3.py does not know: "
-                        f"{sorted(unknown)}")
+    weights.check_buffers(model.body, {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq"})
 
 
 def weight_parts(folder, config_dict=None):
@@ -438,16 +430,9 @@ class Sampling:
     max_new_tokens: int = 2048
 
 
-@dataclass(frozen=True)
-class State:
-    """A stream: rows so far, up to num_codebooks; rows left after codebook 0's EOC, or None."""
-    rows: int = 0
-    left: int | None = None
-
-
 def draw(logits, sampling, generator=None):
     """(N, V) logits -> (N,) int64 codes."""
-    logits = torch.as_tensor(logits).float()
+    logits = logits.float()
     if not sampling.temperature:
         return logits.argmax(-1)
     logits = logits / sampling.temperature
@@ -458,23 +443,20 @@ def draw(logits, sampling, generator=None):
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-def step(logits, state, sampling, generator=None):
-    """(row (8,) int64, State, done): one row from logits (8, 1026); sglang-omni's machine.
+def step(logits, rows, end, sampling, generator=None):
+    """(row (8,) int64, end): one row from logits (8, 1026) after `rows` rows, as sglang-omni's
+    machine has it. end: the row that is the last one, None until it is known.
 
-    state: State() at the start. While the delay builds up, codebooks that have not begun get BOC;
-    the first EOC of codebook 0 after that lets K - 2 more rows follow, the last of which is kept.
-    Nothing else is forced.
+    While the delay builds up, codebooks that have not begun get BOC; the first EOC of codebook 0
+    after that lets K - 2 more rows follow. Nothing else is forced.
     """
-    state = state or State()
     row = draw(logits, sampling, generator)
     books = len(row)
-    if state.rows < books:
-        row[state.rows + 1:] = logits.shape[-1] - 2
-        return row, State(state.rows + 1), False
-    if state.left is not None:
-        return row, State(state.rows, state.left - 1), state.left == 1
-    ended = row[0].item() == logits.shape[-1] - 1
-    return row, State(state.rows, books - 2 if ended else None), ended and books == 2
+    if rows < books:
+        row[rows + 1:] = logits.shape[-1] - 2
+    elif end is None and row[0] == logits.shape[-1] - 1:
+        end = rows + books - 2
+    return row, end
 
 
 def embed_prompt(model, input_ids, is_audio, ref_rows):
@@ -502,28 +484,26 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
     mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n)]
-    states, cache = [State()] * n, DynamicCache()
-    spoken, ended = [[] for _ in range(n)], [None] * n
+    cache, spoken, ends = DynamicCache(), [[] for _ in range(n)], [None] * n
     kept = model.body.config._attn_implementation
     model.body.set_attn_implementation("sdpa")          # the packed attention keeps no cache
     try:
-        for _ in range(sampling.max_new_tokens):
+        for count in range(sampling.max_new_tokens):
             hidden = model.body(inputs_embeds=inputs, attention_mask=mask, position_ids=positions,
                                 use_cache=True, past_key_values=cache).last_hidden_state[:, -1]
             logits = model.logits(hidden).cpu()
             rows = torch.full((n, config.num_codebooks), config.audio_stream_eos_id)
             for i in range(n):
-                if ended[i] is None:
-                    rows[i], states[i], done = step(logits[i], states[i], sampling, generators[i])
+                if ends[i] is None or count <= ends[i]:
+                    rows[i], ends[i] = step(logits[i], count, ends[i], sampling, generators[i])
                     spoken[i].append(rows[i].clone())
-                    ended[i] = "eos" if done else None
-            if all(ended) or asked():
+            if all(end is not None and count >= end for end in ends) or asked():
                 break
             inputs = model.embed_rows(rows.to(device))[:, None].to(inputs.dtype)
             mask = F.pad(mask, (0, 1), value=1)
             positions = positions[:, -1:] + 1
     finally:
         model.body.set_attn_implementation(kept)
-    cut = ["length" if len(rows) == sampling.max_new_tokens else "time" for rows in spoken]
-    return [(undelay(torch.stack(rows)), how or why)
-            for rows, how, why in zip(spoken, ended, cut)]
+    return [(undelay(torch.stack(rows)), "eos" if end is not None and len(rows) > end else
+             "length" if len(rows) == sampling.max_new_tokens else "time")
+            for rows, end in zip(spoken, ends)]

@@ -1,10 +1,13 @@
-"""Checkpoints: choose V2 or TTS 3, find, check, load into any sharding, save as transformers reads.
+"""Checkpoints: choose V2 or TTS 3, find, check, load into any sharding, write again for others.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than it trains. V2 is read in its native and 2025 formats; missing, unexpected or misshapen
-weights stop the run.
+more than it trains. V2 has two layouts: transformers' native one, and that of 2025, which
+boson-ai's own code serves; NAMES and CONFIG say how the names of one are those of the other. Higgs
+TTS 3 has one, with its codec and both copies of the tied tables inside, for sglang-omni and
+vllm-omni. Missing, unexpected or misshapen weights stop the run.
 """
 import json
+import math
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -26,25 +29,48 @@ except (ImportError, OSError, RuntimeError) as broken:
 from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
+from speech import conversations
+
 logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # what a processor names if the base names no codec
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
-SWAPPED = "--model_path and --audio_tokenizer_path are swapped"
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
-# of the layout of 2025: its names, ours
+# of the layout of 2025: its names of weights, ours
 NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
          ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
          ("norm.", "model.norm."),
          ("audio_decoder_proj.", ""))       # last: every native name begins with ""
-EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # not in config.json
 DROPPED = ("audio_codebook_weights", "inv_freq")
 SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
          for order, part in enumerate(("frozen", "trainable"))}     # to be joined in this order
+# of its config.json: names of both, its names and ours, and names that it has no place for
 TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
              "max_position_embeddings")
+CONFIG = {"audio_num_codebooks": "num_codebooks", "audio_out_token_idx": "audio_token_id",
+          "audio_out_bos_token_id": "audio_bos_token_id", "pad_token_id": "pad_token_id",
+          "audio_stream_bos_id": "audio_stream_bos_id",
+          "audio_stream_eos_id": "audio_stream_eos_id"}
+EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")
+# and all the rest of it, as released
+RELEASED = {
+    "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"],
+    "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0,
+    "audio_embed_avg": False, "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>", "audio_in_token": "<|AUDIO|>",
+    "audio_out_bos_token": "<|audio_out_bos|>", "audio_out_token": "<|AUDIO_OUT|>",
+    "skip_audio_tower": True, "use_delay_pattern": True, "encode_audio_in_tokens": True,
+    "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
+    "use_audio_out_self_attention": False, "use_rq_transformer": False}
+RELEASED_TEXT = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 131072,     # a server may refuse more than native's 2048
+    # numerically the native rope parameters, in Llama 3.2's spelling
+    "rope_theta": 500000.0, "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+        "original_max_position_embeddings": 8192}}
 
 
 # ---- Higgs-Audio V2 or Higgs TTS 3: chosen once, and only the chosen one is imported
@@ -76,72 +102,64 @@ def find_files(world, model_path, codec_path):
 # ---- Folders and configuration
 
 
-def find_checkpoint(name, flag, model_types, advice):
-    """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError.
-    advice: {model_type of another checkpoint: advice to the user who gave it}."""
+def find_checkpoint(name, flag, known, advice):
+    """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError. known:
+    model_types; advice: {other model_type: advice to the user who gave it}."""
     folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
     except UserError as error:
-        if (folder / "adapter_config.json").is_file():
-            raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this "
-                            "folder as --adapter (generate_tts.py, lora.py), or merge both "
-                            "(lora.py merge)")
+        require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
+                "give the base as --model_path and this folder as --adapter (generate_tts.py, "
+                "lora.py), or merge both (lora.py merge)")
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
     kind = config.get("model_type")
-    require(kind in model_types, f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, model_types))}" + f"; {advice.get(kind)}" * (kind in advice))
+    require(kind in known, f"{flag} {name}: is a {kind!r} checkpoint, not "
+            f"{' or '.join(map(repr, known))}" + f"; {advice.get(kind)}" * (kind in advice))
     return folder, config
 
 
-def find_model(name, flag="--model_path"):
+def find_model(name):
     """find_checkpoint for the model: V2 in its native or 2025 format, or Higgs TTS 3."""
-    return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-                           {"higgs_audio_v2_tokenizer": SWAPPED})
+    return find_checkpoint(
+        name, "--model_path", ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
+        {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
 
 
-def find_codec(name, flag="--audio_tokenizer_path"):
+def find_codec(name):
     """find_checkpoint for the native audio tokenizer."""
-    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), {
-        "higgs_audio_v2": SWAPPED, "higgs_audio": SWAPPED,
+    swapped = "--model_path and --audio_tokenizer_path are swapped"
+    return find_checkpoint(name, "--audio_tokenizer_path", ("higgs_audio_v2_tokenizer",), {
+        "higgs_audio_v2": swapped, "higgs_audio": swapped,
         None: "the 2025 codec format is not read, use the native one"})
 
 
 def native_config(config):
-    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError."""
+    """HiggsAudioV2Config of a config.json dict, native or 2025 format. UserError for a variant of
+    the latter."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        native = HiggsAudioV2Config(**native_settings(config))
+        text = config.get("text_config", {})
+        layers = list(range(text.get("num_hidden_layers", 28)))
+        known = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"],
+                 "audio_dual_ffn_layers": [layers], "skip_audio_tower": [True],
+                 **dict.fromkeys(("use_audio_out_self_attention", "use_audio_out_embed_projector",
+                                  "audio_embed_avg"), [False, None])}
+        wrong = [f"{key}={config.get(key)!r}" for key in known if config.get(key) not in known[key]]
+        require(not wrong, "this 2025-format model has parts unknown to the native class: "
+                + ", ".join(wrong))
+        native = HiggsAudioV2Config(
+            **{key: text[key] for key in TEXT_KEYS if key in text},
+            **{ours: config[key] for key, ours in CONFIG.items() if key in config},
+            **{key: config[key] for key in EXTRA_IDS if key in config},
+            codebook_size=config.get("audio_codebook_size", 1024) + 2)
     end = native.audio_stream_eos_id
     require(native.codebook_size > end, f"config.json has codebook_size {native.codebook_size}, "
             f"but end-of-stream is code {end}: it must be {end + 1}")
     return native
-
-
-def native_settings(config):
-    """Keywords of HiggsAudioV2Config for a 2025 config.json dict. UserError for other variants."""
-    text = config.get("text_config", {})
-    layers = list(range(text.get("num_hidden_layers", 28)))
-    released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"],
-                "audio_dual_ffn_layers": [layers], "use_audio_out_self_attention": [False, None],
-                "use_audio_out_embed_projector": [False, None], "audio_embed_avg": [False, None],
-                "skip_audio_tower": [True]}
-    wrong = [key for key, values in released.items() if config.get(key) not in values]
-    if wrong:
-        raise UserError("this 2025-format model has parts unknown to the native class: "
-                        + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
-    return {**{key: text[key] for key in TEXT_KEYS if key in text},
-            "num_codebooks": config.get("audio_num_codebooks", 8),
-            "codebook_size": config.get("audio_codebook_size", 1024) + 2,
-            "audio_token_id": config["audio_out_token_idx"],
-            "audio_bos_token_id": config["audio_out_bos_token_id"],
-            "pad_token_id": config.get("pad_token_id", 128001),
-            **{key: config[key] for key in EXTRA_IDS if key in config},
-            "audio_stream_bos_id": config.get("audio_stream_bos_id", 1024),
-            "audio_stream_eos_id": config.get("audio_stream_eos_id", 1025)}
 
 
 def native_names(names):
@@ -157,8 +175,8 @@ def native_names(names):
                 name, order = name.removesuffix(suffix) + plain, place
         name = next((new + name.removeprefix(old) for old, new in NAMES if name.startswith(old)),
                     name)
-        if order in parts.setdefault(name, {}):
-            raise UserError(f"two tensors of the checkpoint map to {name}")
+        require(order not in parts.setdefault(name, {}),
+                f"two tensors of the checkpoint map to {name}")
         parts[name][order] = original
     return {name: [found[i] for i in sorted(found)] for name, found in parts.items()}
 
@@ -187,17 +205,12 @@ def empty_model(config, dtype, folder=None):
     stored = Path(folder or "") / "generation_config.json"
     if folder and stored.is_file() and "ras_win_len" in json_files.read_object(stored):
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    else:
-        model.generation_config = released_generation(config)
+    else:       # the released settings and this config's ids
+        model.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50,
+            top_p=0.95, ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
     return model
-
-
-def released_generation(config):
-    """GenerationConfig with the released settings and this config's ids."""
-    return GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
-        ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
 def open_model(folder):
@@ -226,9 +239,9 @@ def check_weights(model, parts, folder):
 
 def check_finite(tensors, where):
     """Raise UserError when one of {name: tensor} holds NaN or infinity. where: their folder."""
-    if bad := [name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor)]:
-        raise UserError(f"{where}: {len(bad)} of its tensors hold NaN or infinity, first "
-                        f"{', '.join(sorted(bad)[:5])}")
+    bad = sorted(name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor))
+    require(not bad, f"{where}: {len(bad)} of its tensors hold NaN or infinity, first "
+            f"{', '.join(bad[:5])}")
 
 
 def load_weights(weights, parts, world=None):
@@ -244,9 +257,13 @@ def reset_buffers(model, device):
     inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
     books = torch.arange(config.num_codebooks, device=device)
     inner.embed_audio_tokens.audio_tokens_offsets = books * config.codebook_size
-    if unknown := {name for name, _ in inner.named_buffers()} - BUFFERS:
-        raise UserError("this version of transformers has buffers that weights.py does not know: "
-                        f"{sorted(unknown)}")
+    check_buffers(inner, BUFFERS)
+
+
+def check_buffers(model, known):
+    unknown = {name for name, _ in model.named_buffers()} - known
+    require(not unknown, "this version of transformers has buffers that are not known here: "
+            f"{sorted(unknown)}")
 
 
 # ---- Files besides the weights
@@ -284,3 +301,175 @@ def feature_extractor():
     """That of the released codec: takes (n,) mono float32 at 24 kHz, by default pads to frames."""
     from transformers import DacFeatureExtractor
     return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)
+
+
+# ---- Written again, an adapter folded in or not (lora.py merge, export). No more than one output
+# file, and the largest tensor in fp32, is ever in memory; the folder appears whole or not at all.
+
+
+def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
+           codec=None, base_dtype=None):
+    """Write the checkpoint `source` (folder or hub name, either layout) -> lines to print.
+
+    layout: native or 2025. dtype: a name, or None: as the files have it, but float32 where an
+    adapter is folded in, since bf16 rounds most of a small update away. shard_bytes: limit of a
+    file. codec: see save_config. base_dtype nf4: the base is rounded as the adapter's run has seen
+    it. Raises UserError, also when output_dir holds something.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+    folder, config = find_model(source)
+    version, third = module(config), is_third(config["model_type"])
+    original = layout == "2025" and not third
+    require(not (codec and original),
+            "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+    tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
+    model = version.empty_model(config, torch.float32, folder)
+    check_weights(model, parts, folder)
+    layers = [*version.layers(model)]
+    linears = {layer for block in layers for layer in block.modules()
+               if type(layer) is torch.nn.Linear}
+    in_layers = [f"{name}.weight" for name, layer in model.named_modules() if layer in linears]
+    # to be written: {name: (Slices to join, dtype, what an adapter adds)}
+    tensors = dict.fromkeys(name for name, _ in model.named_parameters())
+    folds = find_folds(model, adapter) if adapter else {}
+    updated = len(folds)
+    if base_dtype == "nf4":
+        from core import quantized
+        folds |= {name: quantized.rounded_nf4(folds.get(name)) for name in in_layers}
+    wanted = "float32" if dtype is None and folds and not third else dtype
+    for name in tensors:
+        kind = getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
+        tensors[name] = parts[name], kind, folds.get(name)
+    kinds = sorted({str(kind).removeprefix("torch.") for _, kind, _ in tensors.values()})
+    if third:
+        tensors = version.whole_files(tensors, folder, codec)
+    else:
+        model.config.dtype = tensors["model.embed_tokens.weight"][1]
+    if original:        # the inverse of native_names; split tensors stay joined
+        tensors = {next(old + name.removeprefix(new) for old, new in NAMES
+                        if name.startswith(new)): found for name, found in tensors.items()}
+    sizes = {name: math.prod(tensor_io.shape_of(found)) * kind.itemsize
+             for name, (found, kind, _) in tensors.items()}
+    plan = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes)
+    files, total, made = plan.filename_to_tensors, sum(sizes.values()), {}
+    with checkpoint.new_folder(output_dir, total) as building:
+        for file, inside in files.items():
+            written = {name: read(*tensors[name]) for name in inside}
+            check_finite(written, f"{source}, with its adapter," if folds else source)
+            tensor_io.save(written, building / file)
+        if len(files) > 1:
+            index = {"metadata": plan.metadata,
+                     "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+            (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        if original:
+            save_original_config(model.config, tokenizer, building, config)
+        else:
+            made = version.save_config(model, tokenizer, building, folder, codec)
+        if setting := conversations.saved_setting(adapter or folder):
+            conversations.save_setting(building / conversations.SETTINGS, setting)
+        if not (building / "README.md").exists():       # a model card: what the hub asks for
+            on_hub = str(source).count("/") == 1 and not Path(source).exists()
+            base = f"base_model: {source}\n" if on_hub else ""
+            (building / "README.md").write_text(
+                f"---\nlicense: other\n{base}pipeline_tag: text-to-speech\n---\n\n"
+                f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
+                f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
+    return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
+            f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {cli.counted(len(files), 'file')}",
+            *[version.LICENCE] * bool(version.LICENCE),
+            *(f"{name}: {what}" for name, what in made.items()),
+            f"to publish: hf upload OWNER/NAME {output_dir}"]
+
+
+def find_folds(model, adapter):
+    """{weight name: function that adds the adapter's update to that weight in fp32}.
+
+    model: on the meta device. Raises UserError when the adapter's files and the model do not fit
+    together exactly: PeftModel.from_pretrained would only warn about weights that are missing.
+    """
+    from core import adapters
+    whole = module(model.config).WHOLE_MODULES
+    net = adapters.add_saved(model, adapter, whole=whole)
+    stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
+    tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
+    known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", *tables.values())
+    other = [name for name in stored if not name.endswith(known)]
+    require(not other, f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this "
+            f"has {min(other, default='')}")
+    # onto the meta device nothing is copied: names and shapes are compared
+    adapters.load_adapters(net, adapter)
+    check_finite({name: part[:] for name, part in stored.items()}, f"--adapter {adapter}")
+
+    def fold(name, scaling):
+        a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        length = stored.get(f"base_model.model.{name}.{adapters.MAGNITUDE}")
+
+        def update(weight):
+            weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
+            # DoRA (Liu et al. 2024, eq. 5): the rows' direction, times a trained length
+            if length is not None:
+                weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
+            return weight
+        return update
+    found = {name: lambda weight, table=table: stored[table][:].float().clone()
+             for name, table in tables.items() if table in stored}
+    return found | {f"{name}.weight": fold(name, layer.scaling["default"])
+                    for name, layer in net.get_base_model().named_modules()
+                    if hasattr(layer, "lora_A")}
+
+
+def read(parts, dtype, fold):
+    """A whole tensor from its Slices, in `dtype`; fold works on it in fp32."""
+    tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
+    return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
+
+
+def original_config(native, tokenizer, dtype):
+    """config.json dict of the 2025 layout for a native config, key by key as released. Ids that the
+    layout has no place for are added where they differ from the released model's; boson's config
+    class keeps keys it does not know.
+    """
+    def token(name):
+        return tokenizer.convert_tokens_to_ids(name)
+    text = {key: getattr(native, key) for key in (
+        *TEXT_KEYS, "initializer_range", "attention_bias", "attention_dropout", "mlp_bias")}
+    text |= RELEASED_TEXT | {"torch_dtype": dtype, "bos_token_id": token("<|begin_of_text|>"),
+                             "eos_token_id": token("<|end_of_text|>")}
+    extra = {key: getattr(native, key) for key in EXTRA_IDS
+             if getattr(native, key) != getattr(type(native)(), key)}
+    return extra | RELEASED | {key: getattr(native, ours) for key, ours in CONFIG.items()} | {
+        "text_config": text, "torch_dtype": dtype, "hidden_size": native.hidden_size,
+        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)),
+        "audio_ffn_hidden_size": native.hidden_size,
+        "audio_ffn_intermediate_size": native.intermediate_size,
+        "audio_codebook_size": native.codebook_size - 2,
+        "audio_eos_token_id": token("<|audio_eos|>"), "audio_in_token_idx": token("<|AUDIO|>")}
+
+
+def save_original_config(native, tokenizer, folder, config):
+    """The files of a 2025 checkpoint except its weights; config: config.json of the source.
+
+    boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that
+    newer ones write.
+    """
+    def write(name, values, **options):
+        (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
+    dtype = str(native.dtype).removeprefix("torch.")
+    original = config | {"torch_dtype": dtype} if config["model_type"] == "higgs_audio" else \
+        original_config(native, tokenizer, dtype)
+    write("config.json", original, sort_keys=True)
+    write("generation_config.json", {
+        "_from_model_config": True, "pad_token_id": native.pad_token_id,
+        "transformers_version": "4.46.3",
+        "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_text|>")})
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)    # the native processor's
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for key in ("backend", "processor_class", "is_local"):
+        settings.pop(key, None)
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -23,7 +23,7 @@ ALL = files(
     "core/", "problems checkpoint cli dist json_files kernels lifetime metrics optim packing tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, no TTS 3, no judge, no plan of memory
 SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data lora") | files(
-    "speech/", "choices codes conversations dataset labels loss v2 "
+    "speech/", "choices codes conversations dataset labels v2 "
     "weights")
 CHATS = files("core/", "chat checkpoint cli dist problems run tensor_io") | files(
     "distill/", "causal_lm chat_data losses packed_lm train_sft")

@@ -15,7 +15,6 @@ import torch
 from core import checkpoint
 from core.cli import UserError
 from core.dist import World
-from core.checkpoint import new_folder
 
 STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation": None, "best_step": None,
          "best_loss": None}
@@ -52,18 +51,22 @@ def steps(folder):
     return [step for step, _ in checkpoint.list_checkpoints(folder)]
 
 
-@pytest.mark.parametrize("data, why", [(b"weights", ""), (b"weighty", "checksum"), (b"weight", "bytes")])
+@pytest.mark.parametrize("data, why", [(b"weights", ""), (b"weighty", "has changed"), (b"weight", "has changed"),
+                                       (None, "is missing")])
 def test_a_file_that_is_another(tmp_path, data, why):
     folder = make(tmp_path / "checkpoint-4")
-    (folder / "model.safetensors").write_bytes(data)
-    assert re.search(f"model.safetensors .*{why}" if why else "^$", checkpoint.damage(folder))
+    (folder / "model.safetensors").unlink()
+    if data is not None:
+        (folder / "model.safetensors").write_bytes(data)
+    assert re.match(f"model.safetensors {why}" if why else "$", checkpoint.damage(folder))
 
 
-@pytest.mark.parametrize("manifest, why", [
-    (b"[]", "unreadable"), (b"{}", "unreadable"), (b"\xff", "unreadable"), (b"[" * 100_000, "unreadable"),
-    (b'{"files": {"model.safetensors": {"bytes": 7}}}', "unreadable"), (b'{"files": {}}', "does not list")])
-def test_manifests_that_prove_nothing(tmp_path, manifest, why):
-    assert why in checkpoint.damage(make(tmp_path / "checkpoint-4", manifest=manifest))
+def test_manifests_that_prove_nothing(tmp_path):
+    for number, (manifest, why) in enumerate((
+            (b"[]", "unreadable"), (b"{}", "unreadable"), (b"\xff", "unreadable"), (b"[" * 100_000, "unreadable"),
+            (b'{"files": 3}', "unreadable"), (b'{"files": {}}', "does not list"),
+            (b'{"files": {"model.safetensors": {"bytes": 7}, "trainer_state/state.json": 1}}', "has changed"))):
+        assert why in checkpoint.damage(make(tmp_path / f"checkpoint-{number}", manifest=manifest))
 
 
 def test_rotation_spares_the_best_the_newest_later_ones_and_other_peoples(tmp_path):
@@ -76,35 +79,30 @@ def test_rotation_spares_the_best_the_newest_later_ones_and_other_peoples(tmp_pa
     assert steps(tmp_path) == [8, 9, 10, 100, 200]
     checkpoint.rotate(tmp_path, 100, 1, best_step=9)
     assert steps(tmp_path) == [8, 9, 100, 200]
-    assert [path.name for path in checkpoint.list_candidates(tmp_path, "auto")] == [
-        "checkpoint-200", "checkpoint-100", "checkpoint-9", "checkpoint-8"]
     with pytest.raises(UserError, match="--resume none, but .* holds checkpoints"):
-        checkpoint.list_candidates(tmp_path, "none")
+        checkpoint.find_newest(tmp_path, "none")
 
 
 def test_damaged_checkpoints_are_passed_over_but_not_one_that_was_named(tmp_path, capsys):
-    manager = checkpoint.CheckpointManager(World(), tmp_path)
-    assert manager.latest() == (None, {})
+    assert checkpoint.find_newest(tmp_path, "auto") == checkpoint.find_newest(tmp_path, "none") == (None, {})
     make(tmp_path / "checkpoint-4")
     bad = make(tmp_path / "checkpoint-6", manifest=b"")
-    path, state = manager.latest()
+    path, state = checkpoint.find_newest(tmp_path, "auto")
     assert path.name == "checkpoint-4" and state == STATE
     assert f"checkpoint {bad} is damaged (unreadable manifest.json)" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"--resume {bad}: unreadable manifest"):
-        manager.latest(str(bad))
+        checkpoint.find_newest(tmp_path, str(bad))
     with pytest.raises(UserError, match="later checkpoints are in --output_dir .step 6"):
-        manager.latest(str(tmp_path / "checkpoint-4"))
+        checkpoint.find_newest(tmp_path, str(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / "manifest.json").unlink()
     with pytest.raises(UserError, match="every checkpoint is damaged"):
-        manager.latest()
+        checkpoint.find_newest(tmp_path, "auto")
 
 
-@pytest.mark.parametrize("now, same", [({"seed": 1}, True), ({"seed": 2}, False)])
-def test_a_checkpoint_of_other_flags_is_refused(now, same):
-    if same:
-        return checkpoint.check_identity("checkpoint-4", STATE, now)
+def test_a_checkpoint_of_other_flags_is_refused():
+    checkpoint.check_identity("checkpoint-4", STATE, {"seed": 1})
     with pytest.raises(UserError, match="was made with another seed .1, this run 2.*or another --output_dir"):
-        checkpoint.check_identity("checkpoint-4", STATE, now)
+        checkpoint.check_identity("checkpoint-4", STATE, {"seed": 2})
 
 
 def test_a_step_that_is_reached_again_keeps_what_was_there(tmp_path):
@@ -157,15 +155,29 @@ def test_only_what_this_code_has_named_is_deleted(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["x[1]", "*", "m2"])
-def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
-    theirs = [tmp_path / other for other in (".x1.new-mine", f".y.new-{'b' * 32}", ".m2.new-backup", ".x1.new")]
-    left = tmp_path / f".{name}.new-{'c' * 32}"
-    for folder in [*theirs, left]:
+def test_a_new_folder_deletes_nothing_but_what_a_kill_has_left_of_it(tmp_path, name):
+    """Nor does it take the folder of another process, which is alive."""
+    theirs = [tmp_path / other for other in (".x1.new-mine", f".y.new-{'b' * 32}", ".m2.new-backup", f".{name}.new")]
+    for folder in theirs:
         folder.mkdir()
-    with new_folder(tmp_path / name) as building:
-        assert re.fullmatch(rf"\.{re.escape(name)}\.new-[0-9a-f]{{32}}", building.name)
-    assert all(folder.exists() for folder in theirs) and not left.exists()
-    assert f"removed {left}" in capsys.readouterr().out
+    with pytest.raises(KeyError), checkpoint.new_folder(tmp_path / name) as building:
+        (building / "half").touch()
+        if not (child := os.fork()):
+            try:
+                with checkpoint.new_folder(tmp_path / name):
+                    os._exit(0)
+            except UserError as error:
+                os._exit(7 * ("another run is using it" in str(error)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 and (building / "half").exists()
+        raise KeyError
+    assert not building.exists()
+    building.mkdir()
+    (building / "half").touch()     # as a kill leaves it
+    with checkpoint.new_folder(tmp_path / name) as again:
+        assert again == building and not (building / "half").exists()
+        (building / "whole").touch()
+    assert all(folder.exists() for folder in theirs) and not building.exists()
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["whole"]
 
 
 # Kills
@@ -218,7 +230,7 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         out = tmp_path / f"out{changes}"
         shutil.copytree(first, out, ignore=shutil.ignore_patterns("run.lock"))
         came = killed(out, 3, changes)
-        whole = next(path for path in checkpoint.list_candidates(out, "auto") if not checkpoint.damage(path))
+        whole, _ = checkpoint.find_newest(out, "auto")
         seen.add(whole.name)
         assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.damage(out / "checkpoint-1")
         save(out, 4)

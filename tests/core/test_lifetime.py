@@ -1,16 +1,18 @@
-"""Processes end with the one that started them, and only then. Whole runs: test_recovery.py."""
+"""Processes end with the one that started them, and only then; signals at odd moments. Whole runs: test_recovery.py."""
 import ast
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.progress import wait_until
-from tests.helpers.trainer import ROOT
+from tests.helpers.progress import children, wait_until
+from tests.helpers.trainer import ROOT, trainer_command
 from tests.test_house import MODULES
 
 pytestmark = pytest.mark.race
@@ -44,12 +46,9 @@ def in_session(session):
     """Processes of a session that are alive."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             state, _, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(number) == session and state != "Z":
-            found.append(int(folder.name))
+            found += [int(folder.name)] * (int(number) == session and state != "Z")
     return found
 
 
@@ -114,4 +113,68 @@ def test_every_process_begins_with_what_ends_it():
     begun = [ast.unparse(keyword.value).split(".")[-1] for loader in loaders for keyword in loader.keywords
              if keyword.arg == "worker_init_fn"]
     assert len(loaders) >= 3 and begun == ["init_loader"] * len(loaders)
-    assert [str(path) for path, _, name in calls if name == "Popen"] == ["core/lifetime.py"]
+    assert {str(path) for path, _, name in calls if name == "Popen"} == {"core/lifetime.py"}
+
+
+# Commands as users type them
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_imports_asks_for_requeue(start, tiny, tmp_path, number=signal.SIGUSR1):
+    job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--max_steps", 3))
+    maps = Path(f"/proc/{job.pid}/maps")
+    wait_until(lambda: "libtorch_python" in maps.read_text(), "import of torch", lambda: job.poll() is None)
+    job.send_signal(number)
+    assert job.wait() == 0, job.log.read_text()
+    why = f"asked to stop by {number.name} before the first step"
+    assert f"stopped    {why}\n" in job.log.read_text()
+    assert (tmp_path / "out" / "requeue").read_text() == f"{why}\n"
+
+
+@pytest.mark.slow
+def test_signals_from_the_fork_of_a_loader_on_take_no_loader_away(start, tiny, tmp_path):
+    """Each validation forks one; here it is signalled again and again from its first instant on."""
+    out = tmp_path / "out"
+    job = start(*trainer_command(tiny, out, "--use_lora", "--num_train_epochs", 1000, "--eval_steps", 4,
+                                 "--validation_split", 0.2))
+    wait_until(lambda: (out / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)
+    before = children(job.pid)
+    while not (new := children(job.pid) - before):
+        assert job.poll() is None, job.log.read_text()
+    loader, end = new.pop(), time.monotonic() + 1
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(job.pid, signal.SIGTERM)
+        while time.monotonic() < end:
+            os.kill(loader, signal.SIGTERM)
+    assert job.wait() == 0, job.log.read_text()
+    assert re.search(r"^stopped .*checkpoint saved; rerun the same command to resume$", job.log.read_text(), re.M)
+    assert (out / "requeue").exists() and list(out.glob("checkpoint-*"))
+    assert "Traceback" not in job.log.read_text()
+
+
+def rank_of(job, rank):
+    """Pid of a rank under torchrun."""
+    for pid in children(job.pid):
+        with contextlib.suppress(OSError):
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+    raise AssertionError(f"no rank {rank}\n{job.log.read_text()}")
+
+
+@pytest.mark.slow
+def test_a_rank_whose_peer_was_killed_says_nothing(start, tiny, tmp_path):
+    """torchrun names the dead one, and asks the other to end before that one notices its loss."""
+    job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--num_train_epochs", 1000, "--disable_eval",
+                                 ranks=2))
+    wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)
+    innocent = rank_of(job, 0)
+    os.kill(innocent, signal.SIGSTOP)
+    os.kill(rank_of(job, 1), signal.SIGKILL)
+
+    def asked():
+        pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{innocent}/status").read_text(), re.M)[1]
+        return int(pending, 16) >> (signal.SIGTERM - 1) & 1
+    wait_until(asked, "SIGTERM from torchrun")
+    os.kill(innocent, signal.SIGCONT)
+    assert job.wait() == 1 and "rank 0 failed" not in job.log.read_text(), job.log.read_text()
+    assert "Signal 9 (SIGKILL)" in job.log.read_text()

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from core import packing
-from core.cli import UserError
+from core.cli import UserError, require
 from core.watchdog import init_loader
 
 
@@ -72,16 +72,15 @@ def loader(batches, make, workers=2, **options):
                       worker_init_fn=init_loader, **options)
 
 
-@pytest.mark.parametrize("batch", [flat(), flat(0), Named(torch.ones(3, dtype=torch.int8), 4, torch.rand(2, 0, 5)),
-                                   Named(torch.zeros(1, dtype=torch.bool), 4, torch.arange(3))], ids=range(4))
-def test_a_batch_arrives_as_it_was(batch):
+def test_a_batch_arrives_as_it_was():
     """And needs no shared memory."""
-    for there in (pickle.loads(pickle.dumps(batch)), next(iter(loader([0], lambda _: batch))), batch.to("cpu")):
-        assert same(batch, there)
-        assert not any(torch.is_tensor(value) and value.is_shared() for value in packing.values_of(there).values())
+    for batch in (flat(), flat(0), Named(torch.ones(3, dtype=torch.int8), 4, torch.rand(2, 0, 5))):
+        for there in (pickle.loads(pickle.dumps(batch)), next(iter(loader([0], lambda _: batch))), batch.to("cpu")):    # noqa: B023
+            assert same(batch, there)
+            assert not any(torch.is_tensor(value) and value.is_shared() for value in packing.values_of(there).values())
 
 
-@pytest.mark.parametrize("workers, n", [(0, 40), (1, 0), (1, 1), (3, 2), (3, 40)])
+@pytest.mark.parametrize("workers, n", [(0, 40), (1, 0), (3, 2), (3, 40)])
 def test_every_batch_once_in_order(workers, n):
     batches = packing.iterate(loader(range(n), lambda i: Named(torch.full((i + 1,), i), i, torch.zeros(0)), workers))
     for i in range(n):
@@ -91,14 +90,11 @@ def test_every_batch_once_in_order(workers, n):
     assert not multiprocessing.active_children()
 
 
-def bad_at_3(i):
-    if i == 3:
-        raise UserError(f"row {i}: is bad")
-    return flat(i)
-
-
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_bad_sample_is_named_in_its_place(workers):
+    def bad_at_3(i):
+        require(i != 3, f"row {i}: is bad")
+        return flat(i)
     batches = packing.iterate(loader(range(9), bad_at_3, workers))
     assert [len(next(batches).ids) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(UserError, match="^row 3: is bad$"):
@@ -106,16 +102,12 @@ def test_a_bad_sample_is_named_in_its_place(workers):
     assert not multiprocessing.active_children()
 
 
-def killed_at_3(i):
-    """After a batch that is larger than a pipe holds, part of which may be lost."""
-    if i == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return flat(10**6)
-
-
 @pytest.mark.race
-def test_a_killed_loader_process_is_named(monkeypatch, workers=3):
+def test_a_killed_loader_process_is_named(monkeypatch):
+    """After a batch that is larger than a pipe holds, part of which may be lost."""
+    def killed_at_3(i):
+        return os.kill(os.getpid(), signal.SIGKILL) if i == 3 else flat(10**6)
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)    # as at a start
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
-        list(packing.iterate(loader(range(9), killed_at_3, workers)))
+        list(packing.iterate(loader(range(9), killed_at_3, 3)))

@@ -1,8 +1,7 @@
-"""What clusters do to a run: processes killed, signalled, stopped; disks filled, files damaged. Real runs over gloo.
+"""What clusters do to a run: processes killed, signalled, stopped; disks filled, files damaged. Real runs of two ranks.
 
-A kill must cost at most the steps since the last checkpoint, and never a bit of the final weights. To afford many
-starts, ranks are forked from a server that has done the imports already (multiprocessing's forkserver); they are
-separate processes with sessions of their own. Jobs with torchrun: test_signals.py, tests/launch, tests/slurm.
+A kill must cost at most the steps since the last checkpoint, and never a bit of the final weights. Ranks are forked from
+a server that has done the imports (multiprocessing's), each in a session of its own. With torchrun: test_lifetime.py.
 """
 import contextlib
 import json
@@ -12,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import time
 import uuid
 from pathlib import Path
@@ -23,23 +21,19 @@ from safetensors.torch import load_file
 
 from core import checkpoint, metrics
 from tests.helpers import runs
-from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT, speech_main, trainer_command
+from tests.helpers.pool import free_port
+from tests.helpers.progress import PATIENCE_S, children, wait_until
+from tests.helpers.trainer import ROOT, speech_main, trainer_arguments
 
 pytestmark = [pytest.mark.race, pytest.mark.slow]
 
-SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the tests that draw from it
+SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the test that draws from it
 COMMON = ("--learning_rate", 2e-4, "--per_device_train_batch_size", 1, "--num_train_epochs", 1000)
-LORA = (*COMMON, "--use_lora", "--lora_dropout", 0.1, "--disable_eval")       # dropout makes the random state matter
-KINDS = {       # ranks, flags
-    "lora": (1, (*LORA, "--max_steps", 36)),
-    "ddp": (2, (*LORA, "--max_steps", 24)),
-    "fsdp": (2, (*COMMON, "--parallel", "fsdp", "--disable_eval", "--max_steps", 24)),
-}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Jobs
+LORA = (*COMMON, "--use_lora", "--disable_eval")
+FULL = (*COMMON, "--parallel", "fsdp", "--max_steps", 24)
+FSDP = (*FULL, "--disable_eval")
+LIMIT_S = 6         # a step takes less, also on a busy machine
+LIMIT = ("--collective_timeout", LIMIT_S)
 
 
 def forked(argv, env, log, cwd):
@@ -59,10 +53,10 @@ def forked(argv, env, log, cwd):
                 time.sleep(float(env["SLOW_DISK_S"]))
             sync(fd)
         os.fsync = slow_sync
-    if "SLOW_CODEC_S" in env:       # seconds that each clip takes longer
-        from speech import codes as encode
-        encode_clip = encode.encode_clip
-        encode.encode_clip = lambda *args: time.sleep(float(env["SLOW_CODEC_S"])) or encode_clip(*args)
+    if "SLOW_CODEC_S" in env:       # that each clip takes longer
+        from speech import codes
+        encode, slow = codes.encode_clip, float(env["SLOW_CODEC_S"])
+        codes.encode_clip = lambda *args: print("a clip", flush=True) or time.sleep(slow) or encode(*args)
     speech_main(argv)
 
 
@@ -80,68 +74,64 @@ def server():
 class Job:
     """A trainer running in the background, one forked process a rank; rank 0 hosts the store."""
 
-    def __init__(self, server, tiny, output_dir, flags, ranks=1, env=None):
+    def __init__(self, server, tiny, output_dir, flags, **env):
         self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
-        output_dir.parent.mkdir(parents=True, exist_ok=True)
-        self.ranks, argv, port = [], trainer_command(tiny, output_dir, *flags)[2:], free_port()
-        for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
-            self.ranks.append(server.Process(target=forked, args=(
-                argv, {**(env or {}), **{k: str(v) for k, v in place.items()}}, str(self.log), str(output_dir.parent))))
-            self.ranks[-1].start()
+        self.processes, argv = [], trainer_arguments(tiny, output_dir, *flags)
+        env |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for rank in range(2):
+            place = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            self.processes.append(server.Process(target=forked, args=(argv, place, str(self.log), str(output_dir.parent))))
+            self.processes[-1].start()
+        self.ranks = [process.pid for process in self.processes]
 
     def pids(self):
         """Every living process of the job: ranks, loaders."""
-        sessions, found = {rank.pid for rank in self.ranks}, []
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):          # gone, or another user's
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                if {int(session), int(folder.name)} & sessions and state != "Z":
+                if {int(session), int(folder.name)} & set(self.ranks) and state != "Z":
                     found.append(int(folder.name))
         return found
 
-    def rank(self, rank):
-        """Pid of a rank."""
-        return self.ranks[rank].pid
-
-    def signal(self, number, pids):
+    def signal(self, number, *pids):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):       # ended by itself meanwhile
                 os.kill(pid, number)
 
-    def running(self):
-        return all(rank.exitcode is None for rank in self.ranks)
+    def statuses(self):
+        """Exit statuses of the ranks, None while one runs."""
+        return [process.exitcode for process in self.processes]
 
     def wait_for(self, ready):
         """Until ready() is true; its value. The job must not end before, and must get on."""
-        return wait_until(ready, "such a moment", self.running, self.text)
+        return wait_until(ready, "such a moment", lambda: self.statuses() == [None, None], self.text)
 
-    def statuses(self):
-        """Exit statuses of the ranks when all have ended."""
-        def now():
-            return [rank.exitcode for rank in self.ranks]
-        wait_until(lambda: None not in now(), "end of all ranks", progress=lambda: (now(), self.text()))
-        return now()
+    def end(self, *statuses):
+        """Wait for it to end with these statuses of the ranks; no process may be left behind."""
+        wait_until(lambda: None not in self.statuses() and not self.pids(), "end of every process",
+                   progress=lambda: (self.statuses(), self.pids(), self.text()))
+        assert self.statuses() == list(statuses), self.text()
+        return self
 
-    def wait(self):
-        """statuses(); no process may be left behind."""
-        statuses = self.statuses()
-        wait_until(lambda: not self.pids(), "end of every process", progress=self.pids)
-        return statuses
-
-    def stand_still(self, ranks):
-        """Context: these ranks are stopped within it, so that nothing depends on how long the test takes there."""
-        return standing_still([self.rank(rank) for rank in ranks])
+    @contextlib.contextmanager
+    def stand_still(self):
+        """The ranks are stopped within it, so that nothing depends on how long the test takes there."""
+        self.signal(signal.SIGSTOP, *self.ranks)
+        try:
+            wait_until(lambda: all(map(is_stopped, self.ranks)), "stop")      # what is sent before may be taken before
+            yield
+        finally:
+            self.signal(signal.SIGCONT, *self.ranks)
 
     def kill_all(self):
         """SIGKILL until nothing is left."""
         while pids := self.pids():
             random.shuffle(pids)
-            self.signal(signal.SIGKILL, pids)
+            self.signal(signal.SIGKILL, *pids)
             time.sleep(0.02)
-        for rank in self.ranks:
-            rank.join()
+        for process in self.processes:
+            process.join()
 
     def text(self):
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -150,24 +140,11 @@ class Job:
         """True once metrics.jsonl has this step or a later one."""
         return last_step(self.output_dir) >= step
 
-
-@contextlib.contextmanager
-def standing_still(pids):
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: all(map(is_stopped, pids)), "stop")      # what is sent before may be taken before
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
-def cpu_seconds(pid):
-    """What a process has computed so far: how far it is, whatever else the machine does."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    def assert_error(self, words, most=1):
+        """One failure has one line that says why, whoever notices it second, and in whatever order. words: of the first."""
+        assert "Traceback" not in self.text() and not re.search(r"^rank \d failed", self.text(), re.M), self.text()
+        errors = re.findall("^error: (.*)", self.text(), re.M)
+        assert 0 < len(errors) <= most and re.fullmatch(words, errors[0]), self.text()
 
 
 def is_stopped(pid):
@@ -177,31 +154,13 @@ def is_stopped(pid):
         return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
-def free_port():
-    """Below those that the kernel hands out by itself, so it is still free when the run listens to it."""
-    while True:
-        with contextlib.suppress(OSError), socket.socket() as s:
-            s.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
-            return s.getsockname()[1]
-
-
-def children(pid):
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        try:
-            found += map(int, (task / "children").read_text().split())
-        except OSError:         # the thread has ended
-            continue
-    return found
-
-
 @pytest.fixture
 def launch(server, tiny):
-    """launch(output_dir, *flags, ranks=, env=) -> Job; whatever still runs after the test is killed."""
+    """launch(output_dir, *flags, **env) -> Job; whatever still runs after the test is killed."""
     jobs = []
 
-    def start(output_dir, *flags, **options):
-        jobs.append(Job(server, tiny, output_dir, flags, **options))
+    def start(output_dir, *flags, **env):
+        jobs.append(Job(server, tiny, output_dir, flags, **env))
         return jobs[-1]
     yield start
     for job in jobs:
@@ -210,21 +169,8 @@ def launch(server, tiny):
 
 @pytest.fixture(scope="module")
 def whole(server, tiny, tmp_path_factory):
-    """whole(kind) -> output folder of KINDS[kind] that nothing interrupted. Look, do not touch."""
-    root, done = tmp_path_factory.mktemp("whole"), {}
-
-    def get(kind):
-        if kind not in done:
-            ranks, flags = KINDS[kind]
-            job = Job(server, tiny, root / kind, (*flags, "--save_steps", 0), ranks)
-            assert job.wait() == [0] * ranks, job.text()
-            done[kind] = job.output_dir
-        return done[kind]
-    return get
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run leaves
+    """Output folder of FSDP that nothing interrupted. Look, do not touch."""
+    return Job(server, tiny, tmp_path_factory.mktemp("whole") / "out", (*FSDP, "--save_steps", 0)).end(0, 0).output_dir
 
 
 def steps_of(output_dir):
@@ -236,18 +182,10 @@ def newest(output_dir):
     return max(steps_of(output_dir), default=0)
 
 
-UNFINISHED = set()      # temporary folders of checkpoints that kills have left
-
-
 def growing(output_dir):
     """Newest step whose checkpoint is being written, or was when everything died; 0 if none."""
     return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
-                if "deleted" not in path.name and path not in UNFINISHED), default=0)
-
-
-def mark_unfinished(output_dir):
-    """Before a restart: growing() shall not take what the last kill left for new, nor while the restart removes it."""
-    UNFINISHED.update(output_dir.glob("checkpoint-*.tmp-*"))
+                if "deleted" not in path.name), default=0)
 
 
 def last_step(output_dir):
@@ -261,12 +199,6 @@ def marker(output_dir):
     return path.read_text() if path.exists() else None
 
 
-def assert_same_end(output_dir, reference):
-    """The last checkpoints agree in every bit of weights and moments, the logs in all that no clock decides."""
-    assert newest(output_dir) == newest(reference)
-    runs.assert_same_bits(*(SimpleNamespace(output_dir=folder) for folder in (output_dir, reference)))
-
-
 def assert_all_whole(output_dir):
     """Every folder that bears a checkpoint's name has every file as its manifest says, and a manifest of all files."""
     for _, path in checkpoint.list_checkpoints(output_dir):
@@ -275,19 +207,17 @@ def assert_all_whole(output_dir):
         assert listed == {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
 
 
-def finish(launch, output_dir, kind, *flags):
-    """Start the same command again, undisturbed, and let it end; returns the Job."""
-    ranks, kind_flags = KINDS[kind]
+def finish(launch, output_dir, whole):
+    """The same command again, undisturbed: in the end weights, moments and log are those of the run without a stop."""
     before = newest(output_dir)
-    job = launch(output_dir, *kind_flags, *flags, ranks=ranks)
-    assert job.wait() == [0] * ranks, job.text()
-    assert f"start      step {before}," in job.text()
-    assert marker(output_dir) is None
-    return job
+    job = launch(output_dir, *FSDP).end(0, 0)
+    assert f"start      step {before}," in job.text() and marker(output_dir) is None
+    assert_same_end(output_dir, whole)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SIGKILL
+def assert_same_end(output_dir, whole):
+    assert newest(output_dir) == newest(whole)
+    runs.assert_same_bits(*(SimpleNamespace(output_dir=folder) for folder in (output_dir, whole)))
 
 
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
@@ -296,60 +226,47 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
     test_checkpoint.py has one before each change that a save makes to the disk.
     """
     print(f"TEST_SEED={SEED}")
-    draw, out, kind = random.Random(SEED), tmp_path / "out", "fsdp"
-    ranks, flags = KINDS[kind]
-    pause = 0.12        # times 9 files is the window
+    draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
     waiting = ["rank 1", "all"]
     for _ in range(2 * len(waiting)):
         if not waiting:
             break
-        who, before = waiting[0], newest(out)
-        mark_unfinished(out)
-        job = launch(out, *flags, "--save_steps", 1, "--save_total_limit", 2, ranks=ranks,
-                     env={"SLOW_DISK_S": str(pause)})
+        before = newest(out)
+        for left in out.glob("checkpoint-*.tmp-*"):       # growing() shall not take it for new
+            shutil.rmtree(left)
+        job = launch(out, *FSDP, "--save_steps", 1, "--save_total_limit", 2, SLOW_DISK_S=pause)
         target = before + draw.randint(1, 2)
         job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
         time.sleep(draw.uniform(0, 6 * pause))
-        if who == "all":
+        if waiting[0] == "all":
             job.kill_all()
         else:
-            job.signal(signal.SIGKILL, [job.rank(1)])
+            job.signal(signal.SIGKILL, job.ranks[1])
         hit = growing(out) > newest(out)
-        statuses = job.wait()                           # those that live must end by themselves
-        assert all(statuses), statuses
-        assert f"start      step {before}," in job.text()
-        assert newest(out) >= before
+        job.end(*[-signal.SIGKILL] * 2 if waiting[0] == "all" else [1, -signal.SIGKILL])    # rank 0 ends by itself
+        assert f"start      step {before}," in job.text() and newest(out) >= before
         assert_all_whole(out)
         if hit:
             waiting.pop(0)
     assert not waiting, "too many kills missed the window"
-    finish(launch, out, kind)
-    assert_same_end(out, whole(kind))
+    finish(launch, out, whole)
     assert not list(out.glob("*.tmp*")), "what the kills left is not cleaned up"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SIGTERM, SIGUSR1
-
-
-@pytest.mark.parametrize("kind, rank, number", [("ddp", 0, signal.SIGTERM), ("fsdp", 1, signal.SIGUSR1)])
-def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, rank, number):
-    out, (ranks, flags) = tmp_path / "out", KINDS[kind]
-    job = launch(out, *flags, "--save_steps", 0, ranks=ranks)
+def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path):
+    out = tmp_path / "out"
+    job = launch(out, *FSDP, "--save_steps", 0)
     job.wait_for(lambda: job.seen(3))
-    with job.stand_still(range(ranks)):
+    with job.stand_still():
         seen = last_step(out)
-        job.signal(number, [job.rank(rank)])
-    assert job.wait() == [0] * ranks, job.text()
+        job.signal(signal.SIGUSR1, job.ranks[1])
+    job.end(0, 0)
     # the step under way may be two further than the log, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
-    assert re.findall("^stopped .*", job.text(), re.M) == [
-        f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; checkpoint saved; rerun the same command to resume"]
-    who = "a signal to another rank" if rank else number.name
-    assert marker(out) == f"asked to stop by {who} at step {newest(out)}\n"
-    assert "Traceback" not in job.text()
-    finish(launch, out, kind)
-    assert_same_end(out, whole(kind))
+    why = f"asked to stop by a signal to another rank at step {newest(out)}"
+    assert marker(out) == f"{why}\n" and "Traceback" not in job.text()
+    assert f"\nstopped    {why} of 24; checkpoint saved; rerun the same command to resume\n" in job.text()
+    finish(launch, out, whole)
 
 
 @pytest.fixture(scope="module")
@@ -377,204 +294,130 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
     """To one of two ranks: both stop, what is encoded stays encoded, and the rerun does the rest."""
     out, (data, clips) = tmp_path / "out", speech
     flags = (*LORA, "--max_steps", 2, "--train_data_file", data, "--code_cache", tmp_path / "codes")
-    job = launch(out, *flags, ranks=2, env={"SLOW_CODEC_S": "0.5"})        # a share takes 20 s
-    job.wait_for(lambda: children(job.rank(0)) and children(job.rank(1)))      # both read audio
-    before = [cpu_seconds(job.rank(rank)) for rank in (0, 1)]       # a clip takes about 0.03
-    job.wait_for(lambda: any(cpu_seconds(job.rank(rank)) > before[rank] + 0.1 for rank in (0, 1)))
-    with job.stand_still([0, 1]):       # the faster one must not end its share before the other one has the signal
-        job.signal(signal.SIGTERM, [job.rank(1)])
-    assert job.wait() == [0, 0], job.text()
+    job = launch(out, *flags, SLOW_CODEC_S=0.5)        # a share takes 20 s
+    job.wait_for(lambda: job.text().count("a clip") > 2)
+    with job.stand_still():       # the faster one must not end its share before the other one has the signal
+        job.signal(signal.SIGTERM, job.ranks[1])
+    job.end(0, 0)
     assert "asked to stop while audio was being encoded" in marker(out) and "Traceback" not in job.text()
     assert not steps_of(out) and encoded(job) == clips
     shares = [len(load_file(path)["lengths"]) for path in (tmp_path / "codes").rglob("*.safetensors")]
-    done = sum(shares)
-    assert done and max(shares) < clips // 2 - 4, "a rank went on to the end of its share"
-    again = launch(out, *flags, ranks=2)
-    assert again.wait() == [0, 0], again.text()
-    assert encoded(again) == clips - done and steps_of(out) == [2] and marker(out) is None
+    assert sum(shares) and max(shares) < clips // 2 - 4, "a rank went on to the end of its share"
+    assert encoded(launch(out, *flags).end(0, 0)) == clips - sum(shares)
+    assert steps_of(out) == [2] and marker(out) is None
 
 
-@pytest.mark.parametrize("kind, rank", [("fsdp", 1)])
-def test_signal_breaks_validation_off(launch, speech, tmp_path, kind, rank):
+def test_signal_breaks_validation_off(launch, speech, tmp_path):
     """Its loader stands still while the signal comes, so that it comes in the middle. The next start makes up for it."""
     out, data = tmp_path / "out", speech[0].with_name("thrice.json")
     data.write_text(json.dumps(3 * json.loads(speech[0].read_text())))
-    flags = [flag for flag in KINDS[kind][1] if flag != "--disable_eval"]
-    job = launch(out, *flags, "--eval_data_file", data, "--eval_steps", 3, "--save_steps", 0, ranks=2)
-    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
-    loaders = job.wait_for(lambda: job.seen(3) and sorted(set(children(job.rank(0))) - set(before)))
-    job.signal(signal.SIGSTOP, loaders)
-    job.signal(signal.SIGUSR1, [job.rank(rank)])
+    flags = (*FULL, "--eval_data_file", data, "--eval_steps", 3)
+    job = launch(out, *flags)
+    before = job.wait_for(lambda: job.seen(1) and children(job.ranks[0]))
+    loaders = job.wait_for(lambda: job.seen(3) and children(job.ranks[0]) - before)
+    job.signal(signal.SIGSTOP, *loaders)
+    job.signal(signal.SIGUSR1, job.ranks[1])
     time.sleep(0.5)
-    job.signal(signal.SIGCONT, loaders)
-    assert job.wait() == [0, 0], job.text()
-    assert steps_of(out) == [3] and marker(out).endswith("at step 3\n"), job.text()
-    assert "eval   step" not in job.text()
-    again = launch(out, *flags, "--eval_data_file", data, "--eval_steps", 3, "--max_steps", 4,
-                   "--per_device_eval_batch_size", 12, ranks=2)
-    assert again.wait() == [0, 0], again.text()
+    job.signal(signal.SIGCONT, *loaders)
+    job.end(0, 0)
+    assert steps_of(out) == [3] and marker(out).endswith("at step 3\n") and "eval   step" not in job.text()
+    launch(out, *flags, "--max_steps", 4, "--per_device_eval_batch_size", 12).end(0, 0)
     assert [row["step"] for row in metrics.read_metrics(out / "metrics.jsonl") if "eval/loss" in row] == [3, 4]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One rank fails or hangs
-
-
-LIMIT_S = 6         # a step takes less, also on a busy machine
-LIMIT = ("--collective_timeout", LIMIT_S)
-
-
-def errors_in(job):
-    """Its lines that say why it failed: one failure has one, whoever notices it second, and in whatever order."""
-    assert "Traceback" not in job.text() and not re.search(r"^rank \d failed", job.text(), re.M), job.text()
-    return re.findall("^error: .*", job.text(), re.M)
-
-
-def test_rank_that_does_not_answer_is_named(launch, tmp_path):
-    """By the other one of two, while rank 0 waits for shares of the save before, in no collective; when it goes on it
-    finds that one, and the store with it, gone.
+@pytest.mark.parametrize("rank, words", [(0, r"no answer from rank 0 for \d+ s: its process, which hosts the run's store, .*"),
+                                         (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the other ranks have "
+                                             r"waited for \d+ s")])
+def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
+    """By the other one of two, while a checkpoint is written beside training; when it goes on it finds that one, or the
+    store, gone.
     """
     out = tmp_path / "out"
-    job = launch(out, *KINDS["fsdp"][1], "--save_steps", 1, "--max_steps", 10_000, *LIMIT, ranks=2,
-                 env={"SLOW_DISK_S": "1"})
+    job = launch(out, *FSDP, "--save_steps", 1, "--max_steps", 10_000, *LIMIT, SLOW_DISK_S=1)
     job.wait_for(lambda: growing(out) == 1 and job.seen(2))
-    stopped, start = job.rank(1), time.monotonic()
-    job.signal(signal.SIGSTOP, [stopped])
-    job.ranks[0].join(PATIENCE_S)
-    took, status = time.monotonic() - start, job.ranks[0].exitcode
-    job.signal(signal.SIGCONT, [stopped])
-    assert status == 1, job.text()
-    assert job.wait() == [1, 1], job.text()
-    errors = errors_in(job)
-    assert len(errors) == 1 and re.match(rf"error: no answer from rank 1 \(\S+, process {stopped}\) in: .*; "
-                                         r"the other ranks have waited for \d+ s", errors[0]), job.text()
-    assert took > LIMIT_S
+    start, other = time.monotonic(), job.processes[1 - rank]
+    job.signal(signal.SIGSTOP, job.ranks[rank])
+    other.join(PATIENCE_S)
+    assert other.exitcode == 1 and time.monotonic() - start > LIMIT_S
+    job.signal(signal.SIGCONT, job.ranks[rank])
+    job.end(1, 1)
+    job.assert_error(words, most=2 - rank)      # a store that was frozen knows nothing of the first
+
+
+def test_a_pause_of_all_is_no_hang(launch, tmp_path):
+    job = launch(tmp_path / "out", *LORA, "--max_steps", 10_000, *LIMIT)
+    job.wait_for(lambda: job.seen(2))
+    pids, seen = job.pids(), last_step(job.output_dir)
+    job.signal(signal.SIGSTOP, *pids)
+    time.sleep(2 * LIMIT_S)
+    job.signal(signal.SIGCONT, *pids)
+    end = time.monotonic() + LIMIT_S
+    job.wait_for(lambda: job.seen(seen + 10) and time.monotonic() > end)
 
 
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
-    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, *LIMIT, ranks=2)
+    job = launch(tmp_path / "out", *LORA, "--max_steps", 10_000, *LIMIT)
     job.wait_for(lambda: job.seen(2))
-    rank, loaders = job.rank(1), children(job.rank(1))
-    job.signal(signal.SIGSTOP, loaders)
-    assert job.statuses() == [1, 1], job.text()
-    job.signal(signal.SIGKILL, loaders)
-    job.wait()
-    errors = re.findall("^error: .*", job.text(), re.M)
-    assert len(errors) == 1 and re.match(rf"error: hangs: rank 1 \(\S+, process {rank}\) in: loading data for step "
-                                         r"\d+; the other ranks have waited for \d+ s", errors[0])
+    job.signal(signal.SIGSTOP, *children(job.ranks[1]))
+    job.end(1, 1)
+    job.assert_error(rf"hangs: rank 1 \(\S+, process {job.ranks[1]}\) in: loading data for step \d+; "
+                     r"the other ranks have waited for \d+ s")
     assert re.findall(r"^rank \d hangs here:", job.text(), re.M) == ["rank 1 hangs here:"]
-    assert "batch = next(batches)" in job.text() and "Traceback" not in job.text()
+    assert "batch = next(batches)" in job.text()
 
 
 def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path):
     """Each takes longer than a step may, because its loader process stands still."""
-    out, (data, _) = tmp_path / "out", speech
-    job = launch(out, *COMMON, "--use_lora", "--max_steps", 3, "--eval_steps", 2, "--eval_data_file", tiny.train_json,
-                 "--train_data_file", data, "--code_cache", tmp_path / "codes", *LIMIT, ranks=2)
+    job = launch(tmp_path / "out", *COMMON, "--use_lora", "--max_steps", 3, "--eval_steps", 2, "--eval_data_file",
+                 tiny.train_json, "--train_data_file", speech[0], "--code_cache", tmp_path / "codes", *LIMIT)
 
     def stand_still(ready):
         loaders = job.wait_for(ready)
-        job.signal(signal.SIGSTOP, loaders)
+        job.signal(signal.SIGSTOP, *loaders)
         time.sleep(1.3 * LIMIT_S)
-        job.signal(signal.SIGCONT, loaders)
-    stand_still(lambda: children(job.rank(1)))          # first loader: reads audio
-    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
-    stand_still(lambda: job.seen(2) and sorted(set(children(job.rank(0))) - set(before)))
-    assert job.wait() == [0, 0], job.text()
-    assert "error" not in job.text()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing beside training
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path):
-    out = tmp_path / "out"
-    job = launch(out, *KINDS["lora"][1], "--save_steps", 15, env={"SLOW_DISK_S": "1"})
-    job.wait_for(lambda: growing(out) == 15)
-    most = 15
-    while growing(out) == 15:
-        most = max(most, last_step(out))
-        assert len(list(out.glob("*.tmp-*"))) <= 1        # none: renamed since the line before
-        time.sleep(0.005)
-    assert 15 < most <= 30          # not held up by the write, but the next save waits for it
-    job.wait_for(lambda: growing(out) == 30)
-    assert 15 in steps_of(out)
-    job.kill_all()
-    assert steps_of(out) == [15]
-    finish(launch, out, "lora")     # what stands in it is step 15, although training went on meanwhile
-    assert_same_end(out, whole("lora"))
-
-
-def flip_byte(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+        job.signal(signal.SIGCONT, *loaders)
+    stand_still(lambda: children(job.ranks[1]))          # first loader: reads audio
+    before = job.wait_for(lambda: job.seen(1) and children(job.ranks[0]))
+    stand_still(lambda: job.seen(2) and children(job.ranks[0]) - before)
+    assert "error" not in job.end(0, 0).text()
 
 
 def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_path):
-    """Four kinds of damage on 12, 10, 8 and 6; the run goes on from 4, and keeps one checkpoint."""
-    out, (ranks, flags) = tmp_path / "out", KINDS["fsdp"]
-    job = launch(out, *flags, "--save_steps", 2, "--save_total_limit", 0, ranks=ranks)
-    job.wait_for(lambda: newest(out) >= 12)
+    """Three kinds of damage on 10, 8 and 6; the run goes on from 4, and keeps one checkpoint."""
+    out = tmp_path / "out"
+    job = launch(out, *FSDP, "--save_steps", 2, "--save_total_limit", 0)
+    job.wait_for(lambda: newest(out) >= 10)
     job.kill_all()
-    for step in steps_of(out):
-        if step > 12:
-            shutil.rmtree(out / f"checkpoint-{step}")
-    manifest = out / "checkpoint-12" / "manifest.json"
-    os.truncate(manifest, manifest.stat().st_size // 2)
-    (out / "checkpoint-10" / "trainer_state" / "rng.pt").unlink()
-    shard = out / "checkpoint-8" / "model-00002-of-00002.safetensors"
-    os.truncate(shard, shard.stat().st_size - 4096)
-    flip_byte(out / "checkpoint-6" / "trainer_state" / "optimizer-00002-of-00002.safetensors")
-    job = launch(out, *flags, "--save_steps", 20, "--save_total_limit", 1, ranks=ranks)
-    assert job.wait() == [0, 0], job.text()
+    for step in range(12, newest(out) + 1, 2):
+        shutil.rmtree(out / f"checkpoint-{step}")
+    os.truncate(out / "checkpoint-10" / "manifest.json", 100)
+    (out / "checkpoint-8" / "trainer_state" / "rng.pt").unlink()
+    moments = out / "checkpoint-6" / "trainer_state" / "optimizer-00002-of-00002.safetensors"
+    data = bytearray(moments.read_bytes())
+    data[len(data) // 2] ^= 1
+    moments.write_bytes(data)
+    job = launch(out, *FSDP, "--save_steps", 20, "--save_total_limit", 1).end(0, 0)
     assert "start      step 4, resumed from" in job.text()
-    reports = re.findall(r"^checkpoint \S+-(\d+) is damaged \((.*)\); trying the one before", job.text(), re.M)
-    assert [int(step) for step, _ in reports] == [12, 10, 8, 6]
-    for (_, why), words in zip(reports, ("unreadable manifest.json", "trainer_state/rng.pt is missing",
-                                         "model-00002-of-00002.safetensors has ", "has another checksum")):
-        assert words in why
-    assert_same_end(out, whole("fsdp"))
+    assert re.findall(r"^checkpoint \S+-(\d+) is damaged \((.*)\); trying the one before", job.text(), re.M) == [
+        ("10", "unreadable manifest.json"), ("8", "trainer_state/rng.pt is missing"),
+        ("6", "trainer_state/optimizer-00002-of-00002.safetensors has changed since it was written")]
+    assert_same_end(out, whole)
     assert steps_of(out) == [24]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Disks
-
-
-def fill(folder, leave):
-    """A file that takes all space of a disk but `leave` bytes."""
-    filler = folder / "filler"
-    with open(filler, "wb", buffering=0) as f:
-        try:
-            while True:
-                f.write(bytes(2**20))
-        except OSError:
-            f.truncate(max(0, f.tell() - leave))
-    return filler
-
-
-def assert_clean_stop(job, output_dir, *words):
-    """All ranks ended with status 1 after one line that names the checkpoint; the newest one there is whole."""
-    assert set(job.wait()) == {1}, job.text()
-    errors = re.findall("^error: .*", job.text(), re.M)
-    assert len(errors) == 1 and "Traceback" not in job.text(), job.text()
-    assert re.match(rf"error: checkpoint-\d+ could not be written to {output_dir} ", errors[0]), errors[0]
-    assert errors[0].endswith("earlier checkpoints are intact") and all(word in errors[0] for word in words), errors[0]
-    assert newest(output_dir)
-    assert_all_whole(output_dir)
-
-
-@pytest.mark.parametrize("kind, size", [("fsdp", 200)])
-def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk, kind, size):
-    out, (ranks, flags) = disk(size), KINDS[kind]
-    job = launch(out, *flags, "--save_steps", 2, ranks=ranks)
+def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk):
+    """All ranks end with status 1 after one line that names the checkpoint."""
+    out = disk(200)
+    job = launch(out, *FSDP, "--save_steps", 2)
     job.wait_for(lambda: newest(out) >= 2)
-    with job.stand_still(range(ranks)):     # before rotation makes room for each new checkpoint
-        filler = fill(out, leave=100_000)   # enough for the log
-    assert_clean_stop(job, out, "No space left on device")
+    with job.stand_still():     # before rotation makes room for each new checkpoint
+        space = os.statvfs(out)
+        with open(out / "filler", "wb") as filler:      # enough for the log is left
+            os.posix_fallocate(filler.fileno(), 0, space.f_bavail * space.f_frsize - 100_000)
+    job.end(1, 1)
+    job.assert_error(rf"checkpoint-\d+ could not be written to {out} .*No space left on device.*; "
+                     "earlier checkpoints are intact")
+    assert_all_whole(out)
     assert not list(out.glob("*.tmp*")), "half a checkpoint still takes space"
-    filler.unlink()
-    finish(launch, out, kind)
-    assert_same_end(out, whole(kind))
+    (out / "filler").unlink()
+    finish(launch, out, whole)

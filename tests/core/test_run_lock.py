@@ -1,91 +1,68 @@
-"""One live process owns a folder: real processes, killed and stopped; a kernel that refuses locks."""
-import contextlib
+"""One live process owns a folder: real processes, killed and stopped; a file system without locks."""
+import errno
 import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 
 from core import checkpoint
 from core.cli import UserError
-from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT
+from tests.helpers.progress import PATIENCE_S
 
-OWNER = f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from core import checkpoint
-checkpoint.lock_folder(sys.argv[1])
-child = os.fork()
-open(sys.argv[1] + f"/{{'child' if child == 0 else 'ready'}}", "w").write(str(os.getpid()))
-time.sleep(600)
-"""
-NO_LOCKS = f"""
-import errno, sys
-sys.path.insert(0, {str(ROOT)!r})
-from core import checkpoint
-from tests.helpers.system_calls import refuse
-try:
-    refuse("flock", errno.ENOLCK)       # as NFS without a lock server
-except OSError:
-    sys.exit(77)
-checkpoint.lock_folder(sys.argv[1]).release()
-"""
+FORK = multiprocessing.get_context("fork")
 
 
-@contextlib.contextmanager
-def owner_process(folder):
-    """A process that owns the folder, with a child of its own; both are killed in the end."""
-    process = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], start_new_session=True)
+def own(folder, results, barrier=None):
+    """Body of a process that takes the folder, has a child, and lives on with it."""
+    if barrier:
+        barrier.wait()
     try:
-        wait_until(lambda: all((folder / name).exists() and (folder / name).read_text() for name in ("ready", "child")),
-                   "owner", alive=lambda: process.poll() is None)
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        checkpoint.lock_folder(folder, wait_s=0)
+    except UserError as error:
+        return results.put(("lost", str(error)))
+    child = os.fork()
+    if child:
+        results.put(("won", child))
+    time.sleep(600)
+
+
+def owner_process(folder):
+    """(process, its child) that owns the folder."""
+    results = FORK.Queue()
+    process = FORK.Process(target=own, args=(folder, results))
+    process.start()
+    return process, results.get(timeout=PATIENCE_S)[1]
 
 
 def test_a_living_owner_is_named_and_a_killed_one_is_gone_at_once_whatever_its_children_do(tmp_path):
-    with owner_process(tmp_path) as process:
-        process.send_signal(signal.SIGSTOP)         # alive, however long it shows no sign of it
-        with pytest.raises(UserError) as caught:
-            checkpoint.lock_folder(tmp_path)
-        assert "\n" not in str(caught.value)
-        assert f"host {socket.gethostname()}, process {process.pid}, started 20" in str(caught.value)
-        process.kill()
-        process.wait()
-        os.kill(int((tmp_path / "child").read_text()), 0)       # lives, and holds no lock
-        checkpoint.lock_folder(tmp_path, wait_s=0).release()
-        assert {path.name for path in tmp_path.iterdir()} == {"ready", "child", "run.lock"}
-
-
-def race(folder, barrier, results):
-    barrier.wait()
-    try:
-        checkpoint.lock_folder(folder, wait_s=0)
-        results.put(("won", os.getpid()))
-        time.sleep(600)
-    except UserError as error:
-        results.put(("lost", str(error)))
+    process, child = owner_process(tmp_path)
+    os.kill(process.pid, signal.SIGSTOP)         # alive, however long it shows no sign of it
+    with pytest.raises(UserError) as caught:
+        checkpoint.lock_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert f"host {socket.gethostname()}, process {process.pid}, started 20" in str(caught.value)
+    process.kill()
+    process.join()
+    os.kill(child, 0)       # lives, and holds no lock
+    checkpoint.lock_folder(tmp_path, wait_s=0).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}
+    os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.race
 def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
     """Each time after an owner that was killed. The lock's file is removed once, as by hand."""
-    fork = multiprocessing.get_context("fork")
     for attempt in range(3):
-        barrier, results = fork.Barrier(6), fork.Queue()
-        processes = [fork.Process(target=race, args=(tmp_path, barrier, results)) for _ in range(6)]
+        barrier, results = FORK.Barrier(6), FORK.Queue()
+        processes = [FORK.Process(target=own, args=(tmp_path, results, barrier)) for _ in range(6)]
         for process in processes:
             process.start()
-        found = [results.get(timeout=PATIENCE_S) for _ in processes]
-        assert sorted(what for what, _ in found) == ["lost"] * 5 + ["won"]
+        found = sorted(results.get(timeout=PATIENCE_S) for _ in processes)
+        assert [what for what, _ in found] == ["lost"] * 5 + ["won"]
+        os.kill(found[-1][1], signal.SIGKILL)
         for process in processes:
             process.kill()
             process.join()
@@ -93,13 +70,12 @@ def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
             (tmp_path / "run.lock").unlink()
 
 
-def test_a_file_system_without_locks_is_a_notice(tmp_path):
-    done = subprocess.run([sys.executable, "-c", NO_LOCKS, str(tmp_path)], text=True, capture_output=True)
-    if done.returncode == 77:
-        pytest.skip("system calls cannot be filtered here")
-    assert done.returncode == 0, done.stderr
-    said, = done.stdout.splitlines()
-    assert said.startswith(f"notice     {tmp_path}/run.lock: this file system has no locks")
+def test_a_file_system_without_locks_is_a_notice(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")       # as NFS without a lock server
+    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    checkpoint.lock_folder(tmp_path).close()
+    assert capsys.readouterr().out.startswith(f"notice     {tmp_path}/run.lock: this file system has no locks")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path),
@@ -108,6 +84,15 @@ def test_what_is_not_a_file_is_refused(tmp_path, make):
     make(tmp_path / "run.lock")
     with pytest.raises(UserError, match="run.lock: is not a file"):
         checkpoint.lock_folder(tmp_path)
+
+
+def test_another_users_file_is_locked_all_the_same(tmp_path, monkeypatch):
+    """One that may be read and not written; root may write all, so the answer of the kernel is given here."""
+    (tmp_path / "run.lock").write_text("host theirs\n")
+    monkeypatch.setattr(checkpoint.os, "access", lambda *_: False)
+    lock = checkpoint.lock_folder(tmp_path)
+    assert (tmp_path / "run.lock").read_text() == "host theirs\n" and checkpoint.try_lock(tmp_path / "run.lock") is None
+    lock.close()
 
 
 def test_a_lock_whose_file_goes_meanwhile_is_none(tmp_path, monkeypatch):

@@ -273,7 +273,7 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
 def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    train_bd3lm.main(arguments(demo, tmp_path / "out", "--dry_run", "--model_size", "small", "--host_memory", 64))
+    train_bd3lm.main(arguments(demo, tmp_path / "out", "--dry_run", "--model_size", "small"))
     said = capsys.readouterr().out
     assert "24 to train, 8 to validate" in said and re.search(r"model      9\d\.\d M parameters, .*, small\n", said)
     assert re.search(r"^memory     weights [\d.]+ .* the peak comes in", said, re.M) and said.endswith("dry run ok\n")

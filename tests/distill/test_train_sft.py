@@ -342,7 +342,6 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--teacher_path", "MOE", "--distill_topk", "401"], "--distill_topk 401: the models have 401 tokens"),
     ([*SERVED, "--teacher_url", "http://h/v1?api_key=x"], "--teacher_url: holds a name and password (@), ?... or #..."),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
-    (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):

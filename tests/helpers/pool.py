@@ -24,6 +24,12 @@ getattr(importlib.import_module(module), name)(*json.loads(sys.argv[3]))
 """
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Pool:
     """python: fork_server's. folder: an empty one for output."""
 
@@ -34,9 +40,7 @@ class Pool:
         """Call "module.function" with these (JSON-able) arguments on ranks 0 to ranks - 1; (their statuses, output)."""
         self.jobs += 1
         log = self.folder / f"{self.jobs}.txt"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         where = {**os.environ, "HF_HUB_OFFLINE": "1", "WORLD_SIZE": str(ranks), **(env or {})}
         started, end = [], time.monotonic() + timeout
         try:

@@ -1,5 +1,7 @@
 """Waiting for other processes: limits are about progress, so that a busy machine does not turn a test red."""
+import contextlib
 import time
+from pathlib import Path
 
 PATIENCE_S = 600    # without any sign of progress; a process that works gets some of its time even at load 20
 
@@ -18,3 +20,12 @@ def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S, every
         assert time.monotonic() < end, f"no {what}, and no progress in {seconds} s\n{str(seen)[-4000:]}"
         time.sleep(every)
     return value
+
+
+def children(pid):
+    """Processes that any thread of a process has started."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):      # the thread has ended
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 from data import SpeechSamples
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip, Turn
-from speech import loss
-from speech.labels import IGNORE, token_ids
+from speech.labels import IGNORE, token_ids, total_loss
 from tests.helpers import dialogues
 
 
@@ -85,7 +84,7 @@ def total(model, batch):
     """One pack's loss on transformers' scale: over the codebooks the sum of each one's mean, plus the text mean."""
     audio, text, _ = model(batch)
     books = len(audio)      # transformers adds up the codebooks' means
-    return books * loss.total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], 1 / books)
+    return books * total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], 1 / books)
 
 
 def gradients(module):

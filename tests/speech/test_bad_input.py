@@ -251,9 +251,9 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     complains(run(*LORA, "--resume", out), f"--resume {out}: no manifest.json")
     weights = used_copy / "adapter_model.safetensors"
     data = weights.read_bytes()
-    for spoilt, said in ((data[:-1], "bytes instead of"), (data[:-1] + bytes([data[-1] ^ 1]), "another checksum")):
+    for spoilt in (data[:-1], data[:-1] + bytes([data[-1] ^ 1])):
         weights.write_bytes(spoilt)
-        complains(run(*LORA, "--resume", used_copy), f"--resume {used_copy}: adapter_model.safetensors", said)
+        complains(run(*LORA, "--resume", used_copy), f"--resume {used_copy}: adapter_model.safetensors has changed")
         done = run(*LORA)
         complains(done, f"{out}: every checkpoint is damaged; to start over, give another")
         assert f"{used_copy} is damaged (adapter_model.safetensors" in done.output

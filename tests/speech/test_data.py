@@ -1,5 +1,4 @@
-"""Packed batches, against a slow reference in plain Python, and the loader that makes them."""
-
+"""Packed batches, against a slow reference in plain Python."""
 import pytest
 import torch
 
@@ -43,9 +42,8 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     slow = [slow_sample(CONVERSATIONS[i], tokenizer, ids) for i in numbers]
     total = sum(map(len, slow))
     padding = max(pad_to - total, 0) if slow else max(pad_to, 1)
-    if padding:
-        pieces = [128] * (padding // 128) + [padding % 128] * (padding % 128 > 0)     # short samples of padding
-        slow = [*slow, *([(ids.pad, None, None, None)] * n for n in pieces)]
+    pieces = [128] * (padding // 128) + [padding % 128] * (padding % 128 > 0)     # short samples of padding
+    slow += [[(ids.pad, None, None, None)] * n for n in pieces]
     flat = [p for sample in slow for p in sample]
     is_audio = [row is not None for _, row, _, _ in flat]
     text_at, audio_at = [i for i, a in enumerate(is_audio) if not a], [i for i, a in enumerate(is_audio) if a]
@@ -88,8 +86,7 @@ ALL = list(range(len(CONVERSATIONS)))
 
 
 @pytest.mark.parametrize("numbers, pad_to", [
-    *[([i], 0) for i in ALL], (ALL, 0), (ALL[::-1], 0), ([1, 1], 0), ([0, 3], 0), ([3], 0), ([6, 2, 0], 0),
-    ([0], 200), (ALL, 1500), ([3], 64), ([], 0), ([], 256)])
+    *[([i], 0) for i in ALL], (ALL, 0), ([1, 1], 0), ([6, 2, 0], 0), ([0], 200), (ALL, 1500), ([], 0), ([], 256)])
 def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
     samples = SpeechSamples(table, ids)
     check_against_slow(collate([samples[i] for i in numbers], ids, pad_to), numbers, tokenizer, ids, pad_to)

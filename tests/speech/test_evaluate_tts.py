@@ -125,7 +125,7 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
     offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
     for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
         prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
-                              [Clip(str(long), offset + seconds)] * (i == 2), target, target and speak.clip_seconds(target))
+                              [Clip(str(long), offset + seconds)] * (i == 2), target)
         speak.write_sample(folder, prompt, np.zeros((25, 8)), "eos" if i else "length", waves[i])
     found = run(folder, "--speaker_model", speaker)
     assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
@@ -194,14 +194,12 @@ def test_bad_samples_are_one_line(waves, tmp_path, capsys, name, content, said_o
 
 
 def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, capsys):
-    good, other = write(tmp_path / "good", waves[:2]), write(tmp_path / "other", waves[:3])
+    good = write(tmp_path / "good", waves[:2])
     renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
     (tmp_path / "empty").mkdir()
     for args, parts in [
             ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
-            ([good, other], [f"0002 is not the same in {other} and {good} (1 such", "same prompts"]),
-            ([good, renamed], ["0001 is not the same in"]),
-            ([good, "--language", "en"], ["--language", "--asr_model"]),
+            ([good, renamed], [f"0001 is not the same in {renamed} and {good} (1 such", "same prompts"]),
             ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"]),
             ([good, "--asr_model", speaker], ["--asr_model"])]:
         error = said(capsys, *args)

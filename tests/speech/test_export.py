@@ -17,7 +17,7 @@ from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import HiggsAudi
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from core.cli import UserError
-from speech import export, weights
+from speech import weights
 from speech.speak import load_model
 from tests.helpers import spoken
 from tests.helpers.merging import merge
@@ -169,7 +169,7 @@ def test_2025_config_is_the_published_one(tiny, served):
                                               (15, "<|AUDIO|>"))}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the hub
-    assert export.original_config(real, tokenizer, "bfloat16") == published_config()
+    assert weights.original_config(real, tokenizer, "bfloat16") == published_config()
 
 
 def test_native_to_2025_to_native_is_bit_equal(tiny, served, tmp_path):
@@ -206,9 +206,6 @@ def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
     config = weights.native_config(read(original, "config.json"))
     config = weights.empty_model(config, torch.float32, original).generation_config
     assert {key: getattr(config, key) for key in expected} == expected      # what the trainer would start from
-    assert weights.released_generation(HiggsAudioV2Config(codebook_size=1026)).to_diff_dict() | {
-        "bos_token_id": 1, "eos_token_id": 128009, "pad_token_id": 128001, **RAS} \
-        == weights.released_generation(HiggsAudioV2Config(codebook_size=1026)).to_diff_dict()
     prompt = AutoTokenizer.from_pretrained(tmp_path / "out")(
         "<|begin_of_text|><|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>", return_tensors="pt")
     rows = model.generate(input_ids=prompt.input_ids.repeat(1, 2), max_new_tokens=12)
@@ -228,10 +225,6 @@ def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_pa
     merged = load(back)
     torch.testing.assert_close(logits(merged, data), logits(net, data), rtol=1e-5, atol=1e-5)
     assert (logits(merged, data) - logits(load(tiny.model), data)).abs().max() > 0.05
-    prompt = data["input_ids"][:, :12]
-    rows = [model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False, ras_win_len=None) for model in
-            (merged, net.get_base_model())]
-    assert torch.equal(*rows)
 
 
 @pytest.mark.parametrize("kind", [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"q_proj": 2}},
@@ -315,12 +308,7 @@ def test_a_folder_that_holds_something_is_left_alone(tiny, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("precious")
     assert f"{tmp_path / 'out'}: is there already and not empty" in refused(str(tiny.model), None, tmp_path / "out")
-    assert f"{tmp_path / 'out' / 'mine.txt'}: is there already" in refused(
-        str(tiny.model), None, tmp_path / "out" / "mine.txt")
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "mine.txt"]
-    (tmp_path / "out" / "mine.txt").unlink()
-    merge(str(tiny.model), None, tmp_path / "out")
-    load(tmp_path / "out")
 
 
 def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
@@ -333,10 +321,6 @@ def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
     assert said.startswith(f"--output_dir {tmp_path / 'out'}: cannot be written (")
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match="1000000000.0 GB are to be written"), \
-            export.new_folder(tmp_path / "out", 10**18):
-        pass
     assert not list(tmp_path.iterdir())
 
 

@@ -25,7 +25,6 @@ LR = 2e-4
 COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "--save_total_limit", 1,
           "--num_train_epochs", 2, "--num_workers", 0)
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
-           "dropout": ("--use_lora", "--lora_dropout", 0.2, "--lora_rank", 5),
            "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
 EVERY = "--save_steps 1 --save_total_limit 0"
 HSDP = "hsdp 4x3x1 --shard_size 2"      # two copies, each in two shards
@@ -164,14 +163,9 @@ def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared):
     assert fsdp.metrics("train/grad_norm") == pytest.approx(ddp.metrics("train/grad_norm"), rel=2e-2)
     for part in (tensors, moments):
         ours, theirs = part(fsdp), part(ddp)
-        assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
-        for name in ours:       # gradients that bf16 hardly resolves may go either way
-            mine, yours = ours[name].double().flatten(), theirs[name].double().flatten()
-            alike = mine @ yours / (mine.norm() * yours.norm())
-            assert alike > 0.9, f"{name} {alike}"
-        assert all((tensor.bfloat16() != tensor).any() for name, tensor in ours.items()
-                   if not name.endswith("step"))        # not rounded anywhere
-    assert any(weight.abs().max() > LR for weight in tensors(fsdp).values())
+        for name, mine in ours.items():       # gradients that bf16 hardly resolves may go either way
+            assert torch.cosine_similarity(*(t.double().flatten() for t in (mine, theirs[name])), 0, 0) > 0.9, name
+            assert mine.dtype == torch.float32 and (name.endswith("step") or (mine.bfloat16() != mine).any())   # not rounded
 
 
 @pytest.mark.slow
@@ -195,26 +189,12 @@ def count_collectives(argv, path):
     Path(path).write_text(json.dumps(counts))
 
 
-def resumed(pool, odd, folder, source, step, name):
-    """The run `name` from step `step` of the run `source`."""
-    return complete(pool, odd, folder / "out", name, "--resume", source.output_dir / f"checkpoint-{step}")
-
-
-@pytest.mark.slow
-def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path):
-    name = f"dropout fsdp 2x3x2 {EVERY}"
-    run = resumed(pool, odd, tmp_path, shared(name), 3, name)
-    assert rows(run)[0]["step"] == 4
-    assert_same_bits(run, shared(name), after=3)
-
-
-
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
 @pytest.mark.slow
 @pytest.mark.parametrize("source, step, name", [(f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
                                                 (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2")])
 def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp_path, source, step, name):
-    run = resumed(pool, odd, tmp_path, shared(source), step, name)
+    run = complete(pool, odd, tmp_path / "out", name, "--resume", shared(source).output_dir / f"checkpoint-{step}")
     assert rows(run)[0]["step"] == step + 1
     assert_close(run, shared(source), after=step)
 

@@ -213,13 +213,12 @@ def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, s
 
 
 def test_validation_hears_the_model_learn(learnt):
-    """Stop rate and length ratio in the log, sound in TensorBoard, the same as in the WAV files."""
+    """Stop rate in the log, sound in TensorBoard, the same as in the WAV files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     folder, output = learnt
     rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
             if "eval/stop_rate" in row}
     assert rows.keys() == {50, 100} and rows[100]["eval/stop_rate"] == 1.0
-    assert abs(rows[100]["eval/length_ratio"] - 1) < 0.05
     assert "speech step    100 | 3 prompts" in output
     board = EventAccumulator(f"{folder}-logs/out", size_guidance={"audio": 0}).Reload()
     assert {"samples/0000", "samples/0002"} <= set(board.Tags()["audio"])
@@ -233,7 +232,7 @@ def test_validation_hears_the_model_learn(learnt):
 
 SMALL = ("--max_steps", 3, "--eval_steps", 2, "--save_steps", 2, "--save_total_limit", 0, "--learning_rate", 1e-3,
          "--per_device_train_batch_size", 1, "--per_device_eval_batch_size", 1)
-SPOKEN = {"eval/stop_rate", "eval/length_ratio", "eval/real_time_factor"}
+SPOKEN = {"eval/stop_rate"}
 
 
 @pytest.mark.slow
@@ -272,8 +271,6 @@ def refuse(tiny, tmp_path, capsys):
 @pytest.mark.parametrize("flags, part", [
     ((), "give one of --text and --prompts"),
     (("--text", "a", "--reference_audio", "x.wav"), "--reference_audio and --reference_text go together"),
-    (("--text", "a", "--max_seconds", 0), "--max_seconds is 0.0"),
-    (("--text", "a", "--batch_size", 0), "--batch_size is 0"),
     (("--text", "a <|eot_id|>"), "text contains the control token <|eot_id|>"),
     (("--text", "a", "--adapter", "nowhere"), "--adapter nowhere: no such folder"),
     (("--text", "a", "--stream", "-"), "--stream takes one --text, --split_text and one process")])
@@ -291,9 +288,6 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     (tmp_path / "noise.wav").write_bytes(b"RIFF????")
     assert "noise.wav: is not readable audio" in refuse(
         "--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
-    entries = json.loads(short.read_text())
-    entries[2]["messages"][2]["content"][1] |= {"offset": 99.0}
-    assert "has nothing from 99.0 s on" in refuse("--prompts", written(tmp_path / "late.json", entries))
 
 
 def test_overwriting_spares_what_is_read(refuse, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from core.checkpoint import sha256
-from speech import judge_demo, speak, weights
+from launch import judge_demo
+from speech import speak, weights
 from speech.codes import load_codec
 from speech.labels import token_ids
 from tests.helpers.trainer import ROOT
@@ -25,8 +26,7 @@ def spoken():
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids, cpu = token_ids(tokenizer, config), torch.device("cpu")
     codec, bandwidth = load_codec(VOICE / "codec", cpu, ids.num_codebooks)
-    texts = [" ".join(judge_demo.DIGITS[int(digit)] for digit in digits)
-             for digits in judge_demo.draw(SENTENCES, 0, known_texts())]
+    texts = judge_demo.draw(SENTENCES, 0)
     samples = speak.text_prompts([(text, text) for text in texts], True)
     prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
     settings = speak.sampling(config, 6.0, temperature=0.3, ras_window=0)
@@ -38,14 +38,10 @@ def spoken():
     return {"base": say(None), "adapter": say(VOICE / "adapter")}
 
 
-def known_texts():
-    return {text for texts in json.loads((VOICE / "texts.json").read_text()).values() for text in texts}
-
-
 @pytest.fixture(scope="module")
 def judged(spoken):
     """judge_demo.judge_all of base and adapter: [base, base in the new voice, adapter]."""
-    return judge_demo.judge_all(VOICE, spoken["base"], spoken["adapter"])
+    return judge_demo.judge_all(spoken["base"], spoken["adapter"])
 
 
 def failed(judged, after, texts):

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 import lora
 from core import checkpoint
 from data import collate
-from speech import keep, speak, v2, v3
+from speech import keep, v2
 from speech.labels import IGNORE, audio_targets
 from speech.weights import native_config
-from tests.helpers import higgs3, spoken
+from tests.helpers import spoken
 from tests.helpers.checkpoints import config_of
 from tests.helpers.trainer import ROOT, Tiny, train_forked
 
@@ -44,28 +44,29 @@ def model(tiny):
     return v2.PackedHiggs(filled(net)).train()
 
 
-def plain_loop(net, logits_of, samples):
-    """(K,) of PEFT's own switch and one sample at a time, cell by cell. logits_of(sample) -> (R, K, C)."""
-    found = torch.zeros(8)
-    for sample in samples:
-        ours = logits_of(sample)
-        with torch.no_grad(), net.disable_adapter():
-            base = logits_of(sample)
-        for row, targets in enumerate(audio_targets(sample)[1]):
-            for book in np.flatnonzero(targets != IGNORE):
-                p, q = base[row, book].softmax(-1), ours[row, book].softmax(-1)
-                found[book] = found[book] + (p * (p.log() - q.log())).sum()
-    return found
-
-
-def assert_plain_divergence(model, logits_of, samples, ids):
-    """Value and every gradient of the packed forward and the plain loop, over 1,000 cells or more."""
+def test_divergence_equals_a_plain_loop(model, data):
+    """Value and every gradient of the packed forward, and of PEFT's own switch and one sample at a time, cell by cell."""
+    ids, samples = data
     batch, net = collate(samples, ids), model.net
     ours = model(batch, keep=True)
     ours.sum().backward()
     gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-    theirs = plain_loop(net, logits_of, samples)
+
+    def logits_of(sample):
+        inputs = {name: value for name, value in spoken.native_batch([sample], ids).items() if "labels" not in name}
+        logits = model.base_model(**inputs).logits.view(-1, 8, 1026)
+        following = sample["audio_labels"][1:]
+        return logits[sample["is_audio"].tolist()][:-1][(following != IGNORE).any(axis=1)]
+    theirs = torch.zeros(8)
+    for sample in samples:
+        now = logits_of(sample)
+        with torch.no_grad(), net.disable_adapter():
+            base = logits_of(sample)
+        for row, targets in enumerate(audio_targets(sample)[1]):
+            for book in np.flatnonzero(targets != IGNORE):
+                p, q = base[row, book].softmax(-1), now[row, book].softmax(-1)
+                theirs[book] = theirs[book] + (p * (p.log() - q.log())).sum()
     theirs.sum().backward()
     cells = batch.counts["audio_targets"]
     assert ours.min() > 1e-3 * cells / 8
@@ -75,48 +76,6 @@ def assert_plain_divergence(model, logits_of, samples, ids):
     for name in reached:
         torch.testing.assert_close(gradients[name] / cells, dict(net.named_parameters())[name].grad / cells,
                                    rtol=1e-4, atol=1e-6)
-
-
-def test_divergence_equals_a_plain_loop(model, data):
-    ids, samples = data
-
-    def logits_of(sample):
-        inputs = {name: value for name, value in spoken.native_batch([sample], ids).items() if "labels" not in name}
-        logits = model.base_model(**inputs).logits.view(-1, 8, 1026)
-        following = sample["audio_labels"][1:]
-        return logits[sample["is_audio"].tolist()][:-1][(following != IGNORE).any(axis=1)]
-    assert_plain_divergence(model, logits_of, samples, ids)
-
-
-def test_divergence_of_tts_3_equals_a_plain_loop(model3):
-    native = higgs3.load(model3)[0]
-    model = v3.PackedHiggs3(filled(lora.add_lora(native, 4, 8, 0.0, "all-linear", "base"))).train()
-    ids = v3.token_ids(v3.load_tokenizer(model3), native.config)
-    codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
-    samples = [{"number": i, **ids.assemble(np.array([ids.tts, ids.text, 40 + i, ids.audio, ids.audio_placeholder_id]),
-                                            np.array([False] * 4 + [True]), [spoken])} for i, spoken in enumerate(codes)]
-
-    def logits_of(sample):
-        prompt = sample["input_ids"][:4], np.zeros(4, bool)
-        rows = torch.cat([torch.as_tensor(sample["audio_ids"]), torch.zeros(1, 8, dtype=torch.long)])   # last: no input
-        return higgs3.forced_logits.__wrapped__(model.base_model, prompt, None, rows)
-    assert_plain_divergence(model, logits_of, samples, ids)
-
-
-def test_speech_behind_a_prompt_is_what_training_would_see(tiny, data):
-    """A prompt and codes give the sample that the trainer makes of the same conversation, the text labels aside."""
-    ids, samples = data
-    whole = samples[3]      # cloning: a clip in the prompt
-    rows = len(spoken.codes_of(spoken.clip("target", 11))) + 9
-    stop = int(np.flatnonzero(whole["is_audio"])[-1]) + 1
-    before = stop - rows
-    prompt = speak.Prompt("0", "", "", whole["input_ids"][:before], whole["audio_ids"][:-rows],
-                             whole["is_audio"][:before], [], None)
-    made = keep.with_speech(prompt, spoken.codes_of(spoken.clip("target", 11)).astype(np.int64), ids)
-    for name in ("audio_ids", "audio_labels"):
-        assert np.array_equal(made[name], whole[name]), name
-    for name in ("input_ids", "is_audio"):
-        assert np.array_equal(made[name], whole[name][:stop]), name
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +164,3 @@ def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, poo
     assert again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")
     assert file.read_bytes()[:2] == b"PK" and np.load(file)["codes_2"].shape == np.load(whole.output_dir / "keep.npz")["codes_2"].shape
     assert all(torch.equal(weights(whole)[key], tensor) for key, tensor in weights(again).items())
-
-
-@pytest.mark.parametrize("rows, said", [("", "holds no text"), ("<|eot_id|>", "control token")])
-def test_rows_that_cannot_be_spoken_are_named(pool, voice, tmp_path, rows, said):
-    (tmp_path / "rows.txt").write_text(rows)
-    run = train_forked(pool, voice, tmp_path / "out", *KEPT, "--keep", tmp_path / "rows.txt", ok=False)
-    assert run.status and said in run.output and "rows.txt" in run.output

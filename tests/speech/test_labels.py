@@ -1,4 +1,4 @@
-"""Token stream, delay pattern and labels, against literal pictures, transformers, and the native template."""
+"""Token stream, delay pattern and labels, against literal pictures, transformers, and the native template; the loss."""
 import json
 from types import SimpleNamespace
 
@@ -9,37 +9,20 @@ import torch
 from speech.dataset import TableBuilder
 from speech.conversations import Sample
 from speech.dataset import read_samples
-from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
+from speech.labels import (IGNORE, TokenIds, audio_targets, conversation_pieces, decays, delay_labels, delay_rows,
+                           flops_per_pack, total_loss)
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 
-B, E, _ = 900, 901, IGNORE
+E, _ = 901, IGNORE
 A0, A1, A2, B0, B1, B2, C0, C1, C2, D0, D1, D2 = range(12)
 CODES = np.array([[A0, B0, C0, D0], [A1, B1, C1, D1], [A2, B2, C2, D2]])        # 3 frames of 4 codebooks
 
 
 def test_golden_labels():
-    assert delay_labels(CODES, E).tolist() == [[_, _, _, _], [A0, _, _, _], [A1, B0, _, _], [A2, B1, C0, _], [E, B2, C1,
-                                                                                                              D0], [_,
-                                                                                                                    E,
-                                                                                                                    C2,
-                                                                                                                    D1],
-                                               [_, _, E, D2], [_, _, _, E]]
-
-
-@pytest.mark.parametrize("frames", [1, 2, 7, 8, 9, 250])
-def test_eight_codebooks(frames):
-    codes = np.random.default_rng(frames).integers(0, 1024, (frames, BOOKS)).astype(np.int16)
-    rows, labels = delay_rows(codes, BOS, EOS), delay_labels(codes, EOS)
-    assert rows.shape == labels.shape == (frames + 9, BOOKS) and rows.dtype == labels.dtype == np.int64
-    assert (rows[0] == BOS).all() and (rows[-1] == EOS).all() and (labels[0] == IGNORE).all()
-    assert (labels != BOS).all()
-    for k in range(BOOKS):
-        assert (labels[:, k] != IGNORE).sum() == frames + 1
-        assert np.flatnonzero(labels[:, k] == EOS).tolist() == [frames + 1 + k]
-        assert labels[k + 1:k + 1 + frames, k].tolist() == codes[:, k].tolist()
-    trained = labels != IGNORE
-    assert (rows[trained] == labels[trained]).all()             # a label is the input of its own row
+    assert delay_labels(CODES, E).tolist() == [
+        [_, _, _, _], [A0, _, _, _], [A1, B0, _, _], [A2, B1, C0, _],
+        [E, B2, C1, D0], [_, E, C2, D1], [_, _, E, D2], [_, _, _, E]]
 
 
 @pytest.mark.parametrize("frames", [1, 8, 30])
@@ -162,23 +145,42 @@ def labelled_words(sample, tokenizer, ids):
     return [t for t, on in zip(tokenizer.convert_ids_to_tokens(tokens), labelled) if on]
 
 
-def test_three_text_labels_of_a_speech_sample(zero_shot, tokenizer, ids):
-    spoken = ["<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>", "<|eot_id|>"]
-    assert labelled_words(zero_shot, tokenizer, ids) == spoken          # the clip's place becomes rows of codes
-    tokens, labelled = stream(zero_shot, tokenizer, ids)
-    assert labelled[-4:] == [True] * 4
-    for t in zero_shot.turns:
-        t.trained = t.role == "assistant"
-    assert labelled_words(zero_shot, tokenizer, ids) == spoken * 2
-
-
 def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_turn(tokenizer, ids):
     sample = Sample("s", [SYSTEM, user("Speak"), speaker("Wait", trained=True), speaker("Now ", TARGET, " done")])
     text = "".join(p if isinstance(p, str) else "<|AUDIO_OUT|>" for p, on in conversation_pieces(sample) if on)
     assert text == "Wait<|eom_id|>Now <|audio_out_bos|><|AUDIO_OUT|><|audio_eos|> done<|eot_id|>"
-    tokens, labelled = stream(sample, tokenizer, ids)
-    assert tokenizer.decode([t for t, on in zip(tokens, labelled) if on]) == text
     untrained = Sample("s", [SYSTEM, user("Speak"), speaker("Wait", trained=False), speaker(TARGET)])
     assert labelled_words(untrained, tokenizer, ids) == ["<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>",
                                                          "<|eot_id|>"]
     assert "<|eom_id|>" in tokenizer.decode(stream(untrained, tokenizer, ids)[0])
+
+
+@pytest.mark.parametrize("weight, wanted", [(1.0, 6 / 12 + 8 / 4), (0.25, 6 / 12 + 0.25 * 8 / 4), (0.0, 6 / 12)])
+def test_the_loss_is_a_mean_over_global_counts(weight, wanted):
+    audio = torch.tensor([1.0, 2.0, 3.0])
+    assert total_loss(audio, 12, torch.tensor(8.0), 4, weight).item() == pytest.approx(wanted)
+
+
+def test_one_target_counts_once():
+    """Of text or of audio: the limit that keeps an empty count from dividing by zero is 1."""
+    assert total_loss(torch.tensor([3.0]), 1, torch.tensor(8.0), 1, 1.0).item() == 11
+
+
+def test_a_batch_without_targets_has_no_loss():
+    assert total_loss(torch.zeros(8), 0, torch.tensor(0.0), 0, 1.0).item() == 0
+
+
+def test_matrices_decay_but_no_norms_and_no_embeddings():
+    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
+    assert decays("layers.0.q_proj.weight", matrix) and not decays("layers.0.norm.weight", vector)
+    assert not decays("embed_tokens.weight", matrix)
+
+
+def test_flops_of_a_pack():
+    """2 per weight and row forward, as many for the input's gradient and, where trained, for its own."""
+    config = SimpleNamespace(hidden_size=8, head_dim=4, num_attention_heads=2, num_key_value_heads=1,
+                             intermediate_size=16, num_hidden_layers=3, codebook_size=10, vocab_size=20)
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
+    rows, pairs = 5 * 3 * layer + 7 * 8 * 10 + 2 * 8 * 20, 15
+    assert flops_per_pack(config, 5, 7, 2, pairs, True) == 4 * rows + 12 * 8 * pairs * 3
+    assert flops_per_pack(config, 5, 7, 2, pairs, False) == 6 * rows + 12 * 8 * pairs * 3

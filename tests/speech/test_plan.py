@@ -50,22 +50,20 @@ def test_what_is_counted_is_what_a_real_step_has_alive(targets, bf16, recompute,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets, bf16, recompute, table", [("all-linear", True, None, True), ("", False, "all", False)])
-def test_what_is_counted_of_higgs_tts_3(targets, bf16, recompute, table, monkeypatch):
+def test_what_is_counted_of_higgs_tts_3(monkeypatch):
     audio = {"encoder_type": "discrete", "use_delay_pattern": True, "tie_word_embeddings": True, "num_codebooks": 8,
              "vocab_size": 1026}
     text = {"vocab_size": 600, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6, "head_dim": 16,
             "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = v3.read_config({"model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text})
-    native = v3.Higgs3(config).to(torch.bfloat16 if targets and bf16 else torch.float32)
-    ids = v3.Ids(*range(1, 6))
-    net = lora.add_lora(native, 8, 16, 0.1, targets, "base", table=table) if targets else native
-    model = v3.PackedHiggs3(net, recompute).train()
+    native, ids = v3.Higgs3(config).to(torch.bfloat16), v3.Ids(*range(1, 6))
+    net = lora.add_lora(native, 8, 16, 0.1, "all-linear", "base", table=True)
+    model = v3.PackedHiggs3(net, None).train()
     tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, v3.AUDIO_PLACEHOLDER])
     trained, codes = tokens == v3.AUDIO_PLACEHOLDER, [np.random.default_rng(0).integers(0, 1024, (30, 8))]
     batch = collate([{"number": i, **ids.assemble(tokens, trained, codes)} for i in range(4)], ids)
     monkeypatch.setattr(kernels, "_attention_by_document", by_lengths(list(batch.seqlens)))
-    check_step(model, model, batch, Setup(1, bf16=bf16, recompute=recompute), 0)
+    check_step(model, model, batch, Setup(1), 0)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +72,7 @@ def codec(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extension", ["wav", "flac", "ogg", "mp3"])
-@pytest.mark.parametrize("rate", [16000, 22050, 44100])
+@pytest.mark.parametrize("extension, rate", [("wav", 16000), ("flac", 44100), ("ogg", 22050), ("mp3", 44100)])
 def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, extension, rate):
     config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(rate)
@@ -117,15 +114,15 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
     flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
              "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
              "--validation_split", 0.1, "--save_steps", 3)
-    said = forked(*flags, "--dry_run", "--host_memory", 64, ranks=2).output
+    said = forked(*flags, "--dry_run", ranks=2).output
     assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
     assert re.fullmatch(r"FITS 2\.\d of 80\.0 GiB · \d+ steps · at least 0 s on an H200", line_of(said, "FITS"))
     assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
     clips = int(number(r"(\d+) distinct clips", said))
     assert f"{clips} still to be encoded" in said
     # one process that plans for two GPUs says the same, up to what is free on the disk
-    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, "--host_memory", 64, evaluate=True).output
-    assert said[said.index("plan  "):said.rindex("; ")] in alone
+    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
+    assert said[said.index("plan  "):said.index("dry run ok")] in alone
 
     done = forked(*flags, ranks=2)
     assert line_of(done.output, "samples") == line_of(said, "samples")
@@ -134,9 +131,6 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
     train_ids, _ = split_validation(24, 0.1, 42)
     assert number(r"samples +(\d+)", said) == len(train_ids) == 22
     assert number(r"packs .* of ([\d,]+) tokens an epoch", said) == lengths[train_ids].sum()
-    (padding,) = done.metrics("train/padding").values()
-    assert number(r"([\d.]+)% of slots", said) == pytest.approx(
-        100 * (1 - padding), abs=3)      # the plan leaves out what fills up the last step
     (step,) = done.metrics("train/loss")
     assert step == number(r"steps +(\d+)", said)
     newest = tmp_path / "out" / f"checkpoint-{step}"
@@ -164,9 +158,5 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_and_disk(run):
-    message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB", "what helps: --auto")
-    assert len(message) == 1
-    many = ("--max_steps", 10**12, "--save_steps", 1, "--save_total_limit")     # exabytes
-    assert complains(run(*many, 0), "1000000000001 checkpoints need", "its disk has", "free")
-    assert run(*many, 3).status == 0
+def test_memory(run):
+    assert len(complains(run("--gpu_memory", 1.01), "memory: about 1.", "which has 1.01 GiB", "what helps: --auto")) == 1

@@ -21,6 +21,11 @@ from tests.helpers.trainer import speech_main
 WORLD = World(device=torch.device("cpu"))
 
 
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 @pytest.fixture(scope="module")
 def speech(tiny, tmp_path_factory):
     """A folder of its own with the clips of the tiny dataset and a manifest of them, of three speakers."""
@@ -29,11 +34,6 @@ def speech(tiny, tmp_path_factory):
     rows = [{"audio": f"speech/{path.name}", "text": f"Sentence number {i}, spoken.", "speaker": path.stem[-1]}
             for i, path in enumerate(sorted((folder / "speech").glob("*.wav")))]
     return written(folder / "m.jsonl", rows)
-
-
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, reading=None, cache=None):
@@ -72,7 +72,7 @@ def folder(tiny, tokenizer, ids, speech, tmp_path_factory):
 
 
 def train_without_codec(argv):
-    """In a fork, where torchaudio cannot be imported and so nothing be encoded."""
+    """In a fork, where nothing can be encoded."""
     sys.modules["torchaudio"] = None
     speech_main(argv)
 
@@ -104,50 +104,37 @@ def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool
 def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids, speech, folder, tmp_path):
     reading = Reading(reference="same_speaker")
     direct = opened(tiny, tokenizer, ids, [(speech, 1.0)], tmp_path / "a", reading=reading)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "problems.jsonl").write_text("of an earlier start\n")     # else each start would add the same lines
     mapped = opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "b")
-    assert same(batches(direct, ids), batches(mapped, ids))
+    assert same(batches(direct, ids), batches(mapped, ids)) and not (tmp_path / "b" / "problems.jsonl").exists()
     half = opened(tiny, tokenizer, ids, [(folder, 0.5)], tmp_path / "c")
     assert len(split_samples(half, 0, 42)[0]) == 12
     with pytest.raises(UserError, match="a prepared folder is given alone; prepare all data together"):
         opened(tiny, tokenizer, ids, [(folder, 0.5)], tmp_path / "c", held_out=speech)
-
-
-def test_a_trainer_leaves_a_prepared_folder_alone(tiny, tokenizer, ids, speech, folder, tmp_path):
-    """As its own output folder, where tables of earlier starts are deleted."""
-    mine = tmp_path / "mine"
-    shutil.copytree(folder, mine)
     with pytest.raises(UserError, match="is a folder of prepare_tts.py; give another one"):
-        opened(tiny, tokenizer, ids, [(speech, 1.0)], mine)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "problems.jsonl").write_text("of an earlier start\n")       # else each start would add the same lines
-    assert len(opened(tiny, tokenizer, ids, [(mine, 1.0)], out)) and not (out / "problems.jsonl").exists()
+        opened(tiny, tokenizer, ids, [(speech, 1.0)], folder)       # where tables of earlier starts are deleted
 
 
 @pytest.mark.parametrize("change, said", [
     ({"tokenizer": "x"}, "was prepared with another tokenizer than that of --model_path"),
     ({"reading": {"normalize": True}}, "was prepared with --normalize_text on, not off"),
     ({"table": "table-0"}, "is damaged, table-0 is not there"),
-    ({"files": {"prepared.json": 1}}, "is damaged, prepared.json has [0-9]+ bytes, not 1")])
-def test_a_folder_of_another_model_is_refused(tiny, tokenizer, ids, folder, tmp_path, change, said):
+    ({"files": {"prepared.json": 1}}, "is damaged, prepared.json has [0-9]+ bytes, not 1"),
+    ({}, "is damaged, table-[0-9a-f]*/tokens.npy has another checksum than when it was made")])
+def test_a_folder_of_another_model_or_with_a_flipped_bit_is_refused(tiny, tokenizer, ids, folder, tmp_path, change, said):
     shutil.copytree(folder, tmp_path / "other")
     about = json.loads((folder / "prepared.json").read_text())
-    (tmp_path / "other" / "prepared.json").write_text(json.dumps({**about, **change}) if change else "{")
+    (tmp_path / "other" / "prepared.json").write_text(json.dumps({**about, **change}))
+    if not change:
+        (path,) = (tmp_path / "other").glob("table-*/tokens.npy")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
     with pytest.raises(UserError, match=said):
         opened(tiny, tokenizer, ids, [(tmp_path / "other", 1.0)], tmp_path / "out")
     with pytest.raises(UserError, match="was prepared with --reference same_speaker, not none"):
         opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "out", reading=Reading(reference="none"))
-
-
-def test_one_flipped_bit_of_a_prepared_folder_is_found(tiny, tokenizer, ids, folder, tmp_path):
-    """It trained other texts, and had the right size."""
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (path,) = copy.glob("table-*/tokens.npy")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(UserError, match="is damaged, table-[0-9a-f]*/tokens.npy has another checksum than when it was made"):
-        opened(tiny, tokenizer, ids, [(copy, 1.0)], tmp_path / "out")
 
 
 def test_a_cut_past_the_end_of_its_recording_is_an_error(tiny, tokenizer, ids, tmp_path):
@@ -168,7 +155,7 @@ def tone(seconds, rate=16000, level=0.3, hertz=200):
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
-    """A manifest with one sample of each fault, 30 good ones and their file names."""
+    """A manifest with one sample of each fault and 30 good ones."""
     folder, rows = tmp_path_factory.mktemp("faulty"), []
     waves = {f"good{i}": tone(1.0, hertz=200 + i) for i in range(30)} | {
         "tiny": tone(0.2), "quiet": tone(1.0, level=1e-5), "clipped": np.clip(tone(1.0, level=2.0), -1, 1),

@@ -67,9 +67,9 @@ def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
         number, takes = iter(range(9)), []
         monkeypatch.setattr(speak, "generate", lambda *_, number=number: [(np.full((9, 8), next(number)), "eos")])
         monkeypatch.setattr(speak, "decode", lambda codec, codes, takes=takes: takes.append(int(codes[0, 0])))
-        monkeypatch.setattr(speak, "listen", lambda some, waves, by, device, takes=takes: [
+        monkeypatch.setattr(speak, "listen", lambda some, waves, by, takes=takes: [
             judges.word_rates([TEXTS[0]], [heard[takes[-1]]])[0][0] | {"speaker_similarity": likes[takes[-1]]}])
-        (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judges.Judges(None, embed, False, None, []))
+        (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judges.Judges(None, embed, False, None))
         assert facts["take"] == codes[0, 0] == best and len(takes) == (4 if embed else 2)
 
 

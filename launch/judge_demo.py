@@ -1,7 +1,7 @@
 """The demo's sentences, and its verdict: has the model the new voice, and is it understood?
 
-    python speech/judge_demo.py draw 240 --seed 42 >sentences.txt
-    python speech/judge_demo.py judge BEFORE AFTER
+    python launch/judge_demo.py draw 240 --seed 42 >sentences.txt
+    python launch/judge_demo.py judge BEFORE AFTER
 
 draw prints digit sentences that are in no text of launch/voice, neither training nor held out.
 BEFORE and AFTER hold what generate_tts.py --save_codes made of them, by the base and by the
@@ -15,72 +15,47 @@ status 0 only if each holds, of AFTER:
     voice           the voice's code is the new one in MIN_VOICE of the frames
     endings         all clips end by end-of-stream
 """
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
-
-from core import cli
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def build_parser():
-    p = cli.Parser("Draw the demo's sentences, or judge what was spoken of them.")
-    p.usage = "%(prog)s draw COUNT | judge BEFORE AFTER [--flag value ...]"
-    p.add_argument("command", choices=("draw", "judge"), help="what to do")
-    p.add_argument("values", nargs="+", metavar="VALUE", help="COUNT, or BEFORE and AFTER")
-    p.flag("--seed", 42, "of the draws")
-    p.flag("--voice_dir", str(ROOT / "launch" / "voice"), "both voices (default: launch/voice)")
-    return p
-
-
-def check_flags(args, world_size):
-    wanted = 1 if args.command == "draw" else 2
-    cli.require(len(args.values) == wanted and (wanted == 2 or args.values[0].isdigit()),
-                "give draw COUNT, or judge BEFORE AFTER")
-
-
-# parsed before torch is imported: --help and a mistake in a flag answer at once
-args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
-
+import argparse
 import json
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from core import checkpoint, dist, metrics
-from speech import judges, speak
-from speech.codes import load_codec
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
+from core import checkpoint, cli, metrics
+from speech import judges, speak
+from speech.codes import SAMPLE_RATE, load_codec
+
+VOICE = Path(__file__).resolve().parent / "voice"
 DIGITS = "zero one two three four five six seven eight nine".split()
 GRAMMAR = f"#JSGF V1.0; grammar digits; public <sentence> = ({' | '.join(DIGITS)})+;"
 LENGTHS = 3, 4, 4, 5        # words of a sentence, as those held out when the voice was made
-RATE = 24000                # Hz
 VOICE_BOOK, NEW_VOICE = 3, 1    # the codebook that is the voice, and its code for the new one
 DRAWS = 2000    # of the sentences with replacement, for intervals
 MAX_WER = 0.2           # of the adapter
 MIN_VOICE = 0.9         # share of frames with the new voice's code
 
 
-def draw(count, seed, known):
-    """[digits]: `count` different ones of LENGTHS digits, none of them in `known`."""
-    rng, found = random.Random(seed), {}
+def draw(count, seed):
+    """`count` different sentences of LENGTHS digits, none of them in launch/voice."""
+    texts = json.loads((VOICE / "texts.json").read_text()).values()
+    rng, found, known = random.Random(seed), {}, {text for of in texts for text in of}
     while len(found) < count:
         digits = "".join(rng.choices("0123456789", k=rng.choice(LENGTHS)))
         if digits not in known:
-            found[digits] = None
-    return list(found)
+            found[digits] = " ".join(DIGITS[int(digit)] for digit in digits)
+    return list(found.values())
 
 
 def read_spoken(folder):
-    """([text], [wave], [(T, 8) codes], [ended_by]) of what generate_tts.py wrote. UserError."""
+    """([text], [wave], [(T, 8) codes], [ended_by]) of what generate_tts.py wrote."""
     paths = sorted(path for path in Path(folder).glob("*.json") if path.stem.isdigit())
-    cli.require(paths, f"{folder}: holds no speech; generate_tts.py writes it")
+    cli.require(paths, f"{folder}: holds no speech; generate_tts.py --save_codes writes it")
     about = [json.loads(path.read_text()) for path in paths]
-    cli.require(all(path.with_suffix(".npy").exists() for path in paths),
-                f"{folder}: holds no codes; speak with --save_codes")
     return ([of["text"].strip(". ") for of in about],
             [judges.read_audio(path.with_suffix(".wav")) for path in paths],
             [np.load(path.with_suffix(".npy")) for path in paths], [of["ended_by"] for of in about])
@@ -88,7 +63,7 @@ def read_spoken(folder):
 
 def judge(texts, waves, codes, ends):
     """{measure: value} of what one model spoke."""
-    heard = judges.recognise_pocketsphinx(waves, RATE, GRAMMAR)
+    heard = judges.recognise_pocketsphinx(waves, SAMPLE_RATE, GRAMMAR)
     errors = [judges.word_errors([text], [transcript])[0] for text, transcript in zip(texts, heard)]
     words = sum(len(text.split()) for text in texts)
     return {"wer": sum(errors) / words, "errors": errors,
@@ -105,16 +80,12 @@ def interval(texts, errors):
     return tuple(np.percentile(rates, [2.5, 97.5]).tolist())
 
 
-def judge_all(voice_dir, before, after):
+def judge_all(before, after):
     """[judge() of the base, of the base in the new voice, of the adapter] of two read_spoken."""
     texts, waves, codes, ends = before
     cli.require(texts == after[0],
                 "BEFORE and AFTER do not say the same sentences; speak both from one list")
-    trained = set(texts) & {sample["messages"][1]["content"] for name in ("train", "held")
-                            for sample in json.loads((voice_dir / f"{name}.json").read_text())}
-    cli.require(not trained, f"{min(trained, default='')!r} is a sentence of {voice_dir}: judge by "
-                "those of judge_demo.py draw")
-    codec, _ = load_codec(voice_dir / "codec", torch.device("cpu"), codes[0].shape[1])
+    codec, _ = load_codec(VOICE / "codec", torch.device("cpu"), codes[0].shape[1])
     changed = [clip.copy() for clip in codes]
     for clip in changed:        # the base with the new voice's code in every frame
         clip[:, VOICE_BOOK] = NEW_VOICE
@@ -136,22 +107,16 @@ def gates(found, gain):
             ("ended by end-of-stream", "stop_rate", after["stop_rate"] == 1, "all")]
 
 
-def main():
-    voice_dir = Path(args.voice_dir)
-    if args.command == "draw":
-        texts = json.loads((voice_dir / "texts.json").read_text()).values()
-        for digits in draw(int(args.values[0]), args.seed, {text for of in texts for text in of}):
-            print(" ".join(DIGITS[int(digit)] for digit in digits) + ".")
-        return
-    dist.single_process()
+def main(before, after):
+    """Print and write the verdict on two folders -> exit status."""
     cli.require_package("pocketsphinx", "the recogniser")
-    spoken = [read_spoken(folder) for folder in args.values]
-    texts, found = spoken[0][0], judge_all(voice_dir, *spoken)
-    before, control, after = found
-    low, high = interval(texts, after["errors"])
-    gain = interval(texts, np.array(control["errors"]) - after["errors"])
-    print(f"{after['sentences']} sentences, {after['words']} words, in no training text; heard by "
-          'pocketsphinx. "same, code": the base with the new voice\'s code, untrained')
+    spoken = [read_spoken(folder) for folder in (before, after)]
+    texts, found = spoken[0][0], judge_all(*spoken)
+    base, control, trained = found
+    low, high = interval(texts, trained["errors"])
+    gain = interval(texts, np.array(control["errors"]) - trained["errors"])
+    print(f"{trained['sentences']} sentences, {trained['words']} words, in no training text; heard "
+          'by pocketsphinx. "same, code": the base with the new voice\'s code, untrained')
     print(f"{'':40}" + "".join(f"{head:>12}" for head in ("base", "same, code", "adapter")))
     failed = []
     for what, name, passed, gate in gates(found, gain):
@@ -159,17 +124,31 @@ def main():
         print(f"{what:<40}{shown}   {gate}" + ("" if passed else "  <- FAILED"))
         failed += [what] * (not passed)
     clauses = [f"FAILED: {', '.join(failed)}"] if failed else []
-    clauses += [f"{metrics.understood(after['wer'])}, 95 % between {low:.1%} and {high:.1%}",
-                f"{metrics.percent(after['voice'])} of the frames have the new voice's code",
-                f"{metrics.percent(after['stop_rate'])} ended by themselves"]
-    for folder, of in zip(args.values, (before, after)):
+    clauses += [f"{metrics.understood(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
+                f"{metrics.percent(trained['voice'])} of the frames have the new voice's code",
+                f"{metrics.percent(trained['stop_rate'])} ended by themselves"]
+    for folder, of in ((before, base), (after, trained)):
         about = {"name": Path(folder).name, "settings": {"recogniser": "pocketsphinx"},
                  "metrics": {name: value for name, value in of.items() if name != "errors"}}
-        about |= {"verdict": "; ".join(clauses)} if of is after else {}
+        about |= {"verdict": "; ".join(clauses)} if of is trained else {}
         checkpoint.write_json(Path(folder) / "evaluation.json", about)
     print(metrics.verdict_line(clauses))
-    sys.exit(bool(failed))
+    return bool(failed)
 
 
 if __name__ == "__main__":
-    main()
+    p = argparse.ArgumentParser(description="Draw the demo's sentences, or judge speech of them.")
+    commands = p.add_subparsers(dest="command", required=True)
+    drawing, judging = commands.add_parser("draw"), commands.add_parser("judge")
+    drawing.add_argument("count", type=int)
+    drawing.add_argument("--seed", type=int, default=42)
+    judging.add_argument("before", metavar="BEFORE")
+    judging.add_argument("after", metavar="AFTER")
+    args = p.parse_args()
+    if args.command == "draw":
+        print(*(f"{sentence}." for sentence in draw(args.count, args.seed)), sep="\n")
+        sys.exit()
+    try:
+        sys.exit(main(args.before, args.after))
+    except cli.UserError as error:
+        cli.fail(error)
