@@ -149,9 +149,9 @@ def metadata_row(folder, raw):
             "task_type": raw.get("training_task_type") or raw.get("task_type")}
     for key in ("audio", "text", "ref_audio"):
         name = str(row.get(key))
-        moved = folder / str(raw.get("split")) / name
-        if moved.exists() and not (folder / name).exists():
-            row[key] = str(moved)
+        moved = os.path.join(folder, str(raw.get("split")), name)
+        if os.path.exists(moved) and not os.path.exists(folder / name):
+            row[key] = moved
     return row | {"text": folder / str(row["text"]) if row["text"] else None}
 
 
