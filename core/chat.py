@@ -170,8 +170,7 @@ def check_messages(record):
                          '"user", "content": ...}, {"role": "assistant", "content": ...}]}')
     if not isinstance(tools, list) or not all(
             called(tool).get("name") and isinstance(called(tool)["name"], str) for tool in tools):
-        raise ValueError('its "tools" are no list of {"type": "function", "function": '
-                         '{"name": ..., ...}}')
+        raise ValueError('its "tools" are no list of {"function": {"name": ..., ...}}')
     for number, message in enumerate(messages, 1):
         fields = message if isinstance(message, dict) else {}
         role, content, calls = (fields.get(key) for key in ("role", "content", "tool_calls"))
@@ -225,14 +224,11 @@ def plain(message):
 # ---- Conversations -> ids and mask
 
 
-def load_tokenizer(folder, template=None, load=None):
-    """Tokenizer of a model folder, by load(folder) or transformers' own, with its chat template or
-    the Jinja file `template`. Raises UserError.
-    """
+def load_tokenizer(folder, template=None):
+    """Tokenizer of a model folder, its chat template or the Jinja file `template`. UserError."""
     from transformers import AutoTokenizer
     try:
-        tokenizer = load(folder) if load else AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:      # of many kinds
         raise UserError(f"{folder}: no tokenizer can be loaded from it "
                         f"({str(error).splitlines()[0]})")

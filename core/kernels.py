@@ -8,10 +8,8 @@ once, at the end, and keep only their inputs for the backward pass. On a CPU, an
 layers, transformers' code runs.
 
 Recomputation: "all" keeps a layer's input and computes the whole layer again. "selective" also
-keeps the expensive outputs, of attention and of matrix products; norms, activations, rotary
-embedding, dropout, casts, and the wide outputs of adapters (cheap for their size) are computed
-again, and so is FlexAttention, which is compiled by itself and cannot be looked into. Gradients are
-the same bits either way.
+keeps the outputs of attention and of matrix products, but for the wide ones of adapters, cheap for
+their size, and FlexAttention's, which cannot be looked into. Gradients are the same bits.
 """
 import functools
 import inspect
@@ -75,8 +73,7 @@ def kernel(function, *args):
 
 def define_operator(name, schema, function, fake):
     """torch.ops.flat_trainers.NAME, which compiled layers call as a whole. fake: its outputs
-    without their values. torch.library.custom_op would check each call, which takes three times as
-    long on the host as the call.
+    without their values. torch.library.custom_op would check each call, three times its cost.
     """
     operators = torch.ops.flat_trainers
     if not hasattr(operators, name):        # another copy of this file may have defined it
@@ -90,8 +87,8 @@ def define_operator(name, schema, function, fake):
 
 
 def stream_dtype(x):
-    """dtype of hidden states x between layers: autocast's, or theirs. Embeddings in fp32 would
-    make all that is added to them fp32, twice the bytes of each norm, addition and gradient.
+    """dtype of hidden states x between layers: autocast's, or theirs. Embeddings in fp32 would make
+    all that is added to them fp32.
     """
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -190,13 +187,14 @@ def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
+    some = torch.linspace(-1, 1, 9, device="cpu")
     for module in model.modules():
         kind, place = type(module), sys.modules[type(module).__module__]
         if not kind.__module__.startswith("transformers."):
             continue
         if NORM in code_of(kind):
             module.__class__ = replaced(kind, norm_forward)
-        elif SWIGLU in code_of(kind) and is_silu(module.act_fn):
+        elif SWIGLU in code_of(kind) and torch.equal(module.act_fn(some), F.silu(some)):
             # compiled, too: adapters of gate and up are computed together
             module.__class__ = replaced(kind, mlp_forward, True)
         plain = getattr(place, "apply_rotary_pos_emb", None)
@@ -215,11 +213,6 @@ def norm_forward(norm, x):
 
 def mlp_forward(mlp, x):
     return mlp.down_proj(swiglu(*outputs(x, mlp.gate_proj, mlp.up_proj)))
-
-
-def is_silu(function):
-    x = torch.linspace(-1, 1, 9, device="cpu")
-    return torch.equal(function(x), F.silu(x))
 
 
 @functools.cache
@@ -261,7 +254,6 @@ def packed_documents():
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=None, cu_seq_lens_q=None, max_length_q=None, **_):
     """Causal attention inside each document, as transformers calls it; (1, S, heads, D), None.
-
     query (1, heads, S, D), key and value (1, kv_heads, S, D); cu_seq_lens_q (B + 1,) int32.
     sliding_window: how many places a token sees, itself included. CUDA in half precision: torch's
     variable-length flash attention. Elsewhere SDPA document by document, same result.
@@ -303,10 +295,9 @@ def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
 
 NOTES = {None: "", "all": ", recomputed by layer",
          "selective": ", all but products and attention recomputed"}
-ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default,
-             *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
-               for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
-                            "cudnn_attention"))}
+ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default, *(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in (
+        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}
 # place of the first matrix; _grouped_mm: of experts
 PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,
             torch.ops.aten._scaled_mm.default: 0, torch.ops.aten._grouped_mm.default: 0}

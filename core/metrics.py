@@ -88,12 +88,11 @@ class StepTimer:
         """
         found = self.work, self.slots, time.monotonic() - self.start, self.waited
         work, slots, seconds, waited = found if self.steps else self.first
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
         values = {"train/throughput": work["tokens"] / seconds,
                   "train/samples_per_second": work["samples"] / seconds,
-                  "train/step_seconds": seconds / max(1, self.steps),
-                  "train/padding": 1 - work["tokens"] / slots, "train/data_wait_seconds": waited,
-                  "train/memory_gib":
-                      resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30}
+                  "train/step_seconds": seconds / max(1, self.steps), "train/memory_gib": memory,
+                  "train/padding": 1 - work["tokens"] / slots, "train/data_wait_seconds": waited}
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
                    if name.endswith("_seconds")}
         if world.device.type == "cuda":
@@ -112,7 +111,7 @@ class StepTimer:
 
 
 class MetricsLog:
-    """A run's record, of rank 0 alone. report_to: some of cli.TRACKERS; config: flags, for them.
+    """A run's record, of rank 0 alone. report_to: some of cli.TRACKERS; config: flags, for W&B.
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
     dropped first, so no step is there twice. A metrics.jsonl with other lines than ours is moved
     aside whole, its good lines go on in a new one.
@@ -141,8 +140,6 @@ class MetricsLog:
                 found.exc_type, OSError) or show(found)
             with self.naming(logging_dir):
                 self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-                self.board.add_text("config", f"```\n{json.dumps(config, indent=1)}\n```",
-                                    resumed_step)
         if "wandb" in report_to:
             # a resumed run goes on in the same run there, a new one does not
             run_id = Path(output_dir) / "wandb_id"
@@ -196,9 +193,7 @@ def read_rows(path):
     all come back, also those after a damaged line. A last line cut off by a kill is not a fault.
     """
     path, rows, wrong = Path(path), [], []
-    if path.exists() and not path.is_file():
-        return [], "it is not a file"
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         row = None
         with contextlib.suppress(ValueError):
@@ -271,13 +266,9 @@ def verdict(rows, evaluations=()):
     clauses = [loss_clause(rows)]
     if stops := curve(rows, "eval/stop_rate"):
         clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
-    clauses += [f"{PurePath(found['name']).name}: {understood(share)}" for found in evaluations
-                if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
-    skipped = curve(rows, "train/bad_steps")
-    if skipped and skipped[-1][1]:
-        clauses.append("steps skipped because their gradients were not finite: "
-                       f"{skipped[-1][1]:.0f}")
-    return clauses
+    return clauses + [
+        f"{PurePath(found['name']).name}: {understood(share)}" for found in evaluations
+        if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
 
 
 def verdict_line(clauses):

@@ -209,7 +209,7 @@ def read_chats(path, folder, tokens, bad):
     answers in the chat template of the tokenizer's folder.
     """
     from core import chat
-    encoder = chat.Encoder(chat.load_tokenizer(folder, load=auto_tokenizer), "last", thinking=False)
+    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
     found = []
     for records, wrong in chat.read_chunks(path, 1024):
         bad += [problem(p.name, "invalid", p.what, path) for p in wrong]

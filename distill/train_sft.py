@@ -361,7 +361,7 @@ def validate():
     model.train()
     if values is None:
         return None
-    print0(packed_lm.eval_line(step, values))
+    print0(packed_lm.EVAL_LINE.format(step, **values))
     if main_rank:
         log.write(step, values)
     if not values["eval/loss"] < best_loss:     # never one that is not finite

@@ -43,13 +43,9 @@ def chat_table_of(paths, folder, processes):
     return {path.name: path.read_bytes() for path in folder.iterdir()}, found, encoder.ends
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
+def test_several_processes_make_the_chats_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(chat_table, "CHUNK", 4)
     monkeypatch.setattr(packing, "HERE", 1)
-
-
-def test_several_processes_make_the_chats_of_one(tmp_path, small_chunks):
     paths = [tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"]
     for path, n in zip(paths, (50, 21)):
         path.write_text(chat_lines(n))

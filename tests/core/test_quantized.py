@@ -63,11 +63,6 @@ def trained(make, mode, change):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]), kept
 
 
-def frozen_linears(layers):
-    return [module for layer in layers for module in layer.modules() if type(module) is torch.nn.Linear
-            and not module.weight.requires_grad]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # float8
 
@@ -161,7 +156,7 @@ def rounded(weight, dtype):
 
 def converted(layers):
     """NF4Linear of all frozen linear layers, with the weights that they had."""
-    linear = frozen_linears(layers)
+    linear = quantized.frozen_linears(layers)
     before = [module.weight.detach().clone() for module in linear]
     quantized.to_nf4(layers)
     for module, weight in zip(linear, before):
@@ -195,7 +190,7 @@ def test_a_model_trains_as_one_of_the_rounded_weights(make):
     shapes = set()
 
     def round_weights(_, layers):
-        for module in frozen_linears(layers):
+        for module in quantized.frozen_linears(layers):
             module.weight.data = rounded(module.weight, torch.bfloat16)
             shapes.update({module.weight.shape, module.weight.t().shape})
     loss, gradient, kept = trained(make, None, round_weights)

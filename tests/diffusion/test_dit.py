@@ -63,19 +63,6 @@ def test_mask_of_the_hierarchy_follows_its_table(q, p, e, plan, execution):
         assert full[i, j] == expected, (query, key)
 
 
-def test_a_clean_token_reaches_later_blocks_of_its_own_document_only():
-    batch, model = make_blocks(MIXED, 26, 26, everything=True), network()
-    clean = noised(batch)
-    before = model.hidden_states(clean)
-    block, doc = clean.block[0, :26], clean.doc[0, :26]
-    for at in (1, 5, 9, 13, 18, 21):
-        tokens = clean.tokens.clone()
-        tokens[0, 26 + at] = (tokens[0, 26 + at] + 1) % MASK
-        changed = (model.hidden_states(clean._replace(tokens=tokens)) - before).abs().amax(-1) > 1e-6
-        expected = (doc == batch.doc[0, at]) & (block > batch.block[0, at])
-        assert torch.equal(changed[0], expected) and not changed[1].any(), at
-
-
 def test_noisy_blocks_are_what_the_sampler_sees():
     batch, model = make_blocks(MIXED, 26, 24), network()
     inputs = noised(batch)

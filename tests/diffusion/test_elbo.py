@@ -12,17 +12,6 @@ from tests.helpers.block_rows import network
 ALONE = dist.World(device=torch.device("cpu"))
 
 
-def test_counts_add_up(demo):
-    tokens = problems.load_tokenizer(demo, "hdp")
-    layout = choices.Layout("hdp", block_size=8, question_budget=48, plan_budget=32, execution_budget=64)
-    documents = documents_of(problems.read_problems(demo / "test_hdp.json", "test", "hdp"), tokens, layout)
-    rows = blocks.make_rows(documents, np.arange(5), 144, True)
-    part = slice(0, documents.offsets[5])
-    targets, text = (int(rows.table[name].sum()) for name in ("targets", "text"))
-    assert targets == documents.target[part].sum()
-    assert text == (documents.target[part] & (documents.region[part] != choices.FILL)).sum() < targets
-
-
 def rows_of(demo, split, documents, pack=True):
     """(Tokens, Rows of 96 tokens) of the first documents of a demo file."""
     tokens = problems.load_tokenizer(demo, "gsm8k")

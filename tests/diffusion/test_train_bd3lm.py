@@ -169,8 +169,8 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
 
 
 @pytest.mark.parametrize("flags", [
-    "", "--bf16", f"{HDP} --loss_on_question", "--block_size 96 --no-pack",
-    "--loss_weighting ce --t_range 0.3 0.8", "--strip_calculator"])
+    "--bf16 --strip_calculator", f"{HDP} --loss_on_question", "--block_size 96 --no-pack",
+    "--loss_weighting ce --t_range 0.3 0.8"])
 def test_the_first_step_of_every_mode_guesses(shared, flags):
     run = shared(f"ddp 1x4 --max_steps 2 --eval_steps 0 {flags}")
     first, second = training(run)
