@@ -323,7 +323,7 @@ if device.type == "cuda":       # the largest pack, once: it must not fail hours
     with run.enough_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
         forward_backward(batch.to(device), 1, 1, True)
     model.zero_grad(set_to_none=True)       # as if it had not run
-dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
+torch.manual_seed(args.seed + world.rank)       # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 

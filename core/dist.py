@@ -15,7 +15,6 @@ import errno
 import gc
 import multiprocessing
 import os
-import random
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed import fsdp as fsdp2
@@ -122,13 +120,6 @@ def finish():
         dist.destroy_process_group()
 
 
-def seed_everything(seed, rank=0):
-    """Seed python, numpy and torch; with its rank, a rank has other dropout."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
-
-
 def check_device(device, args):
     """Raise UserError where this device cannot compute in the precision that the flags ask for."""
     if device.type == "cuda":       # a CPU can do all, slowly
@@ -149,7 +140,7 @@ def report_error(kind, error, trace):
     gone.
     """
     rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
-    text, short, lost_peer = "interrupted", "", False
+    text, short, lost_peer, quiet = "interrupted", "", False, False
     ignore_loaders()
     if isinstance(error, UserError):
         text = error_text(f"error: {error}")
@@ -168,10 +159,10 @@ def report_error(kind, error, trace):
         short = f"rank {rank} failed: {kind.__name__}: {printable(error)}"
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
-        if lost_peer and not lifetime.stop_requested():
+        quiet = lost_peer and bool(lifetime.stop_requested())   # by torchrun, which names that rank
+        if lost_peer and not quiet:
             wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, says more
-    torchrun_speaks = lost_peer and lifetime.stop_requested()       # it ends all
-    if not torchrun_speaks and claim_error_report(store, bool(short) and not lost_peer):
+    if not quiet and claim_error_report(store, bool(short) and not lost_peer):
         print_error(text, short)
     sys.stdout.flush()
     sys.stderr.flush()

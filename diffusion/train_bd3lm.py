@@ -234,7 +234,7 @@ if dry:
 
 # ---- Model
 watch.report_progress("loading the model", args.wait_timeout)
-dist.seed_everything(args.seed)     # equal weights on all ranks
+torch.manual_seed(args.seed)        # equal weights on all ranks
 model = config.network(config, backend, args.gradient_checkpointing).to(device)
 if args.compile:        # FlexAttention of unknown lengths is slow
     dist.compile_layers(model.layers, dynamic=False)
@@ -253,7 +253,7 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 parameters = list(model.parameters())
 optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                               (0.9, args.adam_beta2), model.decays)
-dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
+torch.manual_seed(args.seed + world.rank)       # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers import LogitsProcessor, LogitsProcessorList, logging
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from core import checkpoint, tensor_io
+from core import tensor_io
 from core.cli import UserError, require
 from core.dist import World, barrier
 
@@ -34,16 +34,9 @@ def half_dtype(args):
 def find_model(name, flag="--model_path"):
     """Local folder of a model given as a path or hub name, which is downloaded. UserError."""
     folder = tensor_io.find_folder(name, flag)
-    adapter = (folder / "adapter_config.json").is_file()
-    require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json" + (
-        "; this is an adapter, give its base model" if adapter else hint(folder)))
+    require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json; give the "
+            "folder of a whole model: of an adapter its base, of a run a checkpoint")
     return folder
-
-
-def hint(folder):
-    """Hint for a refused folder: the checkpoint in it to give instead."""
-    inside = checkpoint.list_checkpoints(folder) if Path(folder).is_dir() else ()
-    return f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
 
 
 def length_limit(config, max_length=0, pack_tokens=0):
@@ -67,7 +60,7 @@ def load_config(folder):
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:          # ValueError, KeyError, validation errors
-        raise UserError(f"{folder}: its config.json cannot be used ({str(error).splitlines()[0]})")
+        raise UserError(f"{folder}: its config.json cannot be used ({repr(error).splitlines()[0]})")
     require(type(config) in AutoModelForCausalLM._model_mapping, f"{folder}: is a "
             f"{config.model_type!r} checkpoint, not a causal language model of transformers")
     require(not getattr(config, "quantization_config", None),

@@ -224,14 +224,13 @@ def group_numbers(keys, lines, group_size):
 def check_duplicates(path, lines, keys):
     """UserError when two lines of a file have the same id. keys: (n,), -1 without one."""
     lines, once = np.unique(lines, return_index=True)       # one may be several samples
-    keys = keys[once]
-    order = np.argsort(keys, kind="stable")
-    again = order[1:][(np.diff(keys[order]) == 0) & (keys[order[1:]] >= 0)]
+    _, first, which = np.unique(keys[once], return_index=True, return_inverse=True)
+    again = np.flatnonzero((keys[once] >= 0) & (first[which] < np.arange(len(once))))
     if len(again):
-        at, first = again.min(), np.flatnonzero(keys == keys[again.min()])[0]
-        raise UserError(f"{path}:{lines[at]}: has the same id {keys[at]} as {path}:{lines[first]} "
-                        f"({len(again)} such lines); give each line another id, or join "
-                        "files that create_data.py made of different inputs")
+        at = again[0]
+        raise UserError(f"{path}:{lines[at]}: has the same id {keys[once][at]} as "
+                        f"{path}:{lines[first[which[at]]]} ({len(again)} such lines); give each "
+                        "another id, or join files that create_data.py made of different inputs")
 
 
 def split_groups(groups, share, seed):
@@ -265,19 +264,15 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
         return about
     ids = table.keys if (table.keys[held_out] >= 0).all() else table.lines - 1
     twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
-    once = {(int(table.sources[i]), int(table.lines[i])): i for i in reversed(held_out)}
-    rows = []
-    for source, path in enumerate(table.paths):     # held out are lines of one file, in order
-        wanted = {line for of, line in once if of == source}
-        for line, record in read_records(path, [], wanted) if wanted else ():
-            i = once[source, line]
-            row = {"id": int(ids[i]), "messages": record["messages"]}
-            row |= {name: record[name] for name in ("tools", "teacher_messages")
-                    if record.get(name)}
-            if twin := twins.get(int(table.asked[i])):
-                row["trained_as"] = twin
-            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
-    text = "".join(rows)
+    once = {int(table.lines[i]): i for i in reversed(held_out)}     # of one file
+    text = ""
+    for line, record in read_records(table.paths[table.sources[held_out[0]]], [], once):
+        i = once[line]
+        row = {"id": int(ids[i]), "messages": record["messages"]}
+        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
+        if twin := twins.get(int(table.asked[i])):
+            row["trained_as"] = twin
+        text += json.dumps(row, ensure_ascii=False) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 

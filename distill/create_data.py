@@ -270,7 +270,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
                 record = records[number]
                 # where the whole answer counts, tool calls do as well
                 calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
-                must_think = draw.thinking == "on" and not answer.thought
+                must_think = draw.thinking and not answer.thought
                 record["label"], why = (answer.text.strip(), "") if calls else read_label(
                     parser, answer.text, answer.finish_reason, must_think)
                 record |= {"tool_calls": answer.tool_calls} if calls else {}
@@ -391,7 +391,7 @@ def main(argv=None):
     if todo:
         journal = Journal(work, shard, shards, header)
         draw = teachers.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
-                                 args.thinking)
+                                 {"default": None, "on": True, "off": False}[args.thinking])
         answers = teachers.open_teacher(args.engine, args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         label_lines(args, answers, draw, parser, asked, todo, journal, any(

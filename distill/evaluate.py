@@ -30,7 +30,7 @@ from distill.teachers import PARSERS, Parser, make_parser, read_label
 BASE, STUDENT, CONTROL = "base", "student", "control"
 PROMPTED, TEACHER = "base + prompt", "teacher"      # the base with the prompt, or another model
 TOPIC, WAYS = "{topic}", {"kl": "divergence", "follows": "following"}
-SHARES = ("accuracy", "follows", "exact")
+SHARES = {"accuracy": "accuracy", "follows": "following", "exact": "word for word"}
 # flags of a run, by which it read its data
 RUN_FLAGS = ("train_data_file drop_bad enable_thinking train_turns max_length "
              "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
@@ -78,19 +78,12 @@ def check_flags(args, world_size):
     require(not args.control or args.follows, "--control needs --follows")
 
 
-def judges_labels(args):
-    return args.parser != "whole" or bool(args.labels)
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import argparse
 import contextlib
 import hashlib
-import json
-import operator
-import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -103,15 +96,12 @@ from distill import causal_lm, packed_lm
 from distill.chat_data import HELD_OUT, Reading, collate, encode_chunk, kept, question_hash
 from distill.losses import chunked_loss
 
-THINKING_FLAG = {"template": "default", "true": "on", "false": "off"}       # of teachers.Sampling
-
 # ---- Checkpoints and models
 
 
 class Run(NamedTuple):
     """A checkpoint and the run it is of."""
     folder: Path
-    adapter: bool
     meta: dict                  # its state
     flags: argparse.Namespace   # RUN_FLAGS
     base: Path                  # folder
@@ -122,25 +112,22 @@ class Run(NamedTuple):
 def open_run(args, name):
     """Run of a checkpoint folder. Raises UserError."""
     folder, where = Path(name), f"--checkpoint {name}"
-    others = [path.name for _, path in checkpoint.list_checkpoints(folder.parent)]
-    require(folder.is_dir(), f"{where}: no such folder; there are {', '.join(others) or 'none'}")
-    adapter = (folder / "adapter_config.json").is_file()
-    require(adapter or (folder / "config.json").is_file(),
-            f"{where}: holds neither a model nor an adapter{causal_lm.hint(folder)}")
     try:        # what a run was, and what it has seen
         meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
         flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
         trained_from = meta["identity"]["base model"]
     except (KeyError, TypeError, UserError) as error:
-        raise UserError(f"{where}: its {checkpoint.STATE}/state.json is not what train_sft.py "
-                        f"writes ({type(error).__name__}: {error})")
+        others = [str(path) for place in (folder, folder.parent) if place.is_dir()
+                  for _, path in checkpoint.list_checkpoints(place)]
+        raise UserError(f"{where}: is not a checkpoint of train_sft.py ({type(error).__name__}: "
+                        f"{error}); there are {', '.join(others) or 'none'}")
     base, teacher = causal_lm.find_model(args.model_path or flags.model_path), None
     require(causal_lm.fingerprint_weights(base) == trained_from,
             f"{where}: was not trained from {base} but from other weights ({flags.model_path} "
             "then); give that model with --model_path")
     if flags.teacher_path and flags.teacher_path != flags.model_path:
         teacher = causal_lm.find_model(flags.teacher_path, "--teacher_path")
-    return Run(folder, adapter, meta, flags, base, teacher, chat.load_tokenizer(folder))
+    return Run(folder, meta, flags, base, teacher, chat.load_tokenizer(folder))
 
 
 class Column:
@@ -158,10 +145,10 @@ class Column:
         return contextlib.nullcontext() if self.adapted else adapters.switched_off(self.model)
 
 
-def open_columns(args, run, prompt, device, dtype):
+def open_columns(run, prompt, device, dtype):
     """{name: Column} of base, teacher if there is one, and student. Raises UserError."""
-    base = student = causal_lm.load_whole(run.base, dtype, device)
-    if run.adapter:
+    base = causal_lm.load_whole(run.base, dtype, device)
+    if (run.folder / "adapter_config.json").is_file():
         student = base = adapters.add_saved(base, run.folder)
         # not buffers: rotary embeddings stay float32
         for parameter in adapters.adapter_weights(student).values():
@@ -190,20 +177,20 @@ def read_chats(path):
 
 
 def read_rows(args, run):
-    """([record {"id", "messages", ...}] to judge by, JSON-able dict about them). UserError."""
+    """([record {"id", "messages", ...}] to judge by, their file, JSON-able dict about them).
+    UserError: questions that were trained as well, or that the run did not hold out.
+    """
     if args.eval_data_file:
         path, trained = args.eval_data_file, run.flags.train_data_file
         rows, seen = read_chats(path), read_chats(trained)
         places = {question_hash(row["messages"]): f"{trained}:{row['line']}" for row in seen}
-        keys = [chat.group_key(row) for row in rows]
-        for row, key in zip(rows, keys):
-            row["id"] = row["line"] - 1 if None in keys else key
+        count, rows = len(seen), [row | {"id": row["line"] - 1} for row in rows]
+        for row in rows:
             if twin := places.get(question_hash(row["messages"]) or None):
                 row["trained_as"] = twin
-        count, split = len(seen), "--eval_data_file"
     else:
         path = run.folder.resolve().parent / HELD_OUT
-        about, split = run.meta.get("held_out", {"hash": ""}), "held out by the run"
+        about = run.meta.get("held_out", {"hash": ""})
         require(about["hash"], f"--checkpoint {run.folder}: its run held nothing out, so there is "
                 "nothing to judge it by; train with --validation_split 0.1, or give "
                 "--eval_data_file with lines it has not seen")
@@ -216,14 +203,13 @@ def read_rows(args, run):
     require(not leaked or args.drop_leaked and len(leaked) < len(rows), leaked and (
         f"{path}:{leaked[0]}: its text was trained, as {rows[leaked[0] - 1]['trained_as']} "
         f"({len(leaked)} such lines of {len(rows)}); --drop_leaked leaves them out"))
-    about = {"training_lines": count, "held_out_lines": len(rows), "split": split,
-             "leaked_lines_left_out": len(leaked), "files": [str(path)],
-             "enable_thinking": run.flags.enable_thinking}
+    about = {"file": str(path), "training_lines": count, "held_out_lines": len(rows),
+             "leaked_lines_left_out": len(leaked), "enable_thinking": run.flags.enable_thinking}
     return [row for row in rows if "trained_as" not in row], about
 
 
 def encode(run, rows, path, prompt=None, turns=None):
-    """([sample as ChatSamples has them], ids that answers end with). path: of the rows."""
+    """([sample as ChatTable has them], ids that answers end with). path: of the rows."""
     around = prompt and prompt.role == "user"
     turns = turns or ("last" if around else run.flags.train_turns)
     thinking, other = THINKING[run.flags.enable_thinking], None
@@ -274,7 +260,7 @@ def ask_column(column, ends, thinking, requests, tokens, batch_size):
     """[Answer] of a Column, greedily. ends: ids that trained answers end with."""
     causal_lm.stop_at(column.native, ends)
     known = column.native.generation_config.eos_token_id
-    draw = teachers.Sampling(tokens, thinking=THINKING_FLAG[thinking])
+    draw = teachers.Sampling(tokens, thinking=THINKING[thinking])
     answers = teachers.answers_of(
         column.native, column.tokenizer, draw,
         sorted(known if isinstance(known, list) else [known]), batch_size=batch_size)
@@ -285,24 +271,25 @@ def ask_column(column, ends, thinking, requests, tokens, batch_size):
 
 def requests_of(rows, prompt=None):
     """[Request] of what comes before the last answers; with a prompt as the teacher reads it."""
-    asked = [row["messages"][:-1] for row in rows]
-    if prompt:
-        asked = [teachers.with_prompt(prompt, row.get("teacher_messages") or messages)
-                 for row, messages in zip(rows, asked)]
-    return [teachers.Request(number, messages, tools=row.get("tools"))
-            for number, (row, messages) in enumerate(zip(rows, asked))]
+    made = []
+    for number, row in enumerate(rows):
+        messages = row["messages"][:-1]
+        if prompt:
+            messages = teachers.with_prompt(prompt, row.get("teacher_messages") or messages)
+        made.append(teachers.Request(number, messages, tools=row.get("tools")))
+    return made
 
 
 def follows_rule(pattern, topic=None):
     """Function of question and answer, texts: does the answer follow the prompt? TOPIC in pattern
-    is what the group of `topic` finds in the question, UserError without it; anything for None.
+    is what the group of `topic` finds in the question, UserError without it.
     """
     def follows(question, text):
-        found = re.search(topic, question) if topic and question is not None else None
-        require(found or not topic or question is None,
-                f"--topic {topic!r}: is not in the question {question!r}")
-        return bool(re.search(pattern.replace(TOPIC, re.escape(found[1]) if found else ".+?")
-                              if topic else pattern, text))
+        if not topic:
+            return bool(re.search(pattern, text))
+        found = re.search(topic, question)
+        require(found, f"--topic {topic!r}: is not in the question {question!r}")
+        return bool(re.search(pattern.replace(TOPIC, re.escape(found[1])), text))
     return follows
 
 
@@ -311,11 +298,6 @@ def label_of(parser, answer):
     line = answer.text.lower() if parser.lower else answer.text
     label, _ = read_label(Parser(None, parser.labels), line, answer.finish_reason)
     return label or read_label(parser, answer.text, answer.finish_reason)[0]
-
-
-def same(some, others):
-    """Share of pairs that are equal."""
-    return statistics.fmean(map(operator.eq, some, others))
 
 
 def measure_forgotten(args, run, columns, found):
@@ -351,18 +333,17 @@ def table_lines(found):
 def verdict_clauses(args, found, closed, n):
     """[clause] about what was learned and what was forgotten."""
     clauses = []
-    for measure, what in {"accuracy": "accuracy", "follows": "following",
-                          "exact": "word for word"}.items():
+    for measure, what in SHARES.items():
         if shares := [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
-                      if row.get(measure) is not None]:
+                      if measure in row]:
             clauses.append(f"{what} of {n} answers not trained: {', '.join(shares)}")
     for name, ways in closed.items():
-        words = [f"{metrics.percent(ways[measure])} of the way in {word}"
-                 for measure, word in WAYS.items() if ways.get(measure) is not None]
+        words = [f"{metrics.percent(part)} of the way in {WAYS[measure]}"
+                 for measure, part in ways.items() if part is not None]
         clauses.append(f"the {name} went {' and '.join(words) or 'no way: there is no gap'}")
     if args.unrelated:
-        clauses.append("on unrelated questions the student is {unrelated kl:.3f} nats a token from "
-                       "the base".format_map(found[STUDENT]))
+        clauses.append("on unrelated questions the student is "
+                       f"{found[STUDENT]['unrelated kl']:.3f} nats a token from the base")
     return clauses
 
 
@@ -377,7 +358,7 @@ def check_learned(args, found, closed, goal):
         require(part >= args.min_closed, f"{args.checkpoint}: {WAYS[measure]}: {part:.3f} of the "
                                          f"gap is closed, less than --min_closed {args.min_closed}")
     if args.control:
-        least = min(closed[CONTROL][measure] or 0 for measure in WAYS)
+        least = min(part or 0 for part in closed[CONTROL].values())
         require(least < args.min_closed, f"--control {args.control}: closed {least:.3f} of "
                 f"divergence and following, --min_closed {args.min_closed}: it learned as well")
 
@@ -403,18 +384,19 @@ def main(argv=None):
     rows, about = read_rows(args, run)
     questions = [chat.question(row["messages"][:-1]) for row in rows]
     given = [chat.plain(row["messages"][-1]) for row in rows]
-    if judges_labels(args):
+    judges_labels = args.parser != "whole" or args.labels
+    if judges_labels:
         parser = parser._replace(labels=parser.labels or tuple(sorted(set(given))))
         for row, label in zip(rows, given):
             require(label in parser.labels, f"id {row['id']} is labelled {label[:40]!r}, which is "
                     f"not one of {', '.join(parser.labels)}; see --parser and --labels")
-    samples, ends = encode(run, rows, about["files"][0], prompt)
+    samples, ends = encode(run, rows, about["file"], prompt)
     checkpoint.claim_output(args.output_dir)
     print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge "
-          f"({about['split']}), on {device}")
+          f"({about['file']}), on {device}")
 
     # models
-    columns = open_columns(args, run, prompt, device, dtype)
+    columns = open_columns(run, prompt, device, dtype)
     goal = next((name for name in (TEACHER, PROMPTED) if name in columns), None)
     if args.control:
         other = open_run(args, args.control)
@@ -422,29 +404,31 @@ def main(argv=None):
         theirs, _ = read_rows(args, other)
         require([row["messages"][:-1] for row in theirs] == [row["messages"][:-1] for row in rows],
                 f"--control {other.folder}: held out other questions than {args.checkpoint}")
-        columns[CONTROL] = open_columns(args, other, None, device, dtype)[STUDENT]
+        columns[CONTROL] = open_columns(other, None, device, dtype)[STUDENT]
 
     # answers, and what they are worth
-    found, answers = {}, {}
+    found, answers, texts = {name: {} for name in columns}, {}, {}
     for name, column in columns.items():
         print(f"asking     {name}: {len(rows):,} questions")
-        taught = name == goal
-        answers[name] = ask_column(column, ends, run.flags.enable_thinking,
-                                   requests_of(rows, prompt if taught else None),
-                                   args.max_new_tokens, args.batch_size)
-        kl, nll = likelihoods(column, samples, args.batch_size,
-                              None if taught else columns.get(goal), as_teacher=taught)
-        found[name] = {"kl": 0.0 if taught else kl, "nll": nll}
-    texts = {name: [answer.text.strip() for answer in some] for name, some in answers.items()}
-    for name, row in found.items():
-        row["tokens in"] = statistics.fmean(answer.prompt_tokens for answer in answers[name])
-        row["tokens out"] = statistics.fmean(answer.completion_tokens for answer in answers[name])
-        row["exact"] = same(texts[name], texts.get(goal, given))
+        taught, row = name == goal, found[name]
+        some = answers[name] = ask_column(
+            column, ends, run.flags.enable_thinking, requests_of(rows, prompt if taught else None),
+            args.max_new_tokens, args.batch_size)
+        texts[name] = [answer.text.strip() for answer in some]
+        row["kl"], row["nll"] = likelihoods(column, samples, args.batch_size,
+                                            None if taught else columns.get(goal), taught)
+        row["kl"] = 0.0 if taught else row["kl"]
+        row["tokens in"] = np.mean([answer.prompt_tokens for answer in some]).item()
+        row["tokens out"] = np.mean([answer.completion_tokens for answer in some]).item()
         if args.follows:
             rule = follows_rule(args.follows, args.topic)
-            row["follows"] = statistics.fmean(map(rule, questions, texts[name]))
-        if judges_labels(args):
-            row["accuracy"] = same([label_of(parser, answer) for answer in answers[name]], given)
+            row["follows"] = np.mean(list(map(rule, questions, texts[name]))).item()
+        if judges_labels:
+            labels = [label_of(parser, answer) for answer in some]
+            row["accuracy"] = np.mean([a == b for a, b in zip(labels, given)]).item()
+    for name, row in found.items():
+        wanted = texts.get(goal, given)
+        row["exact"] = np.mean([a == b for a, b in zip(texts[name], wanted)]).item()
     if args.unrelated:
         measure_forgotten(args, run, columns, found)
 
@@ -467,13 +451,12 @@ def main(argv=None):
     if gone := about["leaked_lines_left_out"]:
         shown.append(f"note       {gone:,} lines left out: their text was trained as well")
     shown.append(metrics.verdict_line(clauses))
-    samples = [{"id": row["id"], "question": question, "held out": label,
-                **{name: answers[name][i].text for name in answers}}
-               for i, (row, question, label) in enumerate(zip(rows, questions, given))]
     report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.stored(args),
-              "data": about, "verdict": "; ".join(clauses), "samples": samples}
-    checkpoint.write_text(Path(args.output_dir) / "evaluation.json",
-                          json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+              "data": about, "verdict": "; ".join(clauses),
+              "samples": [{"id": row["id"], "question": questions[i], "held out": given[i],
+                           **{name: some[i].text for name, some in answers.items()}}
+                          for i, row in enumerate(rows)]}
+    checkpoint.write_json(Path(args.output_dir) / "evaluation.json", report)
     checkpoint.write_text(Path(args.output_dir) / "evaluation.txt", "\n".join(shown) + "\n")
     print(*shown, f"done       {args.output_dir}/evaluation.json, evaluation.txt", sep="\n")
     if args.min_closed:

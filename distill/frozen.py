@@ -6,7 +6,6 @@ prompt_logprobs (vllm serve NAME --max-logprobs 64): answers go there as ids. Fo
 token come the K likeliest (--distill_topk) and that token; all others are one bucket, as with
 --teacher_path and the same K.
 """
-import contextlib
 import math
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from core import checkpoint, dist, tensor_io
 from core.cli import UserError, printable, require
@@ -32,23 +31,10 @@ ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 # ---- Models
 
 
-class Frozen(nn.Module):
-    """forward(batch of the teacher's side): PackedLM.rows, without dropout: always in eval mode.
-    packed, parts: of packed_lm.build_empty.
-    """
-    lora = False        # for packed_lm.load
-
-    def __init__(self, packed, parts):
-        super().__init__()
-        self.packed, self.parts = packed.requires_grad_(False).eval(), parts
-
-    @property
-    def native(self):
-        return self.packed.native
-
-    @torch.no_grad()
-    def forward(self, batch):
-        return self.packed.rows(batch)
+def build_empty(folder, dtype):
+    """Frozen PackedLM of a model folder, on the meta device, in eval mode: it has no dropout."""
+    packed, packed.parts = packed_lm.build_empty(folder, dtype)
+    return packed.requires_grad_(False).eval()
 
 
 def add(model, args):
@@ -59,17 +45,16 @@ def add(model, args):
     if args.teacher_url:
         model.frozen["teacher"] = Scorer(args, model.native.config.vocab_size)
     elif args.teacher_path and not (args.use_lora and same):
-        model.frozen["teacher"] = Frozen(*packed_lm.build_empty(teacher, dtype))
+        model.frozen["teacher"] = build_empty(teacher, dtype)
     if args.keep and not args.use_lora:
-        other = model.frozen.get("teacher")
-        model.frozen["base"] = other if isinstance(other, Frozen) and same else Frozen(
-            *packed_lm.build_empty(base, dtype))
+        shared = same and args.teacher_path and not args.teacher_url
+        model.frozen["base"] = model.frozen["teacher"] if shared else build_empty(base, dtype)
 
 
 def models(model):
-    """The different Frozen ones of a PackedLM: [(name, Frozen)]."""
+    """[(name, frozen PackedLM)] of a PackedLM, each once."""
     return list({id(other): (name, other) for name, other in model.frozen.items()
-                 if isinstance(other, Frozen)}.values())
+                 if not isinstance(other, Scorer)}.values())
 
 
 def load_all(model, world, sharding):
@@ -78,6 +63,8 @@ def load_all(model, world, sharding):
         sharding = sharding | {"reshard_after_forward": True}     # no backward needs them
     for name, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
+        if sharding:        # weights are gathered for this as for forward()
+            register_fsdp_forward_method(other, "rows")
         if world.is_main:
             print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
                   "parameters, frozen, in "
@@ -100,18 +87,14 @@ def fingerprint(args, table):
 
 
 def known_tokens(found, k, token):
-    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. UserError.
-    token: that was sent for this place; a row without it is another place's.
+    """[(id, log-probability)] of the k likeliest of a place's prompt_logprobs. token: that was sent
+    for this place; a row without it is another place's. Raises UserError, MALFORMED.
     """
-    try:
-        ranked = sorted((value["rank"], name, float(value["logprob"]))
-                        for name, value in found.items())
-    except MALFORMED:
-        raise UserError(f"gave no prompt_logprobs of the {k} likeliest; vLLM's server does")
+    ranked = sorted((value["rank"], name, value["logprob"]) for name, value in found.items())
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
-    require(not odd, f"names a token {printable(' '.join(odd[:1]), 20)}, which is not an id")
-    require(str(token) in found, f"gave log-probabilities without that of token {token}, which was "
-            "sent: they are of another place")
+    require(not odd, f"names a token {odd[:1]}, which is not an id")
+    require(str(token) in found, f"has no log-probability of token {token}, which was sent: it is "
+                                 "of another place")
     best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
     require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest; it needs "
             f"--max-logprobs {k}")
@@ -122,33 +105,31 @@ def known_tokens(found, k, token):
 
 
 class Scorer:
-    """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
+    """rows(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
 
     args: --teacher_url, ... of train_sft.py; its calls for a batch take twice --request_timeout at
-    most. rows: of the student's head.
+    most. size: rows of the student's head.
     """
 
-    def __init__(self, args, rows):
+    def __init__(self, args, size):
         self.server = Server(args.teacher_url, args.request_timeout, "--teacher_url")
         self.name, self.k = args.teacher_name or args.teacher_path, args.distill_topk
-        self.rows = rows
+        self.size = size
 
     async def ask(self, ids, end=math.inf):
-        """[known_tokens] of each place of a conversation but the first. end: of call."""
+        """[known_tokens] of each place of a conversation but the first. end: of Server.call."""
         found = await self.server.call("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
-            "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
-        rows = ()
-        with contextlib.suppress(*MALFORMED):
-            _, *rows = found["choices"][0]["prompt_logprobs"]
+            "prompt_logprobs": self.k}, end=end, hint=f"; it needs --max-logprobs {self.k}")
         try:
-            require(len(rows) == len(ids) - 1, f"gave prompt_logprobs of {len(rows)} places for "
-                    f"{len(ids) - 1}; vLLM's server gives each")
-            return [known_tokens(row, self.k, token) for row, token in zip(rows, ids[1:])]
-        except UserError as error:
-            raise UserError(f"--teacher_url {self.server.url}/completions: {error}")
+            _, *rows = found["choices"][0]["prompt_logprobs"]
+            return [known_tokens(row, self.k, token)
+                    for row, token in zip(rows, ids[1:], strict=True)]
+        except (UserError, *MALFORMED) as error:
+            raise UserError(f"{self.server.name}/completions: its prompt_logprobs are not those of "
+                            f"vLLM's server: {printable(error)}")
 
-    def __call__(self, batch):
+    def rows(self, batch):
         ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
         places = (batch.rows + 1).tolist()      # of the tokens that are predicted
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
@@ -160,8 +141,8 @@ class Scorer:
         known = torch.tensor([at[place] for place in places], dtype=torch.float64)
         known = known.reshape(-1, self.k, 2)    # ids below 2**53 are exact
         tokens, logprobs = known[..., 0].long(), known[..., 1]
-        require((tokens < self.rows).all(), f"--teacher_url: names a token above the student's "
-                f"{self.rows:,}: serve a model of the same size")
+        require((tokens < self.size).all(), f"--teacher_url: names a token above the student's "
+                f"{self.size:,}: serve a model of the same size")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
         both, device = torch.cat([logprobs, rest], 1).clamp(min=FLOOR), batch.input_ids.device
         return (tokens.to(device), both.to(device)), None
@@ -291,12 +272,12 @@ class Sampler:
             found = await self.server.call("/completions", {
                 **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
                 "seed": seeds[i]}, end=end)
-            ids = ()
-            with contextlib.suppress(*MALFORMED):
+            try:
                 ids = found["choices"][0]["token_ids"]
-            require(isinstance(ids, list) and all(type(token) is int for token in ids)
-                    and 0 < len(ids) <= limits[i], f"--base_url {self.server.url}/completions: "
-                    f"gave no token_ids of 1 to {limits[i]} tokens; vLLM's server does")
+                assert 0 < len(ids) <= limits[i] and all(type(token) is int for token in ids)
+            except (AssertionError, *MALFORMED):
+                raise UserError(f"{self.server.name}/completions: gave no token_ids of 1 to "
+                                f"{limits[i]} tokens; vLLM's server does")
             return ids
         found = dict(self.server.each(ask, range(len(prompts))))
         return [found[i] for i in range(len(prompts))]

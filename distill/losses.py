@@ -76,7 +76,8 @@ def loss_sums(teaching, logits, targets, *teacher):
 
 
 def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
-    """loss_sums of rows (R, H) under a head (weight, bias), `chunk` of them at a time.
+    """loss_sums of rows hidden (R, H) under a head (weight (V, H), bias (V,) or None), `chunk` of
+    them at a time. Only the loss has gradients, to hidden and the head; its backward runs once.
 
     teacher: its rows (R, H'), or its ids and log-probabilities. prompted: (w, kind, beta, k).
     teacher_head: the teacher's, None: the student's.
@@ -89,17 +90,9 @@ def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teache
             return rows
         return F.linear(rows[0].to(matrix.dtype), matrix, offset).float()
     function = partial(loss_sums, prompted and (*prompted, logits_of))
-    return linear_loss(function, hidden, *head, chunk, targets, *teacher)
-
-
-def linear_loss(function, hidden, weight, bias, chunk, *rows):
-    """Sums of function(logits (n, V) fp32, *rows), 0-d fp32, over all rows, `chunk` at a time. Only
-    the first, the loss, has gradients, to hidden (R, H), weight (V, H) and bias (V,) or None; its
-    backward runs once. rows: each (R, ...); none give what function makes of none.
-    """
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad
-                   for t in (hidden, weight, bias))
-    return _LinearLoss.apply(function, chunk, wanted, hidden, weight, bias, *rows)
+                   for t in (hidden, *head))
+    return _LinearLoss.apply(function, chunk, wanted, hidden, *head, targets, *teacher)
 
 
 class _LinearLoss(torch.autograd.Function):

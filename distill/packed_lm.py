@@ -20,6 +20,7 @@ from distill.losses import chunked_loss
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
+EVAL_LINE = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
 KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
 # settings that the packed forward would miss, and the value that does nothing
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
@@ -77,7 +78,7 @@ class PackedLM(nn.Module):
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
     recompute: a mode of kernels.set_mode. prompted: (share in the loss, kind, beta, k) of
     losses.divergence where a teacher scores the answers: frozen["teacher"], or this model without
-    its adapters. frozen: {name: frozen.Frozen or Scorer}; "base": for batches that are `kept`.
+    its adapters. frozen: {name: PackedLM or frozen.Scorer}; "base": for batches that are `kept`.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
@@ -126,7 +127,7 @@ class PackedLM(nn.Module):
     def taught(self, batch):
         """(the teacher's rows of the same tokens, without dropout; its head, None: this one's)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
-            return other(batch.teacher)
+            return other.rows(batch.teacher)
         from core import adapters
         training = self.net.training
         self.net.eval()
@@ -197,12 +198,6 @@ def train_line(step, total_steps, values):
             "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
             "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
             " | eta {}").format(step, total_steps, left, **values)
-
-
-def eval_line(step, values):
-    """One aligned line of a validation."""
-    return "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
-        step, **values)
 
 
 def decays(name, parameter):

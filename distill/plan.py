@@ -67,7 +67,7 @@ def with_frozen(found, model, setup, pack):
             whole += value * (plans.values_of(other) - sum(layers))
             gathered = 2 * value * max(layers)
         alone = replace(setup, recompute=None, accumulation=1)
-        work = max(plans.step_bytes(step_of(other.packed), alone, pack, train=False).values())
+        work = max(plans.step_bytes(step_of(other), alone, pack, train=False).values())
         stages[f"the {name}'s forward"] = standing + work + gathered
     stages |= found.stages
     return plans.Memory(found.parts | {"teacher": whole},

@@ -59,12 +59,12 @@ class Sampling(NamedTuple):
     temperature: float = 0.0    # 0: always the likeliest token
     top_p: float = 1.0          # draw from the likeliest tokens of this total probability
     top_k: int = 0              # draw from this number of tokens, 0: from all
-    thinking: str = "default"   # enable_thinking of the chat template; default: nothing is passed
+    thinking: bool = None       # enable_thinking of the chat template; None: nothing is passed
 
     @property
     def template_flags(self):
         """Arguments of the chat template, other than messages and tools."""
-        return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
+        return {} if self.thinking is None else {"enable_thinking": self.thinking}
 
 
 def open_teacher(engine, name, draw, **options):
@@ -356,7 +356,7 @@ class Server:
                         fail("its answer is longer than any should be", 415)
         except TimeoutError:
             fail(f"no whole answer in {round(within, 2):g} s")
-        except (OSError, *self.failures) as error:
+        except (OSError, ValueError, *self.failures) as error:
             fail(str(error) or type(error).__name__)
         if not response.is_success:
             words = found[:2000].decode("utf-8", "replace").split() or [response.reason_phrase]

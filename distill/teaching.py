@@ -117,12 +117,10 @@ def check_lesson(args, table, numbers):
 
 
 def context(record):
-    """(the messages that the teacher gets before the last answer, that answer). ValueError."""
+    """The messages that the teacher gets before the last answer. ValueError."""
     from core.chat import check_messages
-    messages = record["messages"]
-    given = record.get("teacher_messages")
-    if given is None:
-        return messages[:-1], messages[-1]
+    if (given := record.get("teacher_messages")) is None:
+        return record["messages"][:-1]
     try:
         check_messages({"messages": given})
     except ValueError as error:
@@ -131,7 +129,7 @@ def context(record):
         raise ValueError(f'its "teacher_messages" end with a message of the {role}, and have to '
                          "end with the user's question")
     # answers among them are context: only the last one is learned
-    return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given], messages[-1]
+    return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given]
 
 
 def after_prompt(prompt, encoder, records, results):
@@ -140,10 +138,8 @@ def after_prompt(prompt, encoder, records, results):
     """
     from core.chat import attempt
     from distill.teachers import with_prompt
-    def asked(record):
-        before, answer = context(record)
-        return [*with_prompt(prompt, before), answer]
-    talks = [attempt(asked, record) for record in records]
+    talks = [attempt(lambda record: [*with_prompt(prompt, context(record)), record["messages"][-1]],
+                     record) for record in records]
     good = [i for i, talk in enumerate(talks) if isinstance(talk, list)]
     encoded = dict(zip(good, encoder.encode([talks[i] for i in good],
                                             [records[i].get("tools") for i in good])))

@@ -325,7 +325,7 @@ trainable = [parameter for parameter in model.parameters() if parameter.requires
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), packed_lm.decays)
 scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
-dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
+torch.manual_seed(args.seed + world.rank)       # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
@@ -361,7 +361,7 @@ def validate():
     model.train()
     if values is None:
         return None
-    print0(packed_lm.eval_line(step, values))
+    print0(packed_lm.EVAL_LINE.format(step, **values))
     if main_rank:
         log.write(step, values)
     if not values["eval/loss"] < best_loss:     # never one that is not finite

@@ -219,9 +219,9 @@ def codec_config(codec_dir, num_codebooks):
 def load_codec(codec_dir, device, num_codebooks):
     """(codec in eval mode on the device, kbit/s that give num_codebooks). Raises UserError."""
     require_package("torchaudio", "encoding new audio needs torchaudio", "torchaudio==2.11.0")
-    from transformers import HiggsAudioV2TokenizerModel
     _, bandwidth = codec_config(codec_dir, num_codebooks)
     try:
+        from transformers import HiggsAudioV2TokenizerModel     # which imports torchaudio
         codec, info = HiggsAudioV2TokenizerModel.from_pretrained(
             codec_dir, dtype=torch.float32, output_loading_info=True)
     except Exception as error:

@@ -5,14 +5,14 @@ form, samples without a reference, several speakers. The canonical form is the o
 inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with each
 reference's transcript answered by an assistant turn with its clip, then the target text answered by
 the target clip. Text is never cut. The text to speak is normalised where the caller asks for it, a
-reference's transcript never, as in that code. A checkpoint keeps the setting of --normalize_text,
-and speech follows it. Imports no torch.
+reference's transcript never, as in that code. Imports no torch.
 """
 import json
 import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from core.cli import UserError
@@ -33,9 +33,8 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
-KNOWN = 100_000         # audio files remembered by name: references come again
-
-SETTINGS = "text_settings.json"     # in a checkpoint
+KNOWN = 100_000         # audio files, and folders, that are remembered: references come again
+SETTINGS = "text_settings.json"     # in a checkpoint: by it, speech follows --normalize_text
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
 MARKS = str.maketrans({
@@ -101,9 +100,8 @@ class Turn:
 
 @dataclass
 class Sample:
-    """A canonical conversation. name: its place in the user's files; speaker, language: the
-    data's labels. recognised: keys of RECOGNISED. notes: [(check, text)] of what
-    is odd about it, and does not stop a run.
+    """A canonical conversation. name: its place in the user's files; speaker, language: the data's
+    labels. recognised: keys of RECOGNISED. notes: [(check, text)] of oddities that stop no run.
     """
     name: str
     turns: list
@@ -129,17 +127,16 @@ class Reading:
 # ---- Audio files by name
 
 
-@dataclass
 class Paths:
     """Finds audio files relative to the data file's folder, its parent, its grandparent and the
     current folder. inside: subfolders of the first, too; endings: that a name may leave out.
     """
-    base: Path
-    inside: tuple = ()
-    endings: tuple = ()
-    known: dict = field(default_factory=dict)
-    listed: dict = field(default_factory=dict)      # {folder: {name in lower case: name}}
-    folders: list = field(default_factory=list)
+
+    def __init__(self, base, inside=(), endings=()):
+        folders = [base, *(base / name for name in inside), *base.parents[:2], Path.cwd()]
+        self.base, self.folders = base, list(dict.fromkeys(map(str, folders)))
+        self.endings = ("", *endings)
+        self.look_up, self.names_in = map(lru_cache(KNOWN), (self.look_up, self.names_in))
 
     def find(self, name):
         """Absolute path of an audio file; BadSample with every place that was tried."""
@@ -147,48 +144,32 @@ class Paths:
             return found
         if "://" in name:
             raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
-        near, hint = self.look_up(os.path.basename(name.replace("\\", "/"))), ""
-        if near:
-            hint = f"; {near} is there: write paths relative to {self.base}"
-        elif re.match(r"[A-Za-z]:\\", name):
+        tried = ", ".join(dict.fromkeys(os.path.join(folder, name) for folder in self.folders))
+        near = self.look_up(os.path.basename(name.replace("\\", "/")))
+        hint = f"; {near} is there: write paths relative to {self.base}" if near else ""
+        if re.match(r"[A-Za-z]:\\", name):
             hint = f"; this is a path of Windows: write paths relative to {self.base}"
-        tried = ", ".join(os.path.join(folder, name) for folder in self.places(name))
         raise BadSample(f"audio file {name!r} not found; tried {tried}{hint}")
-
-    def places(self, name=""):
-        """Folders in which a name is looked up."""
-        if not self.folders:
-            own = [self.base, *(self.base / inside for inside in self.inside)]
-            above = [self.base.parent, self.base.parent.parent, Path.cwd()]
-            self.folders += dict.fromkeys(map(str, own + above))
-        return self.folders[:1] if os.path.isabs(name) else self.folders
 
     def look_up(self, name):
         """Absolute path of a file, also of one that Windows or macOS spells otherwise, or in
         another case; "" if there is none.
         """
-        if name in self.known:
-            return self.known[name]
-        if len(self.known) >= KNOWN:
-            self.known.clear()
+        spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
+            unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
+        places = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
+                               for folder in self.folders)      # one, of an absolute path
+        for path in (place + ending for place in places for ending in self.endings):
+            if os.path.isfile(path):
+                return os.path.abspath(path)
+        for folder, name in map(os.path.split, places):
+            if real := self.names_in(folder).get(name.lower()):
+                return os.path.abspath(os.path.join(folder, real))
+        return ""
 
-        def places():
-            for spelling in dict.fromkeys([name, name.replace("\\", "/"), *(
-                    unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]):
-                yield from (os.path.join(folder, spelling) for folder in self.places(spelling))
-        found = next((place + ending for place in places() for ending in ("", *self.endings)
-                      if os.path.isfile(place + ending)), "")
-        found = found or next(filter(None, map(self._any_case, places())), "")
-        self.known[name] = found and os.path.abspath(found)
-        return self.known[name]
-
-    def _any_case(self, path):
-        folder, name = os.path.split(path)
-        if folder not in self.listed:
-            names = os.listdir(folder) if os.path.isdir(folder) else ()
-            self.listed[folder] = {there.lower(): there for there in names}
-        real = self.listed[folder].get(name.lower())
-        return os.path.join(folder, real) if real else ""
+    def names_in(self, folder):
+        names = os.listdir(folder) if os.path.isdir(folder) else ()
+        return {name.lower(): name for name in names}
 
 
 # ---- Raw samples
@@ -212,7 +193,7 @@ def is_chatml(entry):
 
 
 def label_of(entry):
-    """Name of a row or raw sample for people: its id, or the file of its last clip."""
+    """Name of a row or raw sample: its id, or the file of its last clip."""
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     if found := misc.get("sample_id") or entry.get("id"):
         return found
@@ -242,18 +223,15 @@ def message_parts(message, paths):
     for item in content if isinstance(content, list) else [content]:
         item = {"type": "text", "text": item} if isinstance(item, str) else item
         kind = item.get("type") if isinstance(item, dict) else None
-        if kind == "audio":
-            parts.append(clip_of(item, paths))
-            continue
-        if kind != "text":
+        if kind not in ("text", "audio"):
             raise BadSample(f"unknown content type {kind!r} of role {role!r}; known: text, audio")
-        text = item.get("text")
-        if not isinstance(text, str):
+        part = clip_of(item, paths) if kind == "audio" else item.get("text")
+        if isinstance(part, str) and HALF_CHARACTER.search(part):
+            raise BadSample(f"a text of role {role!r} holds half a character: {part!r}")
+        if not isinstance(part, (str, Clip)):
             raise BadSample(f"a text item of role {role!r} has no string 'text'")
-        if not text.isascii() and HALF_CHARACTER.search(text):
-            raise BadSample(f"a text of role {role!r} holds half a character: {text!r}")
-        if text.strip():
-            parts.append(text)
+        if isinstance(part, Clip) or part.strip():
+            parts.append(part)
     return role, parts
 
 
@@ -289,7 +267,7 @@ def system_parts(text, scene="", voices=None, references=False):
         return DEFAULT_SYSTEM, scene
     voice_lines = [f"{tag}: {(voices or {}).get(tag) or ('feminine', 'masculine')[i % 2]}"
                    for i, tag in enumerate(tags)]
-    return MULTISPEAKER_SYSTEM, "\n\n".join([*([scene] if scene else []), "\n".join(voice_lines)])
+    return MULTISPEAKER_SYSTEM, "\n\n".join([scene] * bool(scene) + ["\n".join(voice_lines)])
 
 
 # ---- The canonical form
@@ -325,24 +303,28 @@ def canonical_turns(entry, paths):
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    scripts = {key: misc[key].strip() if isinstance(misc.get(key), str) else ""
-               for key in ("ref_transcript", "target_transcript")}
+    heard_in, repeated = (misc[key].strip() if isinstance(misc.get(key), str) else ""
+                          for key in ("ref_transcript", "target_transcript"))
     parsed = [message_parts(message, paths) for message in messages]
     turns, scenes, rewritten, recognised = [], [], False, set()
     for index, (role, parts) in enumerate(parsed):
+        turn = Turn(role, parts, index)
         if role == "scene":
             scenes.append(parts)
-        elif role == "user" and any(isinstance(part, Clip) for part in parts):
+        elif role == "user" and turn.clips:
             answers = [Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"]
-            answer = "".join(answers[:1]).strip() or scripts["target_transcript"]
-            turns += reference_turns(parts, index, answer, scripts["ref_transcript"], recognised)
+            answer = "".join(answers[:1]).strip() or repeated
+            turns += reference_turns(turn, answer, heard_in, recognised)
             rewritten = True
         elif role == "assistant":
-            before = turns[-1] if turns else None
-            parts = without_repeated_text(parts, before, recognised)
-            turns.append(Turn("assistant", parts, index))
+            if turn.text.strip() and turn.clips and turns and turns[-1].role == "user":
+                # text that only repeats the request goes, and the request's words before that text
+                target, how = target_text(turns[-1].text, turn.text, recognised)
+                if how:
+                    turns[-1].parts, turn.parts = [target], turn.clips
+            turns.append(turn)
         elif parts:
-            turns.append(Turn(role, parts, index))
+            turns.append(turn)
     if isinstance(entry.get("scene"), str) and entry["scene"].strip():
         scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
@@ -364,7 +346,7 @@ def canonical_turns(entry, paths):
     return turns, rewritten, recognised
 
 
-def reference_turns(parts, index, answer, ref_transcript, recognised):
+def reference_turns(turn, answer, ref_transcript, recognised):
     """A user message with reference audio -> [user transcript, assistant clip] for each clip, then
     the user's target.
 
@@ -375,30 +357,25 @@ def reference_turns(parts, index, answer, ref_transcript, recognised):
     def is_target(words):
         return target_text(words, answer)[1] is not None
 
-    clips = [part for part in parts if isinstance(part, Clip)]
-    texts = [part.strip() for part in parts if isinstance(part, str)]
-    pairs, target = [], None
-    if len(clips) == 1 and len(texts) == 2:
-        instructs = [bool(INSTRUCTION.match(words)) for words in texts]
-        if (instructs == [True, False] or is_target(texts[0])) and not is_target(texts[1]):
-            texts.reverse()                 # the instruction precedes the transcript
-        pairs, target = [(texts[0], clips[0])], texts[1]
-    elif len(clips) == 1 and len(texts) == 1:
-        if answer and same(texts[0], ref_transcript):
-            pairs, target = [(texts[0], clips[0])], answer
-        elif is_target(texts[0]):
-            pairs, target = [(ref_transcript, clips[0])], texts[0]
-    if target is None:
-        waiting = []
-        for part in parts:
+    texts = [part.strip() for part in turn.parts if isinstance(part, str)]
+    if len(texts) == 1 and answer and same(texts[0], ref_transcript):
+        texts.append(answer)
+    elif len(texts) == 1 and is_target(texts[0]):
+        texts.insert(0, ref_transcript)
+    elif len(texts) == 2 and not is_target(texts[1]) and (is_target(texts[0]) or [
+            bool(INSTRUCTION.match(words)) for words in texts] == [True, False]):
+        texts.reverse()                     # the instruction precedes the transcript
+    if len(turn.clips) == 1 and len(texts) == 2:
+        pairs, target = [(texts[0], turn.clips[0])], texts[1]
+    else:
+        pairs, target = [], ""
+        for part in turn.parts:
             if isinstance(part, Clip):
-                transcript = "".join(waiting).strip() or (ref_transcript if not pairs else "")
-                pairs.append((transcript, part))
-                waiting = []
+                pairs.append((target.strip() or (ref_transcript if not pairs else ""), part))
+                target = ""
             else:
-                waiting.append(part)
-        target = "".join(waiting).strip()
-    target = recognise(target, answer, recognised)[0] or answer
+                target += part
+    target = target_text(target, answer, recognised)[0] or answer
     if not target:
         raise BadSample("no target text: neither the user, after the reference, nor the assistant "
                         "says it")
@@ -407,29 +384,8 @@ def reference_turns(parts, index, answer, ref_transcript, recognised):
         if not transcript:
             raise BadSample(f"reference audio {clip.path!r} has no transcript before it (nor "
                             "misc.ref_transcript)")
-        turns += [Turn("user", [transcript], index), Turn("assistant", [clip], None)]
-    return turns + [Turn("user", [target], index)]
-
-
-def recognise(asked, answer, recognised):
-    """target_text; the set `recognised` takes what it found."""
-    target, how = target_text(asked, answer)
-    recognised |= {how} & RECOGNISED.keys()
-    return target, how
-
-
-def without_repeated_text(parts, before, recognised):
-    """Parts of an assistant message without text that only repeats the request of the user's turn
-    `before`, which then loses the words before that text.
-    """
-    answer = "".join(part for part in parts if isinstance(part, str)).strip()
-    clips = [part for part in parts if isinstance(part, Clip)]
-    if answer and clips and before is not None and before.role == "user":
-        target, how = recognise(before.text, answer, recognised)
-        if how:
-            before.parts = [target]
-            return clips
-    return parts
+        turns += [Turn("user", [transcript], turn.source), Turn("assistant", [clip], None)]
+    return [*turns, Turn("user", [target], turn.source)]
 
 
 def mark_trained(turns, start_index, rewritten, n_messages):
@@ -441,11 +397,9 @@ def mark_trained(turns, start_index, rewritten, n_messages):
     speaking = [turn for turn in given if turn.clips]
     if not speaking:
         raise BadSample("has no target audio: no assistant message with an audio item")
-    if start_index is None or (rewritten and start_index == 0):
-        speaking[-1].trained = True
-        return
+    last_alone = start_index is None or rewritten and start_index == 0
     for turn in given:
-        turn.trained = turn.source >= start_index
+        turn.trained = turn is speaking[-1] if last_alone else turn.source >= start_index
     if not any(turn.trained for turn in speaking):
         raise BadSample(f"start_index {start_index} of {n_messages} messages leaves nothing to "
                         "train")
@@ -467,9 +421,7 @@ def trimmed(turn):
 
 def normalise(text):
     """Text as boson-ai's own inference gives it to the model: ASCII punctuation, sound tags, tidy
-    lines, a last stop.
-
-    Spaces at both ends go, line breaks between lines stay.
+    lines, a last stop. Spaces at both ends go, line breaks between lines stay.
     """
     text = text.translate(MARKS).replace("(", " ").replace(")", " ")
     text = text.replace("°F", " degrees Fahrenheit").replace("°C", " degrees Celsius")
@@ -487,22 +439,11 @@ def heard(text):
 # ---- The text in a request that also says what to do
 
 
-class _Letters(dict):
-    """Translation table that deletes punctuation, spaces and control characters."""
-
-    def __missing__(self, code):
-        self[code] = None if unicodedata.category(chr(code))[0] in "PZC" else code
-        return self[code]
-
-
-_LETTERS = _Letters()
-
-
 def letters(text):
     """A text's letters, digits and symbols as one lower case string; texts that differ in
     punctuation have the same.
     """
-    return text.casefold().translate(_LETTERS)
+    return "".join(one for one in text.casefold() if unicodedata.category(one)[0] not in "PZC")
 
 
 def same(a, b):
@@ -510,32 +451,26 @@ def same(a, b):
     return a == b or " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
 
 
-def same_words(a, b):
-    """True if two texts differ at most in punctuation, white space and letter case."""
-    return same(a, b) or bool(letters(a)) and letters(a) == letters(b)
-
-
-def target_text(asked, answer):
+def target_text(asked, answer, recognised=None):
     """(text to speak in the request `asked`, how it was recognised).
 
     answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the
     answer, after an INSTRUCTION or not; "punctuation" where only that differs; "instruction" where
     other words precede the answer's own; None where the request is another text. The text is whole,
-    colons included.
+    colons included. recognised: a set that takes keys of RECOGNISED.
     """
     asked, answer = asked.strip(), answer.strip()
-    if answer and same(asked, answer):
-        return asked, "same"
     bare = INSTRUCTION.sub("", asked, count=1).strip()
-    if not answer:
-        return bare, None
-    if same(bare, answer):
-        return bare, "same"
-    if same_words(asked, answer):       # it may begin as an instruction does
-        return asked, "punctuation"
-    if same_words(bare, answer):
-        return bare, "punctuation"
-    return (answer, "instruction") if words_before(asked, answer) else (bare, None)
+    found, need = (bare, None), letters(answer)
+    if answer and (same(asked, answer) or same(bare, answer)):
+        found = asked if same(asked, answer) else bare, "same"
+    elif need and need in (letters(asked), letters(bare)):     # it may begin as one
+        found = asked if need == letters(asked) else bare, "punctuation"
+    elif need and words_before(asked, answer):
+        found = answer, "instruction"
+    if recognised is not None:
+        recognised |= {found[1]} & RECOGNISED.keys()
+    return found
 
 
 def words_before(asked, answer):
@@ -579,10 +514,10 @@ def setting_to_speak(wanted, model, adapter=None):
     """
     folder = adapter or model
     saved = saved_setting(folder)
-    if wanted:
-        other = f"; {folder} was trained with {saved}" if saved and saved != wanted else ""
-        return wanted == "on", f"--normalize_text {wanted}{other}"
-    if saved:
-        return saved == "on", f"--normalize_text {saved}, as {folder} was trained"
-    return True, ("--normalize_text on, as in boson-ai's inference: "
-                  f"{folder} is not a checkpoint of this trainer")
+    if not (wanted or saved):
+        return True, ("--normalize_text on, as in boson-ai's inference: "
+                      f"{folder} is not a checkpoint of this trainer")
+    setting, why = wanted or saved, f"; {folder} was trained with {saved}" if saved else ""
+    if saved == setting:
+        why = f", as {folder} was trained"
+    return setting == "on", f"--normalize_text {setting}{why}"

@@ -216,31 +216,18 @@ def say(prompts, seed):
     return speak.speak(native, codec, ids, settings, prompts, seed, args.best_of, listeners)
 
 
-def say_by_parts(prompts, seed):
-    """say()'s list of a batch, its texts spoken part by part."""
-    given = (args.reference_audio, args.reference_text) if args.reference_audio else None
-
-    def prepare_parts(asked):
-        some = []
-        for i, part, reference in asked:
-            # a part of a dialogue keeps the dialogue's
-            system, scene = conversations.system_parts(prompts[i].text, args.scene,
-                                                       references=bool(given))
-            some += speak.text_prompts([(prompts[i].source, part)], False, *(reference or ()),
-                                       system=system, scene=scene)
-        return prepare(some, [int(prompts[i].name) for i, *_ in asked])
-
-    return speak.speak_parts(
-        [speak.parts(prompt.text, args.split_text) for prompt in prompts], given, prepare_parts,
-        lambda some, turn: say(some, seed + turn * speak.STRIDE * args.best_of), listeners,
-        speak.stream(args.stream) if args.stream else None)
-
-
 def speak_batch(prompts, seed):
     """Speak and write one batch of Prompts -> what their JSON files say."""
     start = time.monotonic()
     try:
-        found = (say_by_parts if args.split_text else say)(prompts, seed)
+        if args.split_text:
+            given = (args.reference_audio, args.reference_text) if args.reference_audio else None
+            found = speak.speak_parts(
+                prompts, args.split_text, given, args.scene, prepare,
+                lambda some, turn: say(some, seed + turn * speak.STRIDE * args.best_of), listeners,
+                speak.stream(args.stream) if args.stream else None)
+        else:
+            found = say(prompts, seed)
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
                         "--batch_size or --max_seconds")

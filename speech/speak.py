@@ -436,20 +436,27 @@ def join(waves):
     return np.concatenate(pieces[:-1])
 
 
-def speak_parts(texts, reference, prepare, speak_some, listeners=None, write=None):
-    """[(codes, ended_by, wave, facts)] of texts, each a list of parts(), spoken part by part.
+def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, write=None):
+    """[(codes, ended_by, wave, facts)] of Prompts, whose texts are spoken part by part, of parts().
 
     reference: (path, what it says) for all, or None: then a part is spoken after the codes of its
-    speaker's last part. prepare([(text number, part, reference)]) -> [Prompt].
-    speak_some(Prompts, round) -> speak()'s list. write(wave so far): of stream(), for one text.
+    speaker's last part. prepare(Samples, numbers) -> [Prompt]; say(Prompts, round) -> speak()'s
+    list; write(wave so far): of stream(), for one text.
     """
-    takes, last = [[] for _ in texts], {}       # last: {(text, speaker): its codes, a reference}
+    texts, takes = [parts(prompt.text, most) for prompt in prompts], [[] for _ in prompts]
+    last = {}       # {(text, speaker): (codes of the last part, what it says)}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(max(map(len, texts))):
             now = [(i, *text[turn]) for i, text in enumerate(texts) if turn < len(text)]
-            prompts = prepare([(i, part, reference or last.get((i, speaker)))
-                               for i, speaker, part in now])
-            for (i, speaker, part), prompt, found in zip(now, prompts, speak_some(prompts, turn)):
+            some = []
+            for i, speaker, part in now:
+                # a part of a dialogue keeps the dialogue's
+                system, heard_in = system_parts(prompts[i].text, scene, references=bool(reference))
+                some += text_prompts([(prompts[i].source, part)], False,
+                                     *(reference or last.get((i, speaker)) or ()),
+                                     system=system, scene=heard_in)
+            some = prepare(some, [int(prompts[i].name) for i, *_ in now])
+            for (i, speaker, part), prompt, found in zip(now, some, say(some, turn)):
                 takes[i].append((prompt, *found))
                 if len(found[0]) >= 8:      # the least that TTS 3 can hear
                     path = str(Path(folder) / f"{i}-{turn}.npy")
@@ -459,12 +466,12 @@ def speak_parts(texts, reference, prepare, speak_some, listeners=None, write=Non
                     write(join([wave for *_, wave, _ in takes[i]]))
     whole = []
     for spoken in takes:
-        prompts, codes, ends, waves, facts = zip(*spoken)
+        asked, codes, ends, waves, facts = zip(*spoken)
         about = dict(facts[-1])
         if listeners and listeners.hear:
             from speech import judges
             about["heard"] = " ".join(found["heard"] for found in facts)
-            text = heard(" ".join(prompt.text for prompt in prompts))
+            text = heard(" ".join(prompt.text for prompt in asked))
             about |= judges.word_rates([text], [about["heard"]], listeners.language)[0][0]
         ended_by = next((end for end in ends if end != "eos"), "eos")
         whole.append((np.concatenate(codes), ended_by, join(waves), about))

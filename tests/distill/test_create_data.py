@@ -1,6 +1,7 @@
 """Teacher labels: whole runs with a real server and a real model; kills, signals, the launcher."""
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -8,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 import uuid
 from pathlib import Path
 
@@ -66,54 +65,29 @@ def flags(folder, server=None, *more, output="labels.jsonl"):
     return [str(word) for word in [*given, *more]]
 
 
-class Child:
+def run(argv, log, sync_s):
     """create_data's main in a process of its own, forked from this one, which has done the imports."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
+    create_data.SYNC_S, out = sync_s, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
+    scripts.run(create_data, argv)
 
-    def __init__(self, argv, log, sync_s=create_data.SYNC_S):
-        self.log, self.status = Path(log), None
-        self.pid = os.fork()
-        if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
-            status = 1
-            try:
-                create_data.SYNC_S = sync_s
-                out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                os.dup2(out, 1)
-                os.dup2(out, 2)
-                sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
-                scripts.run(create_data, argv)
-                status = 0
-            except SystemExit as left:
-                status = left.code or 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
 
-    def ended(self):
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status is not None
-
-    def wait(self, seconds=PATIENCE_S):
-        end = time.monotonic() + seconds
-        while not self.ended():
-            if time.monotonic() > end:
-                os.kill(self.pid, signal.SIGKILL)
-                raise AssertionError(f"not ended in {seconds} s: {self.log.read_text()}")
-            time.sleep(0.01)
-        return self.status
+def start(argv, log, sync_s=create_data.SYNC_S):
+    child = multiprocessing.get_context("fork").Process(target=run, args=(argv, log, sync_s), daemon=True)
+    child.start()
+    return child
 
 
 def label(folder, *argv, ok=True):
     """Run create_data to its end; returns what it printed."""
-    child = Child(list(argv), folder / f"log-{uuid.uuid4().hex}.txt")
-    status = child.wait()
-    assert (status == 0) == ok, child.log.read_text()
-    return child.log.read_text()
+    log = folder / f"log-{uuid.uuid4().hex}.txt"
+    child = start(list(argv), log)
+    child.join(PATIENCE_S)
+    assert child.exitcode is not None and (child.exitcode == 0) == ok, log.read_text()
+    return log.read_text()
 
 
 def rows(path):
@@ -155,17 +129,15 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert all(row["id"] % LINES == row["line"] for row in chats + rejected)
-    for row in chats + rejected:
-        row["id"] = row["line"]
-    assert sorted(row["id"] for row in chats + rejected) == list(range(40))
-    assert [row["id"] for row in chats] == sorted(row["id"] for row in chats)
+    assert sorted(row["line"] for row in chats + rejected) == list(range(40))
+    assert [row["line"] for row in chats] == sorted(row["line"] for row in chats)
     for row in chats:
-        line = lines[row["id"]]
+        line = lines[row["line"]]
         assert row["messages"] == [{"role": "user", "content": line}, {"role": "assistant", "content": line[:2]}]
-    assert {row["id"] for row in rejected} >= {12, 17, 20} and len(rejected) < 6
-    by_id = {row["id"]: row for row in rejected}
-    assert "leaves no room" in by_id[20]["why"] and len(by_id[20]["answers"]) == 1
-    assert [(a["text"], a["finish_reason"]) for a in by_id[12]["answers"]] == \
+    by_line = {row["line"]: row for row in rejected}
+    assert {12, 17, 20} <= by_line.keys() and len(rejected) < 6
+    assert "leaves no room" in by_line[20]["why"] and len(by_line[20]["answers"]) == 1
+    assert [(a["text"], a["finish_reason"]) for a in by_line[12]["answers"]] == \
         [answer_to(lines[12], create_data.draw_seed(5, 12, attempt)) for attempt in range(7)]
 
     asked = [body for body in server.asked() if body["seed"] in
@@ -175,16 +147,15 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     assert all(len(body["messages"]) == 1 and body["temperature"] == 0.15 and body["max_tokens"] == 1024
                for body in asked)
 
-    tries = {number: 0 for number in range(40)}             # how often each must be asked
+    tries = 0               # how often all must be asked
     for number, line in enumerate(lines):
         for attempt in range(1 if number == 20 else 7):
-            tries[number] += 1
+            tries += 1
             text, reason = answer_to(line, create_data.draw_seed(5, number, attempt))
             if number != 20 and read_label(make_parser("language"), text, reason)[0]:
                 break
     assert f"labels     {len(chats)} of 40 lines: " in printed
-    assert f"{sum(tries.values()) - 40} retries, {len(rejected)} lines rejected" in printed
-
+    assert f"{tries - 40} retries, {len(rejected)} lines rejected" in printed
     again = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     assert "40 of them finished, 0 to do" in again
 
@@ -205,14 +176,14 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     files(tmp_path, whole[0])
     kills, rng, work = 0, random.Random(1), tmp_path / "labels.jsonl.work"
     for _ in range(6):
-        child = Child(flags(tmp_path, server, "--concurrency", "2"), tmp_path / "log.txt", 0.1)
-        time.sleep(rng.uniform(0.05, 0.6))
+        child = start(flags(tmp_path, server, "--concurrency", "2"), tmp_path / "log.txt", 0.1)
+        child.join(rng.uniform(0.05, 0.6))
         if kills == 2:
             wait_until(lambda: labelled(tmp_path), "first lines")
-        if child.ended():
+        if child.exitcode is not None:
             break
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.join()
         kills += 1
         if kills == 3:          # in the middle of a write
             with (work / "shard-0-of-1.jsonl").open("ab") as file:
@@ -233,29 +204,26 @@ def test_no_result_before_all_shards_are_finished(server, tmp_path):
     files(tmp_path, make_lines(6))
     assert "4 of other shards are not finished" in label(tmp_path, *flags(tmp_path, server, "--shard", "1/3"))
     assert not (tmp_path / "labels.jsonl").exists()
-    both = [Child(flags(tmp_path, server, "--shard", f"{i}/2"), tmp_path / f"log{i}.txt") for i in range(2)]
-    assert [child.wait() for child in both] == [0, 0], [child.log.read_text() for child in both]
+    both = [start(flags(tmp_path, server, "--shard", f"{i}/2"), tmp_path / f"log{i}.txt") for i in range(2)]
+    for i, child in enumerate(both):
+        child.join(PATIENCE_S)
+        assert child.exitcode == 0, (tmp_path / f"log{i}.txt").read_text()
     assert len(rows(tmp_path / "labels.jsonl")) + len(rows(tmp_path / "labels.rejected.jsonl")) == 6
     ids = [row["id"] for path in (tmp_path / "labels.jsonl.work").glob("*.jsonl") for row in rows(path) if "id" in row]
     assert sorted(ids) == list(range(6))        # none was asked twice
 
 
-@pytest.mark.parametrize("change, name", [
-    (["--parser", "whole"], "parser was 'language', is 'whole'"), ("prompt", "prompt_file was"), ("line", "input_file was '4 lines"), ("model", "model_name was 'teacher'"),
-])
-def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
+def test_other_settings_are_refused_not_mixed(server, tmp_path):
     files(tmp_path, make_lines(4))
     label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
-    if change == "prompt":
-        (tmp_path / "prompt.txt").write_text(PROMPT.replace("Rules", "Laws"))
-    if change == "line":
-        (tmp_path / "lines.txt").write_text("\n".join([*make_lines(4)[:3], "fr another"]))
-    more = change if isinstance(change, list) else []
-    given = flags(tmp_path, server, *more)
-    if change == "model":
-        given[given.index("teacher")] = "other"
+    printed = label(tmp_path, *flags(tmp_path, server, "--parser", "whole"), ok=False)
+    assert printed.startswith("error: ") and "parser was 'language', is 'whole'" in printed
+    files(tmp_path, [*make_lines(4)[:3], "fr another"], PROMPT.replace("Rules", "Laws"))
+    given = flags(tmp_path, server)
+    given[given.index("teacher")] = "other"
     printed = label(tmp_path, *given, ok=False)
-    assert printed.startswith("error: ") and name in printed and "holds labels made otherwise" in printed
+    assert "holds labels made otherwise" in printed
+    assert all(name in printed for name in ("prompt_file was", "input_file was '4 lines", "model_name was 'teacher'"))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -266,16 +234,13 @@ def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
     (lambda f: (f / "lines.txt").write_text(""), [], "lines.txt: is empty"),
     (lambda f: (f / "lines.txt").write_text("a\n\nb\n"), [], "line 2 is empty; delete it"),
     (lambda f: (f / "lines.txt").write_bytes(b"abc\xff\n"), [], "is not UTF-8 text (line 1); convert it"),
-    (lambda f: (f / "prompt.txt").unlink(), [], "--prompt_file"),
     (lambda f: (f / "prompt.txt").write_text("no place"), [], "has {text} 0 times; write it once, where"),
     (lambda f: (f / "labels.jsonl").write_text("x"), [], "is there already, without labels.jsonl.work"),
     (None, ["--parser", "regex", "--pattern", "a"], "has 0 groups"),
     (None, ["--pattern", "(a)"], "no other parser takes one"),
     (None, ["--temperature", "0"], "add --max_retries 0"),
     (None, ["--prompt_role", "system", "--parser", "whole"], "has {text}, which --prompt_role system does not fill in"),
-    (None, ["--prompt_role", "system"], "say what counts as an answer"),
     (None, ["--shard", "2/2"], "give I/N with I from 0 to N - 1"),
-    (None, ["--tensor_parallel_size", "2"], "is for the engine vllm, not openai"),
     (None, ["--model_name", "nobody"], "--model_name nobody: the server has teacher"),
     (None, ["--output_file", "/proc/no/labels.jsonl"], "cannot be written"),
 ])
@@ -298,7 +263,7 @@ def test_servers_that_do_not_help(server, tmp_path):
     assert printed.splitlines()[-1].startswith(f"error: --base_url http://127.0.0.1:{port}/v1: ")
     assert "; start the server" in printed
     printed = label(tmp_path, *flags(tmp_path, server, "--base_url", server.url + "/else"), ok=False)
-    assert "HTTP 404 " in printed and "Not Found" in printed and "correct the address" in printed
+    assert "HTTP 404 " in printed and "correct the address" in printed
     files(tmp_path, [f"de refused {i}" for i in range(3)])
     printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
     assert "error: the server answers none of 3 lines" in printed and "not allowed" in printed
@@ -377,8 +342,6 @@ def test_conversations(server, tmp_path):
     label(tmp_path, *given, *more)
     joined = {"role": "system", "content": f"You name languages.\n\n{turns[0]['content']}"}
     assert [joined, *turns[1:]] in [body["messages"] for body in server.asked()]
-    assert [{"role": "system", "content": "You name languages."}, *history] in [
-        body["messages"] for body in server.asked()]
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "bot"}]}\n')
     assert "line 1 message 1 has no role out of system" in label(tmp_path, *given, *more, ok=False)
 
@@ -493,44 +456,35 @@ def instance(process, number):
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_path):
+def test_launcher_restarts_an_instance_leaves_no_process_and_merges(server, whole, launch, tmp_path):
+    """An instance is killed, then the launcher; the next launch gets Ctrl-C; the third ends as if nothing had been."""
     files(tmp_path, whole[0])
-    process = launch("--concurrency", "2", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
-    journal = tmp_path / "labels.jsonl.work" / "shard-1-of-2.jsonl"
-    wait_until(lambda: journal.exists() and journal.stat().st_size or process.poll() is not None, "first lines")
-    os.kill(instance(process, 1), signal.SIGKILL)
+    path = stand_in(tmp_path, f'exec {sys.executable} "$@"')
+
+    def launched(more):
+        """A launch on one request at a time, once `more` lines are finished by it."""
+        before, process = labelled(tmp_path), launch("--concurrency", "1", PATH=path)
+        wait_until(lambda: labelled(tmp_path) >= before + more or process.poll() is not None, "first lines")
+        return process
+    killed = launched(2)
+    os.kill(instance(killed, 1), signal.SIGKILL)
+    wait_until(lambda: "instance 1 starts again in 0 s (1 of 2)" in killed.log.read_text(), "a second start")
+    wait_until(lambda: instance(killed, 1), "a second instance")
+    killed.kill()
+    # of what is killed nobody asks how it ended, before all are gone
+    wait_until(lambda: not alive(killed.mark), "end of every process")
+    assert killed.wait(timeout=PATIENCE_S) == -9 and "status 137" in killed.log.read_text()
+    process = launched(4)
+    os.killpg(process.pid, signal.SIGINT)       # Ctrl-C comes to the whole foreground group
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGINT, process.log.read_text()
+    wait_until(lambda: not alive(process.mark), "end of every process")
+    # the instances learn of it later; they may have come to their end
+    assert 6 <= labelled(tmp_path) < 60 and not (tmp_path / "labels.jsonl").exists()
+    process = launch(PATH=path)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
-    printed = process.log.read_text()
-    assert results(tmp_path) == whole[1], printed
-    assert "instance 1 starts again in 0 s (1 of 2)" in printed and "status 137" in printed
-    assert "60 of them finished, 0 to do" in printed
-    wait_until(lambda: not alive(process.mark), "end of every process")  # SIGKILL works when they are next scheduled
+    assert results(tmp_path) == whole[1] and "60 of them finished, 0 to do" in process.log.read_text()
     ids = [row["id"] for path in (tmp_path / "labels.jsonl.work").glob("*.jsonl") for row in rows(path) if "id" in row]
     assert sorted(ids) == list(range(60))
-
-
-@pytest.mark.slow
-@pytest.mark.race
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
-    files(tmp_path, whole[0])
-    before = len(server.asked())
-    process = launch("--concurrency", "1", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
-    wait_until(lambda: len(server.asked()) >= before + 16 or process.poll() is not None, "first lines")
-    number = getattr(signal, name)
-    if name == "SIGINT":
-        os.killpg(process.pid, number)      # Ctrl-C comes to the whole foreground group
-    else:
-        process.kill()
-    if name != "SIGKILL":       # of what is killed nobody asks how it ended, before all are gone
-        assert process.wait(timeout=PATIENCE_S) == 128 + number, process.log.read_text()
-    wait_until(lambda: not alive(process.mark), "end of every process")
-    assert process.wait(timeout=PATIENCE_S) == (-9 if name == "SIGKILL" else 128 + number), process.log.read_text()
-    assert labelled(tmp_path) >= 4
-    if name != "SIGKILL":       # of which the instances learn later; they may have come to their end
-        assert labelled(tmp_path) < 60 and not (tmp_path / "labels.jsonl").exists()
-    label(tmp_path, *flags(tmp_path, server))
-    assert results(tmp_path) == whole[1]
 
 
 @pytest.mark.slow
@@ -565,26 +519,23 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
         json.dumps({"question": q, "answer": a}) + "\n" for q, a in zip(questions, solutions)))
 
     def make(command, *more):
-        given = [command, "--input", tmp_path / "train.jsonl", *more]
-        make_problems.main([str(word) for word in given])
-        return json.loads((tmp_path / "hdp.json").read_text()) if command == "plans" else None
+        make_problems.main([command, "--input", str(tmp_path / "train.jsonl"), *map(str, more)])
     make("lines", "--output", tmp_path / "lines.txt")
     lines = (tmp_path / "lines.txt").read_text().splitlines()
     assert lines[0] == ("Problem: How many clips did Ann sell? Worked answer: He sells 24 clips. Then 48+24 = 72.")
     scripts.run(create_data, flags(tmp_path, server, "--parser", "whole", "--max_retries", 9, "--prompt_file",
                            ROOT / "distill" / "prompts" / "gsm8k_plan.txt", output="plans.jsonl"))
-    found = make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
-    records = [json.loads(line) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
-    for entry, record, question in zip(found, records, questions):
+    made = ("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+    make(*made)
+    records = rows(tmp_path / "plans.jsonl")
+    for entry, record, question in zip(json.loads((tmp_path / "hdp.json").read_text()), records, questions):
         assert entry["plan"] == " ".join(record["messages"][1]["content"].split()) and entry["plan"]
         assert entry["plan_source"] == "teacher" and entry["question"] == question
-    assert [entry["answer"] for entry in found] == ["72", "3", "5"]
-
     for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
                          ([{"messages": [{"content": "Other"}, {"content": "1"}]}], "1 records are not of these problems")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
         with pytest.raises(UserError, match=words):
-            make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+            make(*made)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")

@@ -51,24 +51,6 @@ def test_packed_is_unpacked(made, data, student, recompute):
     assert not grads
 
 
-@pytest.mark.parametrize("n, chunk", [(10, 3), (9, 3), (2, 3), (0, 3)])
-def test_chunked_loss_is_plain(n, chunk):
-    torch.manual_seed(n)
-    shapes = (n, 7), (23, 7), (23,)
-    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    theirs = [t.detach().clone().requires_grad_() for t in ours]
-    targets = torch.randint(0, 23, (n,))
-    loss, right = chunked_loss(ours[0], ours[1:], targets, chunk)
-    logits = theirs[0] @ theirs[1].T + theirs[2]
-    plain = -logits.log_softmax(-1)[torch.arange(n), targets].sum()
-    (3 * loss).backward()
-    (3 * plain).backward()
-    torch.testing.assert_close(loss, plain)
-    assert right == (logits.argmax(-1) == targets).sum()
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
-
-
 def test_the_heads_gradient_is_summed_in_float32():
     """In bfloat16 one piece or 64 of them are equally near to the exact gradient; no gradient, none is computed."""
     torch.manual_seed(0)
@@ -86,24 +68,22 @@ def test_the_heads_gradient_is_summed_in_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_static_packs_compile_no_more_after_two(made, data, method):
+def test_static_packs_compile_no_more_after_two(made, data):
     """As --max_tokens_per_batch --compile: numbers and lengths of documents change, graphs do not; backward as well."""
     table, train, _ = data("qwen")
-    model = packed_model(made / "qwen", recompute="all" if method == "lora" else None)
-    if method == "lora":
-        net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
-        adapters.init_adapters(net, 1)
-        model = packed_lm.PackedLM(net, recompute="all")
+    model = packed_model(made / "qwen")
+    net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
+    adapters.init_adapters(net, 1)
+    model = packed_lm.PackedLM(net)     # recomputed on the CPU, no layer compiles: its attention breaks the graph
     torch._dynamo.reset()
     for layer in causal_lm.decoder_layers(model.native):
         layer.compile(backend="aot_eager")
     order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
-    samples, counts = table, set()
+    counts = set()
     for epoch in range(2):
         plan = order.epoch(epoch)
         for p in range(len(plan)):
-            batch = collate([samples[train[i]] for i in plan.pack(p)], pad_to=160)
+            batch = collate([table[train[i]] for i in plan.pack(p)], pad_to=160)
             counts.add(len(batch.cu_seqlens))
             with torch._dynamo.config.patch(error_on_recompile=epoch > 0 or p > 1), \
                     torch.autocast("cpu", torch.bfloat16):

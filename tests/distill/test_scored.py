@@ -1,5 +1,6 @@
 """A teacher behind a server is the teacher in this process: the same losses for the same top-k, whatever fails once."""
 import json
+import re
 import threading
 from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
@@ -67,15 +68,30 @@ def test_answers_that_are_no_scores(made):
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
         assert list(ids) == scores.topk(3).indices.tolist()
         assert logprobs == pytest.approx(scores.topk(3).values.tolist())
-        (_, both), _ = scorer(SimpleNamespace(input_ids=torch.tensor([5, 6, 7]), rows=torch.tensor([1]),
+        (_, both), _ = scorer.rows(SimpleNamespace(input_ids=torch.tensor([5, 6, 7]), rows=torch.tensor([1]),
                                               cu_seqlens=torch.tensor([0, 3])))
         assert both.exp().sum().item() == pytest.approx(1)      # with what the other tokens share
         score = server.score
-        for wrong, words in ((lambda ids, k: None, "of 0 places for 1"), (lambda ids, k: score(ids, 2), "gave . tokens"),
-                             (lambda ids, k: score(ids, k)[1:], "of 0 places for 1")):
+        for wrong, words in ((lambda ids, k: None, "not those of vLLM"), (lambda ids, k: score(ids, 2), "gave . tokens"),
+                             (lambda ids, k: score(ids, k)[1:], "not those of vLLM")):
             server.score = wrong
             with pytest.raises(UserError, match=words):
                 scorer.server.wait(scorer.ask([5, 6]))
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"9": None}, "has no log-probability of token 9, which was sent"), ({" 5": (-0.5, 1)}, "[' 5'], which is not an id"),
+    ({"-7": (-8.0, 50)}, "['-7'], which is not an id"), ({"5": (8.5, 1)}, "gave log-probabilities that are none"),
+    ({"5": (float("nan"), 1)}, "gave log-probabilities that are none"), ({"7": None}, "gave 1 tokens of the 2 likeliest")])
+def test_a_server_is_believed_where_it_gives_the_token_sent(change, words):
+    row = {"5": (-0.5, 1), "7": (-1.5, 2), "9": (-9.0, 40)}
+
+    def known(row):
+        return frozen.known_tokens({name: {"logprob": value[0], "rank": value[1]} for name, value in row.items() if value},
+                                   2, 9)
+    assert known(row) == [(5, -0.5), (7, -1.5)]
+    with pytest.raises(UserError, match=re.escape(words)):
+        known(row | change)
 
 
 @pytest.mark.parametrize("asks", ["scores", "draws"])
@@ -90,7 +106,7 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
         server.answer, over, n = answer, threading.Event(), 300
         with pytest.raises(UserError, match="/completions: no whole answer in "):
             if asks == "scores":
-                scorer_of(server, 1, 1.0, 99)(SimpleNamespace(
+                scorer_of(server, 1, 1.0, 99).rows(SimpleNamespace(
                     input_ids=torch.zeros(3 * n, dtype=int), cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     rows=torch.arange(0, 3 * n, 3)))
             else:

@@ -1,6 +1,5 @@
 """Answers of the engine transformers against generate and softmax; the others are asked in test_create_data.py."""
-import http.server
-import threading
+import gzip
 
 import pytest
 import torch
@@ -8,22 +7,14 @@ import torch
 from core.cli import UserError
 from distill import teachers
 from distill.causal_lm import Draw
-
-
-def ask_tiny(folder, batch_size=16, max_tokens=12, **sampling):
-    """answers(requests) of the model in a folder."""
-    draw = teachers.Sampling(max_tokens, **sampling)
-    return teachers.open_teacher("transformers", str(folder), draw, batch_size=batch_size)
-
-
-def request(number, text, seed):
-    return teachers.Request(number, [{"role": "user", "content": text}], seed)
+from tests.helpers.lora_server import LoraServer
 
 
 def test_transformers_answers_as_generate_does(tiny_chat):
     folder, model, tokenizer = tiny_chat
-    requests = [request(i, "a" * (3 * i + 1), i) for i in range(6)]
-    found = {asked.id: answer for asked, answer in ask_tiny(folder, max_tokens=4)(requests)}
+    requests = [teachers.Request(i, [{"role": "user", "content": "a" * (3 * i + 1)}], i) for i in range(6)]
+    answers = teachers.open_teacher("transformers", str(folder), teachers.Sampling(4), batch_size=4)
+    found = {asked.id: answer for asked, answer in answers(requests)}
     for asked in requests:
         text = f"<|im_start|>user\n{asked.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer(text, return_tensors="pt")
@@ -46,38 +37,27 @@ def test_a_draw_takes_one_number_of_its_row():
     assert draw(None, torch.full((2, 4), torch.nan)).shape == (2, 4), "the loss finds them"
 
 
-@pytest.mark.parametrize("status", [301, 307])
-def test_a_key_follows_no_redirection(monkeypatch, status):
+def test_a_key_follows_no_redirection(monkeypatch):
     """Another address gets neither the key nor the question, and what it would answer is not taken."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    seen = []
+    with LoraServer(None) as first, LoraServer(None) as second:
+        first.answer = lambda path, body: (307, "", ("Location", f"{second.url}/models"))
+        with pytest.raises(UserError, match="HTTP 307 "):
+            teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=first.url)
+        assert not second.calls
 
-    class Redirecting(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            seen.append((self.server.server_port, self.headers.get("Authorization")))
-            if self.server.server_port == first.server_port:
-                self.send_response(status)
-                self.send_header("Location", f"http://localhost:{second.server_port}/v1/models")
-                self.end_headers()
-                return
-            body = b'{"data": [{"id": "m"}]}'
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
 
-        def log_message(self, *args):
-            pass
-
-    first, second = (http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) for _ in range(2))
-    for server in (first, second):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{first.server_port}/v1"
-    with pytest.raises(UserError, match=f"HTTP {status} "):
-        teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=url)
-    assert seen == [(first.server_port, "Bearer sk-secret")]
-    for server in (first, second):
-        server.shutdown()
+def test_an_answer_that_would_fill_the_memory():
+    """gzip in gzip: 4 KiB of it become 4 GiB. What a server would need is told when there is one."""
+    with LoraServer(None) as server:
+        bomb = gzip.compress(gzip.compress(bytes(2**26)))
+        server.answer = lambda path, body: (200, bomb.decode("latin-1"), ("Content-Encoding", "gzip, gzip"))
+        client = teachers.Server(server.url, 5.0)
+        with pytest.raises(UserError, match="its answer is gzip, gzip, and was asked for as it is; give more"):
+            client.wait(client.call("/models", hint="; give more"))
+    client = teachers.Server("http://127.0.0.1:9/v1", 0.3)
+    with pytest.raises(UserError, match="/models: All connection attempts failed$"):
+        client.wait(client.call("/models", hint="; give more"))
 
 
 @pytest.mark.parametrize("url, key, said", [

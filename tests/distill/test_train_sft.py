@@ -6,10 +6,8 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import threading
 import time
 
@@ -19,7 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core import checkpoint, cli, json_files
+from core import checkpoint, json_files
 from core.cli import UserError
 from core.packing import PackOrder
 from distill import chat_data
@@ -27,7 +25,7 @@ from tests.helpers.students import train_sft
 from tests.helpers import chats, students
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
 from tests.helpers.students import HELD_OUT, SEED, sample_loss
-from tests.helpers.trainer import ROOT, Run
+from tests.helpers.trainer import Run
 
 LR, STEPS = 2e-3, 5
 # 20 of 24 samples are trained, 8 a step: an epoch's third step has 4, so some ranks get empty packs
@@ -166,15 +164,13 @@ def test_packs_to_a_budget_train_the_same(shared):
 @pytest.mark.slow
 def test_adapters_train_the_same(shared):
     assert_same_run(shared("llama lora fsdp 2x4x1"), shared("llama lora ddp 1x8x1"), "adapter_model")
-    assert_same_run(shared("llama lora ddp 2x2x2"), shared("llama lora ddp 1x8x1"), "adapter_model")
 
 
 @pytest.mark.slow
 def test_experts_train_the_same(shared, made):
     """On any ranks, one of which has packs of one token and so experts without any; files as the base's."""
-    full, adapted = shared("moe full fsdp 2x4x1"), shared("moe lora fsdp 2x4x1")
+    full, adapted = shared("moe full fsdp 2x4x1"), shared("moe lora ddp 1x8x1")
     assert_same_run(shared("moe full ddp 2x2x2 --gradient_checkpointing selective"), full)
-    assert_same_run(shared("moe lora ddp 1x8x1"), adapted, "adapter_model")
     base = load_file(made / "moe" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in tensors(full).items()} == {
         name: tensor.shape for name, tensor in base.items()} and "model.layers.1.mlp.experts.4.up_proj.weight" in base
@@ -208,14 +204,14 @@ def test_a_checkpoint_is_what_people_use(shared, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen lora fsdp 2x4x1"])
-def test_bf16_stays_near(shared, name):
+def test_bf16_stays_near(shared):
+    name = "qwen lora fsdp 2x4x1"
     ours, exact = shared(name + " --bf16"), shared(name)
     assert ours.metrics("train/loss") != exact.metrics("train/loss"), "it does something"
     for step, loss in exact.metrics("train/loss").items():
         assert ours.metrics("train/loss")[step] == pytest.approx(loss, rel=0.02)
-    kept = tensors(ours, "adapter_model" if "lora" in name else "model")
-    assert {tensor.dtype for tensor in [*kept.values(), *moments(ours).values()]} == {torch.float32}
+    kept = [*tensors(ours, "adapter_model").values(), *moments(ours).values()]
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
 
 
 # -- Stopping and resuming ---------------------------------------------------------------------------------------------
@@ -329,32 +325,28 @@ def planned(made, output_dir, *flags, student="qwen"):
 
 @pytest.mark.parametrize("flags, part", [
     (["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
-    (["--train_data_file", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
     (["--max_length", "300"], "--max_length 300 is more than the model's 256 positions"),
-    (["--max_length", "20"], "problems:"), (["--lora_target_modules", "q_proj"], "needs --use_lora"),
+    (["--lora_target_modules", "q_proj"], "needs --use_lora"),
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
     (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
     (["--eval_data_file", "x", "--validation_split", "0.1"], "give one of --eval_data_file and --validation_split"),
     (["--gradient_accumulation_steps", "0", "--global_batch_size", "24"], "24 is not a multiple of 16"),
-    (["--global_batch_size", "16"], "give one of --global_batch_size and --gradient_accumulation_steps"),
-    (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"),
-    (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must lie between 0 and 1"),
     (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
-    (["--keep_every", "2"], "--keep_every needs --keep"),
     (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
     (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --on_policy and --use_lora"),
-    (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
     (["--teacher_url", "u"], "--teacher_url needs --teacher_path, a folder"),
     (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
     ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
     ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
-    (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0"),
-    (["--group_size", "24"], "all samples are one group"),
+    (["--teacher_path", "QWEN"], "reads what the student reads, so there is nothing to learn"),
+    (["--teacher_path", "MOE", "--distill_topk", "401"], "--distill_topk 401: the models have 401 tokens"),
+    ([*SERVED, "--teacher_url", "http://h/v1?api_key=x"], "--teacher_url: holds a name and password (@), ?... or #..."),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
-        planned(made, tmp_path, *[flag.replace("MOE", f"{made}/moe") for flag in flags])
+        planned(made, tmp_path, *[
+            flag.replace("MOE", f"{made}/moe").replace("QWEN", f"{made}/qwen") for flag in flags])
 
 
 def spoil(folder, kind):
@@ -366,36 +358,30 @@ def spoil(folder, kind):
         if kind != "missing":
             stored |= {name: tensor[:-1].contiguous()} if kind == "shape" else {name: tensor, "stray": tensor.clone()}
         save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    elif kind == "untied":
+        stored = load_file(folder / "model.safetensors")
+        head = stored["model.embed_tokens.weight"] + 0.1
+        save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
     elif kind == "none":
         (folder / "model.safetensors").unlink()
-    elif kind == "broken":
-        (folder / "model.safetensors").write_bytes(b"no tensors")
-    elif kind == "bert":
-        (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    elif kind == "quantised":
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    elif kind == "rope":
-        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    elif kind == "dropout":
-        (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     elif kind == "adapter":
         (folder / "config.json").rename(folder / "adapter_config.json")
-    elif kind == "run":
-        (folder / "config.json").unlink()
-        for step in (9, 10):
-            (folder / f"checkpoint-{step}").mkdir()
+    elif kind == "bert":
+        (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    else:
+        (folder / "config.json").write_text(json.dumps(config | kind))
 
 
 @pytest.mark.parametrize("kind, part", [
     ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"), ("extra", "1 unexpected keys, first stray"),
     ("shape", "up_proj.weight (42, 36) instead of (43, 36)"), ("none", "holds no weights"),
-    ("broken", "model.safetensors: cannot be read"), ("bert", "not a causal language model"),
-    ("quantised", "is quantised; give the unquantised model"), ("dropout", "attention_dropout 0.1"),
-    ("rope", "its dynamic rotary embedding depends on the longest document"),
-    ("adapter", "has no config.json; this is an adapter, give its base model"),
-    ("run", "qwen: has no config.json; give one of those in it, such as "),
-])
+    ("bert", "not a causal language model"), ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "is quantised; give the unquantised model"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+     "its dynamic rotary embedding depends on the longest document"),
+    ({"num_attention_heads": 0}, "/qwen: "), ({"hidden_size": 10**9}, "/qwen: "),
+    ("untied", "other values for lm_head.weight than for model.embed_tokens.weight"),
+    ("adapter", "has no config.json; give the folder of a whole model: of an adapter its base")])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)
@@ -454,23 +440,3 @@ def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
     assert sorted(listed()) == everything
     assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
     assert "another training data" in train("--drop_bad", "--train_data_file", made / "chats.jsonl", ok=False).output
-
-
-@pytest.mark.parametrize("gpus, settings, accumulation", [
-    (8, {}, 1), (2, {"BATCH_SIZE": "8"}, 8), (1, {"GLOBAL_BATCH_SIZE": "64"}, 1), (8, {"LORA": "1"}, 1)])
-def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, settings, accumulation):
-    done = subprocess.run(
-        ["bash", ROOT / "launch/train_sft_h100x8.sh", tmp_path / "out", "--seed", "7"], text=True, capture_output=True,
-        env={**os.environ, "DRY_RUN": "1", "NPROC_PER_NODE": str(gpus), "CUDA_VISIBLE_DEVICES": "",
-             "TRAIN_FILE": str(made / "chats.jsonl"), "MODEL": str(made / "qwen"), **settings})
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    assert f"--nproc-per-node={gpus}" in words
-    args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, gpus),
-                       words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
-    assert args.auto and args.bf16 and not args.max_tokens_per_batch
-    assert ("per_device_train_batch_size" in cli.named(args)) == ("BATCH_SIZE" in settings)
-    assert args.global_batch_size == int(settings.get("GLOBAL_BATCH_SIZE", 128))
-    assert args.gradient_accumulation_steps == accumulation     # with packs, --auto derives it from the data
-    assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
-    assert args.learning_rate == (2e-4 if args.use_lora else 2e-5)

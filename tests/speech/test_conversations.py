@@ -52,13 +52,6 @@ def read(folder, entries, name="data.json", **options):
     return samples
 
 
-def problems_of(folder, entries):
-    (folder / "data.json").write_text(json.dumps(entries))
-    problems = []
-    assert not list(read_samples(folder / "data.json", problems))
-    return problems
-
-
 def shape(sample):
     """A sample as [(role, text or file name.., trained)], which is what training sees of it."""
     return [(t.role, *[p.path.rsplit("/")[-1] if isinstance(p, Clip) else p for p in t.parts], t.trained)
@@ -81,7 +74,6 @@ SAME_SAMPLE = {
     "both texts only in misc": wild(audio("ref.wav"), answer="", misc={
         "ref_transcript": REFERENCE, "target_transcript": TARGET}),
     "audio named by url": wild(text(REFERENCE), {"type": "audio", "url": "ref.wav"}, ASKED),
-    "start_index of the answer": wild(text(REFERENCE), audio("ref.wav"), ASKED, start_index=2),
     "canonical": canonical(),
     "canonical, answer repeats the text": {**canonical(), "messages": [
         *canonical()["messages"][:4], {"role": "assistant", "content": [text(TARGET), audio("target.wav")]}]},
@@ -160,27 +152,16 @@ def test_the_scene_is_kept(folder, entry):
     assert [t.role for t in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
 
 
-@pytest.mark.parametrize("start_index, trained", [(None, [False, True]), (0, [True, True]), (3, [False, True])])
-def test_start_index_of_a_canonical_conversation(folder, start_index, trained):
-    sample, = read(folder, [canonical(start_index=start_index)])
-    assert [t.trained for t in sample.turns if t.role == "assistant"] == trained
-    assert not any(t.trained for t in sample.turns if t.role != "assistant")
-
-
-def test_wild_form_with_two_exchanges_trains_the_last_alone_for_zero(folder):
-    entry = wild(text(REFERENCE), audio("ref.wav"), ASKED)
-    entry["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": audio("other.wav")}]
-    trained = {s: [t.trained for t in read(folder, [{**entry, "start_index": s}])[0].turns if t.role == "assistant"]
-               for s in (None, 0, 2, 3)}
-    assert trained == {None: [False, False, True], 0: [False, False, True], 2: [False, True, True],
-                       3: [False, False, True]}
-
-
-@pytest.mark.parametrize("start_index, said", [
-    (-1, "start_index is -1"), (5, "start_index 5 of 5 messages"), (True, "is True")])
-def test_start_index_out_of_range(folder, start_index, said):
-    problem, = problems_of(folder, [canonical(start_index=start_index)])
-    assert said in problem and "data.json sample 1 (target.wav)" in problem
+def test_start_index_trains_from_there_on_and_zero_the_last_of_the_wild_form_alone(folder):
+    two = wild(text(REFERENCE), audio("ref.wav"), ASKED)
+    two["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": audio("other.wav")}]
+    last = [False, False, True]
+    for entry, trained in ((canonical(), {None: [False, True], 0: [True, True], 3: [False, True]}),
+                           (two, {None: last, 0: last, 2: [False, True, True], 3: last})):
+        for start, expected in trained.items():
+            turns = read(folder, [{**entry, "start_index": start}])[0].turns
+            assert [t.trained for t in turns if t.role == "assistant"] == expected
+            assert not any(t.trained for t in turns if t.role != "assistant")
 
 
 @pytest.mark.parametrize("given, kept", [
@@ -194,33 +175,22 @@ def test_only_an_offset_makes_a_cut(folder, given, kept):
     assert (clip.offset, clip.duration, clip.seconds) == kept
 
 
-def metadata(folder, *samples):
-    (folder / "t1.txt").write_text("It is cold (today)，isn’t it [laugh]")
-    (folder / "metadata.json").write_text(json.dumps({"dataset_info": {"total_samples": len(samples)},
-                                                      "samples": list(samples)}))
-    return {"id": "s1", "audio_file": "target.wav", "transcript_file": "t1.txt", "duration": 2.5, "speaker_id": "anna"}
-
-
-def folder_samples(folder, normalize=True, **options):
-    problems = []
-    samples = list(read_samples(folder, problems, normalize=normalize, **options))
-    return samples, problems
-
-
 SPOKEN = "It is cold today , isn't it <SE>[Laughter]</SE>"
 
 
 def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):
     """As in boson-ai's generation.py: the transcript of the speech to come, not that of a reference."""
-    rough = {"ref_audio_file": "ref.wav", "ref_transcript": " It is（me）"}
-    metadata(folder, {**metadata(folder), **rough})
-    target = (folder / "t1.txt").read_text()
+    target = "It is cold (today)，isn’t it [laugh]"
+    (folder / "t1.txt").write_text(target)
+    (folder / "metadata.json").write_text(json.dumps({"samples": [
+        {"id": "s1", "audio_file": "target.wav", "transcript_file": "t1.txt", "ref_audio_file": "ref.wav",
+         "ref_transcript": " It is（me）"}]}))
     chat = {"messages": [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": " It is（me）"},
                          {"role": "assistant", "content": audio("ref.wav")}, {"role": "user", "content": target},
                          {"role": "assistant", "content": audio("target.wav")}]}
     for on, spoken in ((True, SPOKEN), (False, target)):
         (folder / "data.json").unlink(missing_ok=True)
-        (by_folder,), _ = folder_samples(folder, task_type="zero_shot_voice_cloning", normalize=on)
+        (by_folder,) = read_samples(folder, [], task_type="zero_shot_voice_cloning", normalize=on)
         (by_chat,) = read(folder, [chat], normalize=on)
         assert shape(by_folder) == shape(by_chat) == cloning(spoken, reference="It is（me）")
         prompt, = read(folder, [{"messages": chat["messages"][:-1]}], normalize=on, make=canonical_prompt)

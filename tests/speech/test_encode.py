@@ -216,13 +216,10 @@ def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec):
     assert len(encoded(folder)) == 2 and (same == new).all()
 
 
-@pytest.mark.parametrize("damage", ["one bit of the codes", "cut in the data"])
-def test_a_damaged_shard_is_named_and_without_it_its_clips_are_encoded_again(filled, tiny, tmp_path, damage):
+def test_a_damaged_shard_is_named_and_without_it_its_clips_are_encoded_again(filled, tiny, tmp_path):
     shutil.copytree(filled[0], tmp_path / "codes")
-    shard = next((tmp_path / "codes").glob("*/codes-*.safetensors"))
-    data, clips = bytearray(shard.read_bytes()), clips_of(tiny)[:2]
-    data[bytes(data).index(load_file(shard)["codes"][3:4].tobytes())] ^= 4
-    shard.write_bytes(data[:-100] if damage == "cut in the data" else data)
+    shard, clips = next((tmp_path / "codes").glob("*/codes-*.safetensors")), clips_of(tiny)[:2]
+    shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(UserError, match=f"{shard}: is damaged .*; delete it and start again"):
         fill(clips, tiny.codec, tmp_path / "codes")
     shard.unlink()
@@ -266,33 +263,21 @@ def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):
     ensure_codes(WORLD, [Clip(path) for path in paths], Encoding(codec, cache, 8))
 
 
-def start_fills(pool, tiny, tmp_path, runs, *options):
-    """(statuses, output) of runs that fill tmp_path/codes at the same time, and the folder of its shards."""
-    paths, cache = [clip.path for clip in clips_of(tiny)], tmp_path / "codes"
-    statuses, output = pool.run(runs, f"{__name__}.fill_in_a_rank", str(tiny.codec), str(cache), paths, *options)
-    return statuses, output, cache / codec_fingerprint(tiny.codec)
-
-
 @pytest.mark.slow
 @pytest.mark.race
-def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, pool, tiny, tmp_path):
-    statuses, output, folder = start_fills(pool, tiny, tmp_path, 2, 5)
-    assert statuses == [0, 0], output
-    assert output.count("another run is using") <= 1        # 0: the other had not begun yet, or had ended
-    assert len(encoded(folder)) == len(set(encoded(folder))) == 24
-    codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
-    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips_of(tiny)))
-    assert len(encoded(folder)) == 24
+def test_a_killed_run_leaves_a_usable_cache_which_two_runs_fill_at_the_same_time(filled, pool, tiny, tmp_path):
+    """Each clip goes through the codec once."""
+    paths, folder = [clip.path for clip in clips_of(tiny)], tmp_path / "codes" / codec_fingerprint(tiny.codec)
 
-
-@pytest.mark.slow
-@pytest.mark.race
-def test_a_killed_run_leaves_a_usable_cache(filled, pool, tiny, tmp_path):
-    statuses, output, folder = start_fills(pool, tiny, tmp_path, 1, 2, 2)
+    def start(runs, *options):
+        return pool.run(runs, f"{__name__}.fill_in_a_rank", str(tiny.codec), str(tmp_path / "codes"), paths, *options)
+    statuses, output = start(1, 2, 2)
     assert statuses == [-signal.SIGKILL], output
     before = encoded(folder)
     assert 4 <= len(before) < 24
+    statuses, output = start(2, 5)
+    assert statuses == [0, 0], output
+    assert output.count("another run is using") <= 1        # 0: the other had not begun yet, or had ended
     codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
-    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips_of(tiny)))
-    after = encoded(folder)
-    assert len(after) == len(set(after)) == 24 and set(before) < set(after)     # only the rest went through the codec
+    assert all((c == filled[2][path]).all() for c, path in zip(codes, paths))
+    assert len(encoded(folder)) == len(set(encoded(folder))) == 24 and set(before) < set(encoded(folder))

@@ -86,15 +86,14 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     native, ids, codec, settings, prepare = voice
     seen = []
 
-    def behind(asked):
-        samples = [speak.text_prompts([(part, part)], False, *(reference or ()))[0] for _, part, reference in asked]
-        seen.append(prepare(samples, [number for number, *_ in asked]))
+    def noted(samples, numbers):
+        seen.append(prepare(samples, numbers))
         return seen[-1]
 
     def say(prompts, turn):
         return speak.speak(native, codec, ids, settings, prompts, turn)
-    texts = [[("", "one two."), ("", "three.")], [("", "four.")]]
-    first, second = speak.speak_parts(texts, None, behind, say)
+    prompts = prepare(speak.text_prompts([("a", "one two. three."), ("b", "four.")], False), None)
+    first, second = speak.speak_parts(prompts, 9, None, None, noted, say)
     assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].audio_ids)
     codes, ended_by, wave, _ = first
     heard = len(seen[1][0].audio_ids) - 9       # frames of the first part
@@ -117,18 +116,20 @@ def test_marks_hold_for_all_the_parts_that_they_held_for(text, expected):
     assert speak.parts(text, 12) == expected and speak.parts(text, 200) == [("", text)]
 
 
-def test_a_speaker_goes_on_behind_his_own_last_part(voice):
+def test_a_speaker_goes_on_behind_his_own_last_part():
     """Red when a part is spoken behind the one before it, whoever said that."""
     asked = []
 
     def say(prompts, turn):
         return [(np.full((9, 8), turn), "eos", np.zeros(9 * 960, np.float32), {})]
 
-    def behind(some):
-        asked.extend((part, reference and int(np.load(reference[0])[0, 0])) for _, part, reference in some)
-        return [SimpleNamespace(text=part) for _, part, _ in some]
-    speak.speak_parts([speak.parts("[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.", 9)], None, behind, say)
-    assert [number for _, number in asked] == [None, None, 0, 1]
+    def noted(samples, numbers):
+        asked.extend([int(np.load(clip.path)[0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
+                     for sample in samples)
+        return [SimpleNamespace(text="") for _ in samples]
+    whole = SimpleNamespace(name="0000", source="a", text="[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.")
+    speak.speak_parts([whole], 9, None, None, noted, say)
+    assert asked == [[], [], [0], [1]]
 
 
 @pytest.mark.slow
