@@ -32,7 +32,7 @@ p = cli.Parser(__doc__.partition("\n")[0])
 p.usage = "%(prog)s OUT [--flag value ...]"
 p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
 p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
-p.flag("--by", "wer", "what decides; of equal checkpoints the earlier is taken", choices=MEASURES)
+p.flag("--by", "wer", "deciding metric; of equal checkpoints the earlier wins", choices=MEASURES)
 choices.judges(p)
 p.switch("--follow", "wait for new checkpoints until the run ends")
 p.flag("--patience", 0, "with --follow: end the run after this many checkpoints without a better "
