@@ -1,9 +1,9 @@
 """transformers' causal language models: find, build empty, load into any sharding, answer.
 
-A model starts empty on torch's meta device and takes its weights from the safetensors files row by
-row: no process holds more than it trains, and a model may be larger than a host's memory. Missing,
-unexpected or misshapen weights stop the run. Of a mixture, files have a matrix for each expert,
-transformers tensors (experts, rows, columns). Quantised and remote-code models are refused.
+A model starts empty on torch's meta device and reads its weights row by row from the safetensors
+files. No process holds more than its shard, and a model may exceed the host's memory. Missing,
+unexpected or misshapen weights stop the run. For a mixture of experts the files have one matrix per
+expert; transformers has tensors (experts, rows, columns). Quantised and remote-code models fail.
 """
 import copy
 from pathlib import Path
@@ -18,21 +18,21 @@ from core import tensor_io
 from core.cli import UserError, require
 from core.dist import World, barrier
 
-logging.disable_progress_bar()      # of loading weights: each rank would show one
+logging.disable_progress_bar()      # for loading weights: each rank would show one
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}   # in the files
-IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")   # of old files, now computed
+IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")   # in old files, now computed
 
 # ---- Folders
 
 
 def half_dtype(args):
-    """The dtype that --bf16 or --fp16 computes in, or None: float32."""
+    """The compute dtype of --bf16 or --fp16; None for float32."""
     return torch.float16 if getattr(args, "fp16", False) else torch.bfloat16 if args.bf16 else None
 
 
 def find_model(name, flag="--model_path"):
-    """Local folder of a model given as a path or hub name, which is downloaded. UserError."""
+    """Local folder of a model given as a path or hub name; downloads the latter. UserError."""
     folder = tensor_io.find_folder(name, flag)
     require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json; give the "
             "folder of a whole model: of an adapter its base, of a run a checkpoint")
@@ -40,7 +40,7 @@ def find_model(name, flag="--model_path"):
 
 
 def length_limit(config, max_length=0, pack_tokens=0):
-    """Tokens that a sample may have: the least of positions and both limits. UserError."""
+    """Most tokens of a sample: the least of positions and both limits. UserError."""
     positions = getattr(config, "max_position_embeddings", None)
     require(positions or max_length or pack_tokens,
             "this model names no longest text; say it with --max_length")
@@ -50,7 +50,7 @@ def length_limit(config, max_length=0, pack_tokens=0):
 
 
 def check_vocabulary(tokenizer, config):
-    """Raise UserError when the tokenizer has more tokens than the model has rows."""
+    """Raise UserError if the tokenizer has more tokens than the model has rows."""
     require(len(tokenizer) <= config.vocab_size, f"tokenizer and model disagree: {len(tokenizer)} "
                                                  f"tokens and {config.vocab_size} rows")
 
@@ -69,13 +69,13 @@ def load_config(folder):
 
 
 def save_config(model, folder):
-    """The files of a checkpoint but its weights, for from_pretrained and servers."""
+    """Write a checkpoint's files except weights, for from_pretrained and servers."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
 
 def fingerprint_weights(folder):
-    """Short hash of a model folder's config and weight files, as chat checkpoints hold it."""
+    """Short hash of a model folder's config and weight files, as stored in chat checkpoints."""
     paths = [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]
     return tensor_io.fingerprint_files(paths, '["{}", {}]')
 
@@ -86,11 +86,11 @@ def fingerprint_weights(folder):
 def empty_model(config, dtype, folder=None, attention=None):
     """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
-    folder: of a generation_config.json. attention: name of a transformers attention function; None
-    leaves the choice to transformers. Raises UserError.
+    folder: may hold a generation_config.json. attention: name of a transformers attention function;
+    None: transformers' default. Raises UserError.
     """
     try:
-        with init_empty_weights(include_buffers=False):     # no file holds buffers
+        with init_empty_weights(include_buffers=False):     # files have no buffers
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), dtype=dtype, attn_implementation=attention,
                 trust_remote_code=False)
@@ -101,7 +101,7 @@ def empty_model(config, dtype, folder=None, attention=None):
     stored = [name for name in model.state_dict() if name not in all_names(model)]
     require(not stored, f"{config.model_type} models keep state next to their weights "
                         f"({min(stored, default='')}), which is not supported")
-    # what a checkpoint will hold
+    # for the checkpoint's config.json
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     if folder and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -109,14 +109,14 @@ def empty_model(config, dtype, folder=None, attention=None):
 
 
 def all_names(model):
-    """{every name of a parameter: the first name of the same one}; they differ where tied."""
+    """{name: first name of the same parameter} of all names; they differ for tied weights."""
     first = {}
     return {name: first.setdefault(id(parameter), name)
             for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def give_memory(model, device, buffer_device=None):
-    """model.to_empty(device) that keeps ties and buffers (on buffer_device). Sharded or not."""
+    """model.to_empty(device), but keep ties and buffers (on buffer_device). Sharded or not."""
     tied = {name: first for name, first in all_names(model).items() if name != first}
     buffers = [(module, name, buffer.to(buffer_device or device, copy=True))
                for module in model.modules()
@@ -130,7 +130,7 @@ def give_memory(model, device, buffer_device=None):
 
 
 def decoder_layers(model):
-    """The model's decoder layers in order; UserError where none are to be found."""
+    """The model's decoder layers in order; UserError if none are found."""
     layers = [module for module in model.modules()
               if isinstance(module, GradientCheckpointingLayer)]
     require(layers, f"{type(model).__name__} has no decoder layers that transformers can "
@@ -142,7 +142,7 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of a folder's weights, each tied one once. UserError."""
+    """{name: [slice handle]} of a folder's weights; tied weights appear once. UserError."""
     found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     require(found, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     names, parts = all_names(model), {}
@@ -162,8 +162,8 @@ def weight_parts(folder, model):
 
 
 def published(name, tensor, first=0):
-    """{published name: tensor} of a parameter: views of the matrices of each expert, (experts,
-    rows, columns) from expert `first` on, or the tensor.
+    """{published name: tensor} of a parameter. For experts, a tensor (experts, rows, columns) from
+    expert `first` on, these are views of each expert's matrices.
     """
     place, _, leaf = name.rpartition(".")
     if tensor.ndim != 3 or leaf not in EXPERTS:
@@ -185,7 +185,7 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts: only the rows it has.
+    """Fill {name: plain or sharded tensor} from weight_parts, reading only its rows.
     Collective with a world.
     """
     for name, tensor in weights.items():
@@ -208,11 +208,11 @@ def load_whole(folder, dtype, device="cpu"):
     return model.eval()
 
 
-# ---- Answers of a model: the one way in which teachers, students and rollouts write them here
+# ---- Generation of answers, for teachers, students and rollouts
 
 
 def stop_at(model, ends):
-    """Make generate stop at the tokens that answers end with; returns those that are new to it."""
+    """Add `ends` to the tokens that stop generate; returns those that were missing."""
     known = model.generation_config.eos_token_id
     known = known if isinstance(known, list) else [] if known is None else [known]
     if new := [int(token) for token in ends if token not in known]:
@@ -221,8 +221,8 @@ def stop_at(model, ends):
 
 
 class Draw(LogitsProcessor):
-    """Leaves the one token of each row that is drawn from its softmax: where the running sum of the
-    probabilities passes a number of the row's generator, one a token, on the CPU.
+    """Samples one token per row from its softmax and masks all others. The token is where the
+    cumulative probability passes the next random number of the row's generator, on the CPU.
     """
 
     def __init__(self, seeds):
@@ -232,10 +232,10 @@ class Draw(LogitsProcessor):
         """scores (B, V) -> (B, V), 0 at the token drawn and -inf elsewhere."""
         numbers = torch.stack([torch.rand(1, generator=one, dtype=torch.float64)
                                for one in self.generators]).to(scores.device)
-        # float64: the smallest probabilities would vanish in a float32 sum of a whole vocabulary
+        # float64: a float32 sum over the vocabulary would lose the smallest probabilities
         sums = scores.double().softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
-        drawn.clamp_(max=scores.shape[1] - 1)       # scores of nan are found by the loss
+        drawn.clamp_(max=scores.shape[1] - 1)       # the loss detects nan scores
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
@@ -248,14 +248,14 @@ def generate(model, prompts, tokens, ends, processors=()):
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), ends[0])
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):      # on the left: all answers begin at one place
+    for row, prompt in enumerate(prompts):      # left-padded: all answers begin at one index
         ids[row, width - len(prompt):] = torch.as_tensor(prompt)
         mask[row, width - len(prompt):] = 1
     own = model.generation_config
-    # in the model: what an argument leaves open is taken from there
+    # set in the model, whose values replace missing arguments
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
     try:
-        # not synced: under FSDP2 transformers would wait for other ranks, which may draw fewer
+        # not synced: under FSDP2 transformers would wait for ranks with fewer tokens
         found = model.generate(
             input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
             synced_gpus=False, max_new_tokens=tokens,
@@ -265,5 +265,5 @@ def generate(model, prompts, tokens, ends, processors=()):
     answers = []
     for new in found[:, width:].tolist():
         stop = next((i for i, token in enumerate(new) if token in ends), len(new))
-        answers.append(new[:stop + 1])          # after its end there is padding
+        answers.append(new[:stop + 1])          # drop the padding after the end
     return answers

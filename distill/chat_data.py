@@ -1,6 +1,6 @@
-"""Tokenised conversations as flat arrays on disk, the held-out share, and packed batches.
+"""Tokenised conversations as flat arrays on disk, the held-out split, and packed batches.
 
-Rank 0 tokenises once; all ranks and loader workers map the arrays. No sample is padded.
+Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are not padded.
 """
 import hashlib
 import itertools
@@ -23,13 +23,13 @@ from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
 from core.problems import Problems, problem
 
-PAD_LENGTH = 128        # padding comes in documents this short: attention costs a length's square
+PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together
 HELD_OUT = "held_out.jsonl"
 TABLE = r"table-[0-9a-f]{8}"
-# ids of create_data.py: a digest of the input file x LINES + the line's number; below JSON's 2**53
+# ids of create_data.py: digest of the input file x LINES + line number; below JSON's 2**53
 LINES = 2**28
-# columns of a table, and the type of each
+# columns of a table and their types
 COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
     "lengths", "targets", "lines", "keys", "sources", "offsets", "asked", "own"), np.int64)}
 
@@ -37,19 +37,19 @@ COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
 
 
 class Reading(NamedTuple):
-    """Settings by which files become a table."""
+    """Settings for turning files into a table."""
     encoder: object             # chat.Encoder
-    limit: int                  # tokens that a sample may have
-    prompt: tuple = None        # teachers.Prompt: after it each sample follows once more
+    limit: int                  # most tokens of a sample
+    prompt: tuple = None        # teachers.Prompt: adds the teacher's version of each sample
     drop: tuple = ()            # checks (of train_sft.py) whose samples are dropped
-    processes: int = 0          # others that tokenise large files
+    processes: int = 0          # extra processes for large files
     teacher: object = None      # chat.Encoder of the teacher; None: the student's
 
 
 def encode_chunk(records, path, reading, problems):
-    """[(line, record)] -> {column of the table: array; "ends": Counter; "split": chats that are
-    several samples}. Runs in several processes at once. A Problem for each record that cannot be
-    used goes to the list `problems`.
+    """[(line, record)] -> {column of the table: array; "ends": Counter; "split": number of chats
+    with several samples}. Runs in several processes at once. Adds a Problem for each unusable
+    record to the list `problems`.
     """
     encoder, limit, prompt = reading[:3]
     ends, encoder.ends = encoder.ends, Counter()
@@ -58,7 +58,7 @@ def encode_chunk(records, path, reading, problems):
     def refuse(line, check, why):
         problems.append(problem(f"{path}:{line}", check, why, path))
 
-    for line, record in records:    # of megabytes the beginning is read: all of it takes minutes
+    for line, record in records:    # a record of megabytes would take minutes: check its start
         text = max((message["content"] for message in record["messages"]), key=len)
         if len(text) > 8 * limit and len(encoder.lists([text[:8 * limit]])[0]) > limit * 9 // 8:
             refuse(line, "too_long", f"{len(text):,} characters, more than {limit} tokens")
@@ -71,7 +71,7 @@ def encode_chunk(records, path, reading, problems):
         results = after_prompt(prompt, reading.teacher or encoder,
                                 [record for _, record in short], results)
     for (line, record), result in zip(short, results):
-        # several samples where the template rewrites earlier turns
+        # several samples if the template rewrites earlier turns
         split += isinstance(result, list)
         for sample in result if isinstance(result, list) else [result]:
             if isinstance(sample, ValueError):
@@ -84,7 +84,7 @@ def encode_chunk(records, path, reading, problems):
                 ids.append(sample[0])
                 masks.append(sample[1])
                 own, key = sample[2] if prompt else length, group_key(record)
-                # nothing predicts a sample's first token
+                # a sample's first token is not predicted
                 numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
                                 -1 if key is None else key, own, question_hash(record["messages"])))
     ends, encoder.ends = encoder.ends, ends
@@ -97,15 +97,15 @@ def encode_chunk(records, path, reading, problems):
 
 
 def question_hash(messages):
-    """A number for the text of the last user message, white space aside; 0 without one."""
+    """Hash of the last user message's text, ignoring white space; 0 without one."""
     words = " ".join(question(messages).split()).encode()
     return int.from_bytes(hashlib.sha256(words).digest()[:7]) if words else 0
 
 
 def write_table(folder, paths, reading, output_dir=None):
-    """Tokenise files into a table in `folder` -> {"samples": [of each file], "split": chats that
-    are several samples, "bad": text of how many each check of reading.drop dropped}. UserError with
-    every other sample that cannot be used; output_dir: where all of them are listed.
+    """Tokenise files into a table in `folder` -> {"samples": [number per file], "split": number of
+    chats with several samples, "bad": text with the drops per check of reading.drop}. UserError
+    lists all other unusable samples; output_dir: folder for the full list.
     """
     encoder, samples, split = reading.encoder, [], 0
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
@@ -147,11 +147,11 @@ def write_table(folder, paths, reading, output_dir=None):
 
 
 class ChatTable(Dataset):
-    """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,); of each sample lengths
+    """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,). Per sample: lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
-    sources, asked (question_hash); own (tokens of the student) where the teacher's side follows.
+    sources, asked (question_hash); own (the student's tokens) if the teacher's version follows.
 
-    table[i]: (i, ids (n,) int64, trained (n,) bool), and own where it is prompted.
+    table[i]: (i, ids (n,) int64, trained (n,) bool), and own if the table is prompted.
     """
 
     def __init__(self, folder):
@@ -159,7 +159,7 @@ class ChatTable(Dataset):
             setattr(self, path.stem, np.load(path, mmap_mode="r"))
         self.paths = json.loads((Path(folder) / "sources.json").read_text())
 
-        # whether a sample is followed by its answer after the teacher's prompt
+        # True if samples include the teacher's version, with its prompt
         self.prompted = hasattr(self, "own")
 
     def __len__(self):
@@ -175,7 +175,7 @@ class ChatTable(Dataset):
         return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
 
     def fingerprint(self, numbers):
-        """Short hash of these samples' tokens, masks and places. numbers: sorted."""
+        """Short hash of these samples' tokens, masks and numbers. numbers: sorted."""
         if not len(numbers):
             return ""
         part = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
@@ -186,12 +186,12 @@ class ChatTable(Dataset):
 
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
-    """write_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, samples
-    of the first file, sorted ids that trained turns end with). Deletes the table of an earlier run
-    there. list_in: output_dir of write_table.
+    """write_table on rank 0 into output_dir, mapped by every rank -> (ChatTable, number of samples
+    in the first file, sorted end ids of trained turns). Deletes an earlier run's table.
+    list_in: output_dir of write_table.
     """
     def build():
-        checkpoint.remove_named(output_dir, TABLE)       # a running job keeps what it has mapped
+        checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
         found = write_table(folder, paths, reading, list_in)
         split = (f"; {cli.counted(found['split'], 'chat')} with a sample for each answer: the "
@@ -205,7 +205,7 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
 
 
 def samples_line(table, train_ids, eval_ids):
-    """Line of the number of samples, their lengths and their trained share."""
+    """Log line with the number of samples, their lengths and their trained tokens."""
     lengths, targets = table.lengths[train_ids], table.targets[train_ids]
     return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
             f"{lengths.mean():.1f} max {lengths.max()}; {targets.mean():.1f} of them trained")
@@ -215,15 +215,15 @@ def samples_line(table, train_ids, eval_ids):
 
 
 def group_numbers(keys, lines, group_size):
-    """(n,) group of each sample: group_size neighbours by id, or by line where not all have one."""
+    """(n,) group of each sample: group_size neighbours by id, or by line if ids are missing."""
     if (keys >= 0).all():       # neighbours of the same input file: see LINES
         return keys // LINES * LINES + keys % LINES // group_size
     return (lines - 1) // group_size
 
 
 def check_duplicates(path, lines, keys):
-    """UserError when two lines of a file have the same id. keys: (n,), -1 without one."""
-    lines, once = np.unique(lines, return_index=True)       # one may be several samples
+    """UserError if two lines of a file have the same id. keys: (n,), -1 without an id."""
+    lines, once = np.unique(lines, return_index=True)       # a line may give several samples
     _, first, which = np.unique(keys[once], return_index=True, return_inverse=True)
     again = np.flatnonzero((keys[once] >= 0) & (first[which] < np.arange(len(once))))
     if len(again):
@@ -235,7 +235,7 @@ def check_duplicates(path, lines, keys):
 
 def split_groups(groups, share, seed):
     """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each.
-    share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
+    share: of the groups, 0 to 1; 0 holds none out. UserError if there is only one group.
     """
     names = np.unique(groups)
     require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
@@ -246,18 +246,18 @@ def split_groups(groups, share, seed):
 
 
 def split_samples(table, n_train, group_size, share, seed):
-    """(train, held out) sample numbers. Samples from n_train on came from a validation file."""
+    """(train, held out) sample numbers. Samples from n_train on are from a validation file."""
     if len(table) > n_train:
         return np.arange(n_train), np.arange(n_train, len(table))
     return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
 
 
 def write_held_out(output_dir, table, train, held_out, prompt=None):
-    """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, which evaluations read
-    -> {"hash" of it or "", "trained": how many, "prompt": the teacher's}, for the checkpoint.
+    """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, for evaluations.
+    Returns {"hash" of the file or "", "trained": number, "prompt": the teacher's} for checkpoints.
 
-    A record has its "id", or its line from 0 where not all have one; "trained_as" names a sample
-    of `train` with the same question. A line is written once, though it may be several samples.
+    A record has its "id", or its line from 0 if ids are missing. "trained_as" names a sample of
+    `train` with the same question. A line with several samples is written once.
     """
     about = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
     if not len(held_out):
@@ -286,13 +286,13 @@ class PackedChats:
     input_ids: torch.Tensor         # (S,)
     position_ids: torch.Tensor      # (S,) position within its conversation
     cu_seqlens: torch.Tensor        # (B + 1,) boundaries
-    rows: torch.Tensor              # (R,) places that predict a trained token
+    rows: torch.Tensor              # (R,) positions that predict a trained token
     targets: torch.Tensor           # (R,) the tokens they predict
-    longest: int                    # longest conversation, rounded up to 128: few values
-    samples: tuple                  # sample numbers in the table, for naming them in errors
-    counts: dict                    # python ints: tokens, samples, targets
-    teacher: object = None          # PackedChats of the same R targets, as the teacher reads them
-    kept: bool = False              # of --keep: the untouched base scores it
+    longest: int                    # longest conversation, rounded up to a multiple of 128
+    samples: tuple                  # sample numbers in the table, for error messages
+    counts: dict                    # Python ints: tokens, samples, targets
+    teacher: object = None          # PackedChats of the same R targets in the teacher's version
+    kept: bool = False              # True for --keep: the base scores it
 
     __reduce__ = packing.reduce
 
@@ -302,14 +302,14 @@ class PackedChats:
 
 
 def kept(samples):
-    """PackedChats of samples that student and untouched base read alike."""
+    """PackedChats of samples that the student and the base read in the same form."""
     batch = collate(samples)
     return replace(batch, teacher=batch, kept=True)
 
 
 def collate(samples, pad_to=0, pad_id=0, prompted=False):
-    """List of samples -> PackedChats; of none, one token of padding that has no targets. pad_to:
-    fill the flat axis to this many tokens by documents of padding. prompted: of such a table.
+    """List of samples -> PackedChats; an empty list gives one padding token without targets.
+    pad_to: pad the flat axis to this many tokens. prompted: True for samples of a prompted table.
     """
     if prompted:
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
@@ -326,7 +326,7 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     seqlens = [len(ids) for _, ids, _ in samples]
     bounds = np.cumsum([0, *seqlens])
     ids, trained = (np.concatenate(column) for column in list(zip(*samples))[1:])
-    trained[bounds[:-1]] = False        # nothing predicts a sample's first token
+    trained[bounds[:-1]] = False        # a sample's first token is not predicted
     rows = np.flatnonzero(trained) - 1
     positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
     counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}

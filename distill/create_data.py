@@ -1,15 +1,15 @@
-"""A teacher's answers: lines or conversations in, chat JSONL out, in input order.
+"""Generate a teacher's answers: lines or conversations in, chat JSONL out, in input order.
 
     python distill/create_data.py --input_file lines.txt --output_file labels.jsonl \
         --model_name Qwen/Qwen3-30B-A3B-Instruct-2507
 
-Only the teacher reads the long prompt; a student trained on the result learns to do without it. An
-answer without a proper label (teachers.py) is asked for again with another seed; a line that never
-gets one is in labels.rejected.jsonl with its answers and the reason. A line of .jsonl is a
-conversation in any form that train_sft.py reads; an answer at its end is asked for again.
+Only the teacher reads the long prompt; a student trained on the result learns to answer without it.
+An answer without a valid label (teachers.py) is generated again with another seed. Rejected lines
+go to labels.rejected.jsonl, with their answers and the reason. A line of .jsonl is a conversation
+in any form that train_sft.py reads; an answer at its end is replaced.
 
-Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N does every
-N-th line (launch/create_data_h100x8.sh); who finds all lines finished writes the results.
+Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N processes
+every N-th line (launch/create_data_h100x8.sh); the last shard to finish writes the results.
 """
 import importlib.util
 import re
@@ -25,10 +25,10 @@ from distill.teachers import PARSERS, make_parser, read_label
 
 TEACHER = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 LOG_S = 10                  # seconds between log lines
-SYNC_S = 5                  # seconds of work that a kill may cost
-REFUSED_IN_A_ROW = 50       # lines, asked in random order: it is not the lines that are refused
+SYNC_S = 5                  # seconds of work that a kill may lose
+REFUSED_IN_A_ROW = 50       # after this many random lines the fault is not in the lines
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
-# flags that a label depends on, next to those that name the lines, the prompt and the teacher
+# flags that a label depends on, besides those for the lines, the prompt and the teacher
 LABEL_FLAGS = ("prompt_role", "parser", "pattern", "labels", "thinking", "max_tokens",
                "max_model_len", "temperature", "top_p", "top_k", "max_retries", "seed")
 ENGINE_FLAGS = {            # of teachers.open_...
@@ -40,52 +40,52 @@ ENGINE_FLAGS = {            # of teachers.open_...
 
 
 def build_parser():
-    p = cli.Parser("Answer lines of text, or conversations, with a teacher.")
+    p = cli.Parser("Generate a teacher's answers to lines of text or to conversations.")
     # data
     p.flag("--input_file", "../tinker-cookbook/example-data/multilingual.txt",
-           "UTF-8 text, one line a sample; or .jsonl of conversations")
+           "UTF-8 text, one sample per line; or .jsonl of conversations")
     p.flag("--output_file", "./data/prompt_distillation_lang.jsonl",
            "chat JSONL to write, next to .rejected.jsonl")
-    p.flag("--prompt_file", str(PROMPT), f"text; for the role user with {teachers.PLACE} once")
+    p.flag("--prompt_file", str(PROMPT), f"prompt; role user: contains {teachers.PLACE} once")
     p.flag("--prompt_role", "user", "where it goes: around the last user message, or in a system "
            "message", choices=("user", "system"))
-    p.flag("--parser", "language", "what a label is: the language line, --pattern, or the whole "
+    p.flag("--parser", "language", "form of a label: the language line, --pattern, or the whole "
            "answer, for free-form answers", choices=PARSERS)
-    p.flag("--pattern", None, "--parser regex: form of the label's line, the label in its group")
+    p.flag("--pattern", None, "--parser regex: form of the label's line, with the label as group")
     p.flag("--labels", None, "allowed labels, comma between them (default: any, or 13 languages)")
     p.flag("--shard", "0/1", "I/N: only lines whose 0-based number leaves remainder I by N")
     p.switch("--dry_run", "check flags and files, say what there is to do, end")
     # teacher
-    p.flag("--model_name", None, f"folder, hub name or a server's name (default: {TEACHER})")
+    p.flag("--model_name", None, f"folder, hub name, or name on a server (default: {TEACHER})")
     p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "
            "transformers", choices=("auto", "vllm", "openai", "transformers"))
-    p.flag("--max_model_len", 0, f"tokens of prompt and answer; 0: {teachers.LONGEST:,}, or the "
+    p.flag("--max_model_len", 0, f"most tokens of prompt + answer; 0: {teachers.LONGEST:,}, or the "
            "model's positions if they are fewer")
-    p.flag("--thinking", "default", "enable_thinking of the chat template; on: answers without a "
-           "closed thought do not count", choices=("default", "on", "off"))
+    p.flag("--thinking", "default", "enable_thinking of the chat template; on: reject answers "
+           "without a closed thought", choices=("default", "on", "off"))
     # answers
-    p.flag("--max_tokens", 1024, "tokens an answer may have, thoughts included")
-    p.flag("--temperature", 0.15, "of the draws; 0: the likeliest token, no retries")
-    p.flag("--top_p", 1.0, "draw from the likeliest tokens of this total probability")
-    p.flag("--top_k", 0, "draw from this number of likeliest tokens; 0: all")
+    p.flag("--max_tokens", 1024, "most tokens of an answer, including thoughts")
+    p.flag("--temperature", 0.15, "sampling temperature; 0: greedy, no retries")
+    p.flag("--top_p", 1.0, "sample from the likeliest tokens of this total probability")
+    p.flag("--top_k", 0, "sample from this number of likeliest tokens; 0: all")
     p.flag("--max_retries", 3, "further attempts for a line, each with another seed")
-    p.flag("--seed", 0, "of the draws")
+    p.flag("--seed", 0, "seed of the sampling")
     # engines
-    p.flag("--chunk_size", 1024, "vllm, transformers: lines given to it together")
+    p.flag("--chunk_size", 1024, "vllm, transformers: lines per call of the engine")
     p.flag("--batch_size", 16, "transformers: lines generated together")
     p.flag("--tensor_parallel_size", 1, "vllm: GPUs that share each layer")
-    p.flag("--pipeline_parallel_size", 1, "vllm: groups of GPUs that share out the layers")
+    p.flag("--pipeline_parallel_size", 1, "vllm: groups of GPUs among which the layers are divided")
     p.flag("--gpu_memory_utilization", 0.9, "vllm: share of each GPU's memory, 0 to 1")
     p.switch("--enforce_eager", "vllm: no compilation, no CUDA graphs: starts sooner")
     p.flag("--base_url", None, "openai: http://localhost:8000/v1; the key is in OPENAI_API_KEY")
-    p.flag("--concurrency", 64, "openai: requests under way at once")
-    p.flag("--request_timeout", 600.0, "openai: seconds that a request may take; failed ones are "
-           "repeated for twice as long, then the line is rejected")
+    p.flag("--concurrency", 64, "openai: concurrent requests")
+    p.flag("--request_timeout", 600.0, "openai: most seconds of a request; failed ones are retried "
+           "for twice as long, then the line is rejected")
     return p
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later."""
+    """Raise UserError for values and combinations that would fail later or have no effect."""
     defaults, vllm = build_parser(), importlib.util.find_spec("vllm")
     if args.engine == "auto":
         args.engine = "openai" if args.base_url else "vllm" if vllm else "transformers"
@@ -118,7 +118,7 @@ def check_flags(args, world_size):
             f"--shard {args.shard}: give I/N with I from 0 to N - 1")
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import hashlib
@@ -137,8 +137,8 @@ from distill.chat_data import LINES
 
 
 def read_input(path, prompt):
-    """([(messages, tools or None)] of the lines of a text or of conversations, [the same as the
-    teacher gets them, with its prompt]). UserError. An answer at the end is left out.
+    """([(messages, tools or None)] of a text's lines or of conversations, [the same with the
+    teacher's prompt]). UserError. An answer at the end is left out.
     """
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
@@ -168,12 +168,12 @@ def digest(value):
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-# ---- Journals of finished lines: {"header": ...}, then a record a line, of each shard
+# ---- Journals of finished lines, one per shard: {"header": ...}, then one record per line
 
 
 class Journal:
-    """Journal of finished records, on disk after SYNC_S. A line that a kill has cut is removed
-    at the next start. UserError while another process writes.
+    """Journal of finished records, on disk after SYNC_S. A line that a kill cut off is removed
+    at the next start. UserError if another process is writing to it.
     """
 
     def __init__(self, folder, shard, shards, header):
@@ -181,7 +181,7 @@ class Journal:
         self.lock = checkpoint.lock_folder(folder, "--output_file", self.path.stem)
         self.file, self.synced = open(self.path, "ab"), time.monotonic()
         self.file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-        # written with the first record: a failed start must fix nothing
+        # written with the first record, so that a failed start commits to nothing
         self.first = [] if self.path.stat().st_size else [{"header": header}]
         checkpoint.fsync(folder)
 
@@ -195,17 +195,17 @@ class Journal:
             self.sync()
 
     def sync(self):
-        """Sync added records to disk, so that they survive a crash of the machine."""
+        """Sync added records to disk, so they survive a crash of the machine."""
         with dist.error_names_file(self.path):
             os.fsync(self.file.fileno())
         self.synced = time.monotonic()
 
 
 def read_journals(folder, header):
-    """{line number: record} of all journals, whatever their number; UserError for other headers."""
+    """{line number: record} of the journals of all shards; UserError if their headers differ."""
     records = {}
     for path in sorted(Path(folder).glob("shard-*.jsonl")):
-        # the last line may be half written
+        # the last line may be incomplete
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 entry = json_files.loads(line)
@@ -234,16 +234,16 @@ def draw_seed(seed, number, attempt):
 
 
 def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
-    """Ask until every line of `todo` has a label or no attempts left; note each in the journal.
-    UserError when the teacher answers none of many lines one after the other.
+    """Ask until every line of `todo` has a label or no attempts left; record each in the journal.
+    UserError if the teacher answers none of REFUSED_IN_A_ROW lines in a row.
 
-    answers: of open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the teacher.
-    answered: whether it has answered any line before.
+    answers: from open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the
+    teacher. answered: True if it has answered any line before.
     """
     records = {number: {"id": number, "label": None, "prompt_tokens": 0, "completion_tokens": 0,
                         "answers": []} for number in todo}
-    waiting, held = list(todo), []      # held: lines without an answer, one after the other
-    random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may be neighbours
+    waiting, held = list(todo), []      # held: consecutive lines without an answer
+    random.Random(args.seed).shuffle(waiting)       # refused lines may be neighbours
     count, start = Counter(), time.monotonic()
     logged = start
 
@@ -265,10 +265,10 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 
     try:
         while waiting:
-            requests, waiting = map(request, waiting), []       # made as they are asked
+            requests, waiting = map(request, waiting), []       # created lazily
             for (number, *_), answer in answers(requests):
                 record = records[number]
-                # where the whole answer counts, tool calls do as well
+                # if the whole answer is the label, tool calls count too
                 calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
                 must_think = draw.thinking and not answer.thought
                 record["label"], why = (answer.text.strip(), "") if calls else read_label(
@@ -281,7 +281,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
                 count.update({"answers": 1, "in": answer.prompt_tokens,
                               "out": answer.completion_tokens})
                 if answer.finish_reason == "unanswered":
-                    held.append(number)     # the line's fault only if the teacher answers others
+                    held.append(number)     # the line is at fault only if others are answered
                     check_answered(REFUSED_IN_A_ROW)
                     continue
                 note(held)
@@ -315,10 +315,10 @@ def log_line(count, total, seconds):
 
 def write_results(output, lines, records):
     """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file, and
-    print their figures. UserError when no line has a label.
+    print a summary. UserError if no line has a label.
     """
     chats, rejected, labels, reasons = [], [], Counter(), Counter()
-    # of line 0: a digest of the input x LINES, so that input files have different ids
+    # id of line 0: digest of the input x LINES, so different inputs have different ids
     first = int(digest(lines)[:6], 16) * LINES
     for number, (messages, tools) in enumerate(lines):
         record = records[number]
@@ -349,7 +349,7 @@ def write_results(output, lines, records):
 
 
 def leave_on_signals():
-    """A signal ends this process as an exception would, so the engine ends its children."""
+    """Make signals raise SystemExit, so the engine ends its child processes."""
     def leave(number, frame):
         for other in signals:       # the first one counts
             signal.signal(other, signal.SIG_IGN)
@@ -363,7 +363,7 @@ def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
     leave_on_signals()
 
-    # the requests, and who answers them
+    # requests and teacher
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
     prompt, weights = teachers.read_prompt(args.prompt_file, args.prompt_role), None
     lines, asked = read_input(args.input_file, prompt)

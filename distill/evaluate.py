@@ -1,20 +1,20 @@
-r"""Judge a student of train_sft.py by questions it has not seen: what has it learned and forgotten?
+r"""Evaluate a student of train_sft.py on unseen questions: what has it learned and forgotten?
 
     python distill/evaluate.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
 
 Columns: "base" is the model before training, "student" the checkpoint, "base + prompt" or "teacher"
-what taught it, "control" another run's student, which should not have learned. All answer the
-questions of OUTPUT_DIR/held_out.jsonl greedily, as the student was trained; the checkpoint holds
-the hash of that file, and none of them may have been trained.
+its teacher, "control" the student of another run, which should not learn. All answer the questions
+in OUTPUT_DIR/held_out.jsonl greedily, in the student's training format. The checkpoint holds the
+hash of that file. None of the questions may have been trained.
 
-    kl, nll         of the held-out answers, per token: KL(teacher, column), negative log-likelihood
-    accuracy        answers with the label of the data: the teacher's, or the truth if you give
-                    that as --eval_data_file
-    follows         answers in which --follows is found
-    exact           same words as the teacher's answer (the data's, without a teacher)
-    unrelated kl    --unrelated: KL(base, column) on other chats, which the base answered
-"closed" is the part of the way from base to teacher that a student went.
+    kl, nll         KL(teacher, column) and negative log-likelihood per token of held-out answers
+    accuracy        share of answers with the data's label, which is the teacher's or, with
+                    --eval_data_file, may be the truth
+    follows         share of answers that match --follows
+    exact           share equal to the teacher's answer (the data's, without a teacher)
+    unrelated kl    --unrelated: KL(base, column) on other chats that the base answered
+"closed" is the fraction of the gap from base to teacher that a student closed.
 """
 import re
 import sys
@@ -31,39 +31,39 @@ BASE, STUDENT, CONTROL = "base", "student", "control"
 PROMPTED, TEACHER = "base + prompt", "teacher"      # the base with the prompt, or another model
 TOPIC, WAYS = "{topic}", {"kl": "divergence", "follows": "following"}
 SHARES = {"accuracy": "accuracy", "follows": "following", "exact": "word for word"}
-# flags of a run, by which it read its data
+# flags that determine how a run read its data
 RUN_FLAGS = ("train_data_file drop_bad enable_thinking train_turns max_length "
              "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
 
 
 def build_parser():
-    p = cli.Parser("Judge a student by questions it has not seen.")
+    p = cli.Parser("Evaluate a student on unseen questions.")
     # models
-    p.flag("--checkpoint", None, "of train_sft.py, adapter or whole model", required=True)
-    p.flag("--model_path", None, "base model the run started from (default: what its flags say)")
+    p.flag("--checkpoint", None, "checkpoint of train_sft.py, adapter or full", required=True)
+    p.flag("--model_path", None, "base model of the run (default: from the run's flags)")
     p.flag("--control", None, "checkpoint of a run that held out the same questions")
-    p.flag("--prompt_file", None, "the teacher's, for a run that learned answers alone")
-    p.flag("--prompt_role", "user", "in whose last message it goes", choices=("user", "system"))
+    p.flag("--prompt_file", None, "the teacher's prompt, for a run that learned answers only")
+    p.flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
     # data
-    p.flag("--output_dir", None, "everything written goes here", required=True)
-    p.flag("--eval_data_file", None, "judge by these instead of those that the run held out")
-    p.switch("--drop_leaked", "leave out questions that were trained as well, instead of stopping")
-    p.flag("--unrelated", None, "other chats, answered by the base: what was forgotten?")
+    p.flag("--output_dir", None, "folder for all output", required=True)
+    p.flag("--eval_data_file", None, "chats to evaluate on, instead of the held-out ones")
+    p.switch("--drop_leaked", "leave out questions that were also trained, instead of stopping")
+    p.flag("--unrelated", None, "other chats, answered by the base, to measure forgetting")
     # answers
-    p.flag("--max_new_tokens", 128, "tokens an answer may have")
+    p.flag("--max_new_tokens", 128, "most tokens of an answer")
     p.flag("--batch_size", 16, "answers generated together")
     p.flag("--parser", "whole", "a label: language line, --pattern, whole answer", choices=PARSERS)
-    p.flag("--pattern", None, "--parser regex: form of the label's line, the label in its group")
-    p.flag("--labels", None, "allowed labels, comma between them (default: those of the data)")
-    p.flag("--follows", None, "regular expression found in answers that follow the prompt")
-    p.flag("--topic", None, f"expression whose group, found in the question, is {TOPIC} in that")
-    p.flag("--min_closed", 0.0, "share, 0 to 1; exit status 1 if less of the way was gone, in "
-           "divergence or in following, or if the --control went this far in both")
+    p.flag("--pattern", None, "--parser regex: form of the label's line, the label as group")
+    p.flag("--labels", None, "allowed labels, comma-separated (default: those of the data)")
+    p.flag("--follows", None, "regular expression that matches answers that follow the prompt")
+    p.flag("--topic", None, f"expression for the question; its group fills {TOPIC} in --follows")
+    p.flag("--min_closed", 0.0, "least fraction closed, 0 to 1, in KL and in following; exit "
+           "status 1 below it, or if the --control reaches it in both")
     return p
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later."""
+    """Raise UserError for values and combinations that would fail later or have no effect."""
     cli.at_least_one(args, "max_new_tokens batch_size")
     cli.share(args, "min_closed")
     try:
@@ -78,7 +78,7 @@ def check_flags(args, world_size):
     require(not args.control or args.follows, "--control needs --follows")
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import argparse
@@ -100,7 +100,7 @@ from distill.losses import chunked_loss
 
 
 class Run(NamedTuple):
-    """A checkpoint and the run it is of."""
+    """A checkpoint and its run."""
     folder: Path
     meta: dict                  # its state
     flags: argparse.Namespace   # RUN_FLAGS
@@ -112,7 +112,7 @@ class Run(NamedTuple):
 def open_run(args, name):
     """Run of a checkpoint folder. Raises UserError."""
     folder, where = Path(name), f"--checkpoint {name}"
-    try:        # what a run was, and what it has seen
+    try:        # the run's flags and training data
         meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
         flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
         trained_from = meta["identity"]["base model"]
@@ -140,13 +140,13 @@ class Column:
         self.usual = self.native.config._attn_implementation
 
     def switched(self, attention):
-        """Within this context the model is this column's; it attends by the function named."""
+        """Context in which the model is this column's and uses the named attention function."""
         self.native.config._attn_implementation = attention
         return contextlib.nullcontext() if self.adapted else adapters.switched_off(self.model)
 
 
 def open_columns(run, prompt, device, dtype):
-    """{name: Column} of base, teacher if there is one, and student. Raises UserError."""
+    """{name: Column} of base, teacher (if there is one) and student. Raises UserError."""
     base = causal_lm.load_whole(run.base, dtype, device)
     if (run.folder / "adapter_config.json").is_file():
         student = base = adapters.add_saved(base, run.folder)
@@ -165,11 +165,11 @@ def open_columns(run, prompt, device, dtype):
     return columns | {STUDENT: Column(student, run.tokenizer, True)}
 
 
-# ---- Questions that were not trained
+# ---- Held-out questions
 
 
 def read_chats(path):
-    """[record {"messages", ..., "line"}] of a file; UserError with what cannot be used."""
+    """[record {"messages", ..., "line"}] of a file; UserError for unusable records."""
     problems = []
     rows = [record | {"line": number} for number, record in chat.read_records(path, problems)]
     require(rows and not problems, str([*problems, f"{path}: holds no conversations"][0]))
@@ -177,8 +177,8 @@ def read_chats(path):
 
 
 def read_rows(args, run):
-    """([record {"id", "messages", ...}] to judge by, their file, JSON-able dict about them).
-    UserError: questions that were trained as well, or that the run did not hold out.
+    """([record {"id", "messages", ...}] to evaluate on, their file, JSON-able dict about them).
+    UserError for questions that were also trained, or that the run did not hold out.
     """
     if args.eval_data_file:
         path, trained = args.eval_data_file, run.flags.train_data_file
@@ -209,7 +209,7 @@ def read_rows(args, run):
 
 
 def encode(run, rows, path, prompt=None, turns=None):
-    """([sample as ChatTable has them], ids that answers end with). path: of the rows."""
+    """([sample as in ChatTable], end ids of answers). path: file of the rows."""
     around = prompt and prompt.role == "user"
     turns = turns or ("last" if around else run.flags.train_turns)
     thinking, other = THINKING[run.flags.enable_thinking], None
@@ -257,7 +257,7 @@ def likelihoods(column, samples, batch_size, teacher=None, as_teacher=False):
 
 
 def ask_column(column, ends, thinking, requests, tokens, batch_size):
-    """[Answer] of a Column, greedily. ends: ids that trained answers end with."""
+    """[Answer] of a Column, greedy. ends: end ids of trained answers."""
     causal_lm.stop_at(column.native, ends)
     known = column.native.generation_config.eos_token_id
     draw = teachers.Sampling(tokens, thinking=THINKING[thinking])
@@ -270,7 +270,7 @@ def ask_column(column, ends, thinking, requests, tokens, batch_size):
 
 
 def requests_of(rows, prompt=None):
-    """[Request] of what comes before the last answers; with a prompt as the teacher reads it."""
+    """[Request] for the last answers; with a prompt, in the teacher's version."""
     made = []
     for number, row in enumerate(rows):
         messages = row["messages"][:-1]
@@ -281,8 +281,8 @@ def requests_of(rows, prompt=None):
 
 
 def follows_rule(pattern, topic=None):
-    """Function of question and answer, texts: does the answer follow the prompt? TOPIC in pattern
-    is what the group of `topic` finds in the question, UserError without it.
+    """Function (question, answer) -> True if the answer follows the prompt. TOPIC in pattern is
+    replaced by the group of `topic` in the question; UserError if that does not match.
     """
     def follows(question, text):
         if not topic:
@@ -294,7 +294,7 @@ def follows_rule(pattern, topic=None):
 
 
 def label_of(parser, answer):
-    """The label of an Answer: the whole answer, as students write it, or its line; None."""
+    """The label of an Answer, from its line or the whole answer; None without one."""
     line = answer.text.lower() if parser.lower else answer.text
     label, _ = read_label(Parser(None, parser.labels), line, answer.finish_reason)
     return label or read_label(parser, answer.text, answer.finish_reason)[0]
@@ -319,7 +319,7 @@ def measure_forgotten(args, run, columns, found):
 
 
 def table_lines(found):
-    """The measures as text, a line each, a column for each model."""
+    """The measures as text: one line per measure, one column per model."""
     rows = [["", *found]]
     for measure in dict.fromkeys(measure for row in found.values() for measure in row):
         form = "{:.1%}" if measure in SHARES else "{:.4g}"
@@ -331,7 +331,7 @@ def table_lines(found):
 
 
 def verdict_clauses(args, found, closed, n):
-    """[clause] about what was learned and what was forgotten."""
+    """[clause] that summarise learning and forgetting."""
     clauses = []
     for measure, what in SHARES.items():
         if shares := [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
@@ -348,7 +348,7 @@ def verdict_clauses(args, found, closed, n):
 
 
 def check_learned(args, found, closed, goal):
-    """UserError unless the student went --min_closed of the way, and the control did not."""
+    """UserError unless the student closed --min_closed of the gap and the control did not."""
     for measure, part in closed[STUDENT].items():
         theirs, before = found[goal][measure], found[BASE][measure]
         require(part is not None and (theirs or measure == "kl"), f"{args.checkpoint}: "
@@ -375,7 +375,7 @@ def main(argv=None):
     learned, prompt = run.flags.prompt_file or run.flags.teacher_path, None
     require(not (learned and args.prompt_file),
             f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; drop the flag")
-    if learned:     # as the run read it, whatever has become of the file
+    if learned:     # as the run read it, even if the file has changed
         prompt = teachers.Prompt(*run.meta["held_out"]["prompt"])
     elif args.prompt_file:
         prompt = teachers.read_prompt(args.prompt_file, args.prompt_role)
@@ -406,7 +406,7 @@ def main(argv=None):
                 f"--control {other.folder}: held out other questions than {args.checkpoint}")
         columns[CONTROL] = open_columns(other, None, device, dtype)[STUDENT]
 
-    # answers, and what they are worth
+    # answers and measures
     found, answers, texts = {name: {} for name in columns}, {}, {}
     for name, column in columns.items():
         print(f"asking     {name}: {len(rows):,} questions")

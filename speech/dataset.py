@@ -3,8 +3,8 @@
     table = Table(build(world, tokenizer, ids, sources, encode, output_dir, problems, finish))
     train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
 
-Each sample is tokenised once, each distinct clip kept once. A clip is one placeholder token here;
-its rows come when it is loaded (data.py).
+Each sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder
+token here; data.py replaces it by the clip's rows.
 """
 import atexit
 import contextlib
@@ -37,17 +37,17 @@ from speech.conversations import (OTHER_MARKS, RECOGNISED, BadSample, Clip, Path
                                   sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-LOOK = 20       # entries that are looked at to find out the format
+LOOK = 20       # entries that are read to detect the format
 FLAGS = {"ref_in_system": "--ref_audio_in_system_message", "normalize": "--normalize_text"}
-NOTES = {       # of samples that are used all the same
+NOTES = {       # checks whose samples are still used
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
     "unused_reference": "their task type uses no reference clips; --task_type "
                         "zero_shot_voice_cloning trains with them",
     "no_reference_text": "what their reference clips say is not known (ref_text); trained without "
                          "them"}
-SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
-PREPARED = "prepared.json"      # of a folder of prepare_tts.py, written last
-# of a sample: hash of its speaker and text; letters and digits of that text, 0: no words; language
+SHARE = 0.005           # default of --validation_split
+PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
+# per sample: hash of speaker and text; letters and digits of the text, 0: no words; language
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 
 
@@ -60,32 +60,32 @@ def file_of(sources, i):
 
 @dataclass(frozen=True)
 class Sources:
-    """The user's files and folders of a run, and how they become samples."""
+    """The user's files and folders of a run, and settings that turn them into samples."""
     train: list                     # [(path, weight)]
     held_out: str | None = None     # path of the validation data
     reading: Reading = Reading()
-    processes: int = 0              # that help this one with sources of many samples
+    processes: int = 0              # extra processes for sources of many samples
     drop: tuple = ()                # checks (choices.CHECKS) whose samples are dropped
 
     def all(self):
-        """[(path, weight, whether it is validation data)]."""
+        """[(path, weight, True for validation data)]."""
         train = [(path, weight, False) for path, weight in self.train]
         return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
 class Source(NamedTuple):
-    """A ChatML file. read(wanted) yields (number, entry or SKIPPED); people count from 1."""
+    """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
     path: Path
-    about: str          # where it is from, for people
-    unit: str           # numbered things: "line" of a file or "sample"
+    about: str          # where it comes from, for messages
+    unit: str           # "line" or "sample", for messages
     read: object
 
 
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
-    """Source of a path: itself where it is ChatML; else `folder` gets it as ChatML first.
+    """Source of a path. Other formats than ChatML are converted first, into a file in `folder`.
 
-    problems: a list that takes rows that cannot be used. held_out: whether it is validation data.
-    number: of the path among those of a run.
+    problems: list to which unusable rows are added. held_out: True for validation data.
+    number: index of the path in the run.
     """
     if Path(path).suffix in CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):
@@ -112,7 +112,7 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
 
 
 def entries_of(source, reading, wanted, make=canonical_sample):
-    """Yield (number, its Sample, or the Problem with it; None if it is left out) of each entry."""
+    """Yield (number, Sample or Problem, None if it is left out) for each entry."""
     paths = Paths(source.path.parent.resolve())
     for number, entry in source.read(wanted):
         if entry is json_files.SKIPPED or not wanted(number):
@@ -128,7 +128,7 @@ def entries_of(source, reading, wanted, make=canonical_sample):
                     name = misc["source"]
             if setting not in (None, "", "on", "off"):
                 raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
-            # off: as a take was spoken
+            # off: the setting with which a take was spoken
             sample = make(name, entry, paths, reading.normalize and setting != "off")
         except BadSample as error:
             yield number, problem(name, error.check, error, source.path)
@@ -138,9 +138,9 @@ def entries_of(source, reading, wanted, make=canonical_sample):
 
 
 def read_samples(path, problems, make=canonical_sample, **reading):
-    """Yield the Samples of data of any format; the list `problems` takes what cannot be used.
+    """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
 
-    make: what makes them of ChatML. reading: of Reading. UserError for a file that is unreadable.
+    make: function from ChatML to Sample. reading: fields of Reading. UserError: unreadable file.
     """
     reading = Reading(**reading)
     for _, found in entries_of(open_source(path, reading, problems), reading, lambda n: True, make):
@@ -153,9 +153,9 @@ def read_samples(path, problems, make=canonical_sample, **reading):
 def read_all(builder, sources, problems, noted=None, folder=None):
     """Read and tokenise Sources into a TableBuilder.
 
-    problems: Problems, which takes the samples that cannot be used, for the caller to settle.
-    noted: a list that takes oddities of samples that are used, as Problems. folder: for what
-    is not ChatML. UserError when a source is empty.
+    problems: Problems that collects unusable samples, for the caller to settle. noted: list that
+    collects warnings about usable samples, as Problems. folder: for data converted to ChatML.
+    UserError if a source is empty.
     """
     for number, (path, weight, held_out) in enumerate(sources.all()):
         first, lost = len(builder), []
@@ -164,7 +164,7 @@ def read_all(builder, sources, problems, noted=None, folder=None):
         problems.add(lost)
 
         def chunks(start, step, source=source, path=path):
-            """Every step-th chunk; lines of the chunks of other processes are passed over."""
+            """Every step-th chunk; the lines of other processes' chunks are skipped."""
             def wanted(entry):
                 return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
             entries, due = entries_of(source, sources.reading, wanted), start
@@ -223,7 +223,7 @@ def read_all(builder, sources, problems, noted=None, folder=None):
 
 
 def facts_of(sample):
-    """FACTS of a Sample, by the words of its last clip."""
+    """FACTS of a Sample, from the text of its last clip."""
     def short_hash(text):
         data = text.encode("utf-8", "backslashreplace")
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
@@ -237,7 +237,7 @@ class TableBuilder:
     """Tokenised samples in columns on disk, and the distinct clips in order of first use."""
 
     def __init__(self, tokenizer, ids, folder=None):
-        """folder: an empty one, which write() makes the table; None: a temporary one."""
+        """folder: empty folder in which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
         self.known, self.left_out, self.sources = {}, Counter(), []     # of read_all
@@ -259,12 +259,12 @@ class TableBuilder:
         return len(self.tokens)
 
     def add(self, samples, problems):
-        """Tokenise Samples; the list `problems` takes those that cannot be used."""
+        """Tokenise Samples; unusable ones are added to the list `problems`."""
         self.append(self.chunk(samples, problems))
 
     def chunk(self, samples, problems):
-        """{name: array, or (array, lengths) of lists} of Samples for append(), which may be that of
-        another process's builder.
+        """{name: array, or (array, lengths) of lists} of Samples for append(), possibly of another
+        process's builder.
         """
         good, facts, left_out = [], [], Counter()
         for sample in samples:
@@ -279,7 +279,7 @@ class TableBuilder:
                 continue
             good += found
             facts += [facts_of(sample)] * len(found)
-            # marks in a text to speak that this model does not know
+            # tags in a text to speak that this model does not know
             tags = {tag for turn in marked if turn.role != "system"
                     for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
             left_out.update(without)
@@ -319,10 +319,10 @@ class TableBuilder:
         self.left_out.update(chunk["left_out"])
 
     def tokens_of(self, pieces):
-        """[tokens] of pieces of streams: texts, and Clips, each of which is one token."""
+        """[tokens] of the pieces of streams: a text gives its tokens, a Clip one token."""
         new = {text for text in pieces if type(text) is str and text not in self.known}
         known = {**self.known, **dict(zip(new, self.lists(list(new))))}
-        # template pieces repeat in every sample, the samples' own text does not
+        # template pieces repeat in every sample, user texts do not
         self.known.update((text, known[text]) for text in new
                           if text.startswith("<|") and text.endswith(("|>", "\n\n")))
         place = [self.ids.audio_placeholder_id]
@@ -336,15 +336,15 @@ class TableBuilder:
         return self.names[i].tobytes().decode()
 
     def used_clips(self):
-        """((m,) numbers of the clips of all samples, (n + 1,) offsets of each sample's in it)."""
+        """((m,) clip numbers of all samples, (n + 1,) offsets of each sample in that array)."""
         return self.used.values.array(), self.used.offsets.array()
 
     def write(self, cache_folder, shards, where, left_out=False):
-        """Make the table in `folder`; ends the builder. left_out: (n,) bool, of samples not used.
+        """Write the table to `folder`; ends the builder. left_out: (n,) bool, unused samples.
 
-        cache_folder: absolute, or relative to `folder`. shards, where: of codes.ensure_codes; where
-        is (n_clips, 4) int64, in the order of `clips`. Samples with a clip of 0 frames, which has
-        no codes, are not `audible`, nor are those left out.
+        cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
+        where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
+        clip of 0 frames (without codes), are not `audible`.
         """
         (used, offsets), trained = self.used_clips(), self.trained.array()
         frames = where[used, 2]
@@ -373,12 +373,12 @@ class TableBuilder:
 
 def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, noted=None,
           check=lambda: None):
-    """A new table of Sources, on every rank: read, encode, finish; then earlier ones are deleted,
-    of which a running job keeps what it has mapped.
+    """A new table of Sources, on every rank: read, encode, finish. Then earlier tables are deleted;
+    a running job keeps its mapped files.
 
-    encode(clips): of codes.py. problems, noted: of read_all, and check() settles them before audio
-    is encoded. finish(builder, cache folder, shards, where, measures, problems of audio): on rank
-    0, writes the table; every rank gets its result.
+    encode(clips): from codes.py. problems, noted: as in read_all; problems of rows are settled
+    before audio is encoded. finish(builder, cache folder, shards, where, measures, audio problems)
+    writes the table on rank 0; every rank gets its result.
     """
     start, name, builder = time.monotonic(), f"table-{uuid.uuid4().hex[:8]}", None
 
@@ -441,8 +441,8 @@ class Table:
         return len(self.lengths)
 
     def fingerprint(self, numbers):
-        """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples;
-        after " audio " one of the checksums of codes.
+        """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples,
+        then " audio " and a hash of the codes' checksums.
         """
         if not len(numbers):
             return ""
@@ -453,7 +453,7 @@ class Table:
         digest = hashlib.sha256()
         for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
             digest.update(np.ascontiguousarray(values))
-        if (checksums < 0).any():       # a dry run has not all
+        if (checksums < 0).any():       # incomplete in a dry run
             return digest.hexdigest()[:16]
         return f"{digest.hexdigest()[:16]} audio {hashlib.sha256(checksums).hexdigest()[:16]}"
 
@@ -462,13 +462,13 @@ class Table:
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
 
 
-# ---- Which samples are trained, and which validated
+# ---- Split into training and validation samples
 
 
 def split_validation(n, share, seed):
     """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
 
-    share: None for SHARE, but of few samples 5 %, up to 16: the best checkpoint hangs on these.
+    share: None: SHARE, or 5 % of a small data set, up to 16: they decide the best checkpoint.
     """
     if share is None:
         share = max(SHARE, min(0.05, 16 / max(1, n)))
@@ -478,9 +478,9 @@ def split_validation(n, share, seed):
 
 
 def split_samples(table, share, seed):
-    """(train, validation) sample numbers, sorted; share, seed: of split_validation, where no
-    samples came as validation data. A source of weight 2 has each of its numbers twice, one of
-    weight 0.3 a share of them, drawn by the seed.
+    """(train, validation) sample numbers, sorted. share, seed: as in split_validation, which is
+    used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
+    draws that share of them by the seed.
     """
     def numbers(held_out):
         found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
@@ -501,15 +501,15 @@ def split_samples(table, share, seed):
 
 
 def places(where, clips):
-    """(n,) int64 for numbers of clips, equal for clips of the same audio."""
+    """(n,) int64 for clip numbers, equal for clips of the same audio."""
     shard, row = where[clips, 0], where[clips, 1]
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
 
 
 def own_references(place, offsets):
-    """Numbers of the samples whose clip to speak, the last one, is also a reference there.
+    """Numbers of the samples whose clip to speak (the last one) is also their reference.
 
-    place: of the clips of all samples (places). offsets: (n + 1,) of each sample's first one.
+    place: places() of the clips of all samples. offsets: (n + 1,) index of each sample's first.
     """
     last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
     again = np.concatenate([[0], np.cumsum(place == last)])
@@ -518,11 +518,11 @@ def own_references(place, offsets):
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
                    output_dir=None):
-    """(training, validation) numbers of the samples to use: short enough, no audio in both.
+    """(training, validation) numbers of usable samples: short enough, and no audio in both parts.
 
-    max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of
-    --max_tokens_per_batch, 0 = no limit. drop: longer samples are left out and, if `say`, counted;
-    else they are a UserError. output_dir: where they are listed, None: nowhere.
+    max_length: --max_length, or by default the model's positions. max_tokens:
+    --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out, and count them if `say`;
+    otherwise raise UserError. output_dir: where to list them; None: nowhere.
     """
     def audio(numbers):
         return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
@@ -559,20 +559,20 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
 
 
 def data_facts(table, train_ids):
-    """{"samples": how many, "hours": of audio in them, references too} for a model card."""
+    """{"samples": their number, "hours": of audio, with references} for a model card."""
     hours = float(table.frames[train_ids].sum() / FRAME_RATE / 3600)
     return {"samples": len(train_ids), "hours": hours}
 
 
 def samples_line(table, train_ids, eval_ids):
-    """Line that says how many samples a run has and how long they are."""
+    """Log line with the number of samples and their lengths."""
     lengths, hours = table.lengths[train_ids], data_facts(table, train_ids)["hours"]
     return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
             f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
 
 
-# ---- Prepared folders: a table, the codes of its audio, and prepared.json, which lists every file
-# with its size and checksum and says which tokenizer and codec they fit to
+# ---- Prepared folders: a table, the codes of its audio, and prepared.json, which has the size and
+# checksum of every file and the fingerprints of the tokenizer and codec
 
 
 def is_prepared(path):
@@ -581,13 +581,13 @@ def is_prepared(path):
 
 
 def tokenizer_fingerprint(tokenizer, ids):
-    """16 hex digits of a tokenizer's words and of the ids that the trainer uses."""
+    """16 hex digits: hash of a tokenizer's vocabulary and of the ids that the trainer uses."""
     text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
-    """Finish a folder whose table is there: prepared.json. report: JSON-able, for people."""
+    """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
     folder, table = Path(folder), Path(table)
     codes = json.loads((table / "codes.json").read_text())
     place, parts = Path(os.path.normpath(table / codes["folder"])), sorted(table.iterdir())
@@ -595,15 +595,15 @@ def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
              path.stat().st_size for path in (*parts, *(place / name for name in codes["shards"]))}
     about = {"table": table.name, "files": sizes,
              "sha256": {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
-                        for path in parts},     # codes have other checksums
+                        for path in parts},     # codes have separate checksums
              "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
     checkpoint.write_text(folder / PREPARED, json.dumps(about, indent=1) + "\n")
 
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
-    """Table of a prepared folder, on every rank. UserError unless it is whole, and the reading of
-    sources (Sources) has the defaults or what the folder was prepared with.
+    """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
+    sources (Sources) are defaults or equal those of the preparation.
     """
     (path, weight, _), *others = sources.all()
     reading = sources.reading
@@ -635,13 +635,13 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
                     f"{flag}; prepare it again")
         for name, default in asdict(Reading()).items():
             value, was = getattr(reading, name), about["reading"].get(name, default)
-            # a default may be any value, but of the texts, as checkpoints keep that
+            # defaults match any value, except for the text setting, which checkpoints keep
             fits = (was,) if name == "normalize" else (default, was)
             if value not in fits and name not in ("seed", "lone_reference"):
                 was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
                 raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} {was}, "
                                 f"not {value}; drop the flag, or prepare it again")
-        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
+        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         print(f"data       prepared: {path}", flush=True)
         return str(Path(path) / about["table"])
 

@@ -1,25 +1,25 @@
-"""Judge generated speech: words, voice, naturalness, length, endings. One folder, or several.
+"""Evaluate generated speech: words, voice, naturalness, length, endings; one folder or several.
 
     python speech/evaluate_tts.py samples
     python speech/evaluate_tts.py samples --asr_model openai/whisper-small --mos \
         --speaker_model microsoft/wavlm-base-plus-sv
     python speech/evaluate_tts.py samples_base samples_trained  # the same prompts, two checkpoints
 
-A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or
-"length"), and maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text,
-truly spoken), each with or without "..._offset" and "..._seconds". Prints a table; each folder gets
-evaluation.json.
+A folder holds the output of generate_tts.py: NAME.wav and NAME.json with "text" and "ended_by"
+("eos" or "length"). Optional are "reference_audio" (the voice to be cloned) and "target_audio" (a
+recording of the text), each with optional "..._offset" and "..._seconds". Prints a table and writes
+evaluation.json into each folder.
 
-    wer, cer             errors per word or character of "text", all samples together, as heard by
-                         --asr_model or --asr_command; texts are compared by whisper's rules. An
-                         error of the recogniser counts too: judge the true recordings once as well
-    wer_mean             mean of the samples' wer, as Seed-TTS-eval counts
+    wer, cer             errors per word or character of "text" over all samples, as heard by
+                         --asr_model or --asr_command and compared by whisper's rules. They include
+                         the recogniser's errors: evaluate true recordings too
+    wer_mean             mean of the samples' wer, as in Seed-TTS-eval
     speaker_similarity   cosine of --speaker_model's embeddings of the sample and of
                          reference_audio, else of the target
     dnsmos               naturalness from 1 to 5 as DNSMOS estimates it (--mos)
     length_ratio         seconds of the sample over those of target_audio
     stop_rate            share of samples that ended by themselves, not at the length limit
-    real_time_factor     seconds of computing per second of speech, as generate_tts.py noted it
+    real_time_factor     computing time per second of speech, from generate_tts.py
 """
 import sys
 from pathlib import Path
@@ -35,8 +35,8 @@ p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
 p.add_argument("folders", nargs="+", metavar="FOLDER", help="of generate_tts.py")
 choices.judges(p)
 p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")
-p.flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
-p.flag("--batch_size", 8, "samples Whisper hears at once")
+p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
+p.flag("--batch_size", 8, "samples per batch of Whisper")
 
 
 def check_flags(args, world_size):
@@ -46,7 +46,7 @@ def check_flags(args, world_size):
             "the same folder is given twice")
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
 
 import math
@@ -67,7 +67,7 @@ HZ = 24000
 
 
 def read_samples(folder):
-    """[sample] of a folder of NAME.wav and NAME.json. UserError lists all that cannot be judged."""
+    """[sample] of a folder of NAME.wav and NAME.json. UserError lists all unusable samples."""
     folder, samples, problems = Path(folder), [], []
     require(folder.is_dir(), f"{folder}: no such folder; give one that generate_tts.py wrote")
     for audio in sorted(folder.glob("*.wav")):
@@ -87,8 +87,8 @@ def read_samples(folder):
 
 
 def find_audio(facts, what, path):
-    """(path, offset, seconds; None for all of it) of the recording that a JSON names, or None. The
-    path is relative to here or to the JSON. Raises UserError."""
+    """(path, offset, seconds; None for the whole file) of a JSON's recording, or None. The path is
+    relative to the working directory or to the JSON. Raises UserError."""
     name, *stretch = (facts.get(f"{what}_{key}") for key in ("audio", "offset", "seconds"))
     if name is None:
         return None
@@ -99,8 +99,8 @@ def find_audio(facts, what, path):
 
 
 def check_same_prompts(found):
-    """Raise UserError unless all folders hold the same prompts: a difference would mean nothing."""
-    # normalised: with one checkpoint they may be, with the other not
+    """Raise UserError unless all folders hold the same prompts, which comparisons require."""
+    # normalised, since only one of the checkpoints may normalise texts
     first, *others = [{audio.stem: normalise(facts.get("text") or "")
                        for audio, facts, *_ in samples} for samples in found]
     for folder, texts in zip(args.folders[1:], others):
@@ -155,7 +155,7 @@ def mean(values):
 
 
 def table(runs):
-    """Lines of the table, one a metric; with several runs the difference from the first."""
+    """Lines of the table, one per metric; several runs show differences from the first."""
     heads = [run["name"] for run in runs] + ["difference"] * (len(runs) - 1)
     width = max(12, *map(len, heads))
     lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]

@@ -5,10 +5,10 @@
         --text "Good morning." --output_dir spoken
     torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json  # GPUs share them
 
-For each prompt: <name>.wav (24 kHz) and <name>.json with text, seed, frames, seconds,
-real_time_factor (seconds of computing per second of speech, of its whole batch) and ended_by: "eos"
-when the model stopped by itself, "length" when --max_seconds cut it off. The same seed and batch
-size give the same speech on any number of GPUs.
+Each prompt gives <name>.wav (24 kHz) and <name>.json with text, seed, frames, seconds,
+real_time_factor (computing time of its batch per second of speech) and ended_by: "eos" if the model
+stopped by itself, "length" if --max_seconds cut it off. The same seed and batch size give the same
+speech on any number of GPUs.
 """
 import sys
 from pathlib import Path
@@ -27,18 +27,18 @@ flag, switch = p.flag, p.switch
 flag("--model_path", None, "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native "
      "or 2025 format) or Higgs TTS 3", required=True)
 choices.codec(p)
-flag("--adapter", None, "folder with adapter_model.safetensors, used on top of --model_path")
-flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
-flag("--dtype", "auto", "of the base's weights; adapters stay float32; auto: bfloat16 on a GPU, "
+flag("--adapter", None, "folder with adapter_model.safetensors, applied to --model_path")
+flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
+flag("--dtype", "auto", "base's dtype; adapters stay float32; auto: bfloat16 on a GPU, "
      "float16 on a T4 or V100", choices=("auto", "bfloat16", "float16", "float32"))
-choices.base_dtype(p, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
+choices.base_dtype(p, "nf4 keeps the base's layers in four bits, for GPUs of 8 to 12 GB")
 # what to say
 flag("--text", None, "one or more texts", nargs="+")
-flag("--prompts", None, "file: one text a line, or ChatML, which may hold the voice to take")
-flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
-flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
-flag("--scene", None, "scene of texts and lines, e.g. 'Audio is recorded from a quiet room.'")
-flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inference has them "
+flag("--prompts", None, "file: one text per line, or ChatML, which may name a reference clip")
+flag("--reference_audio", None, "clip of the voice to clone, for texts and lines")
+flag("--reference_text", None, "transcript of --reference_audio; optional for Higgs TTS 3")
+flag("--scene", None, "scene for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
+flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference does "
      "(default: as the checkpoint was trained; on for a base model)", choices=choices.ON_OFF)
 # how
 flag("--temperature", None, "0 = greedy (default: 1, TTS 3: 0.8)", type=float)
@@ -46,26 +46,26 @@ flag("--top_k", None, "draw from this many codes, 0 = all (default: 50, TTS 3: 3
 flag("--top_p", None, "draw from codes of this total probability (default: 0.95, TTS 3: 0.8)",
      type=float)
 flag("--ras_window", None, "V2: rows that repetition-aware sampling looks back at, 0 = off "
-     "(default: 7); a code that is in them twice is drawn again", type=int)
-flag("--max_seconds", 30.0, "of speech; longer speech is cut, and says so")
-flag("--seed", 42, "of the draws")
+     "(default: 7); a code that occurs in them twice is drawn again", type=int)
+flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and reported")
+flag("--seed", 42, "seed of the sampling")
 flag("--batch_size", 4, "prompts generated together on each device")
-flag("--best_of", 1, "takes of each text, ranked by end-of-stream, errors of --asr_model or "
-     "--asr_command, --speaker_model; a faultless take ends the search")
-flag("--split_text", 0, "speak texts of more than N characters part by part, cut after sentences "
-     "and at tags, which are carried on; each part is spoken after the reference, or after its "
+flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors (--asr_model or "
+     "--asr_command), then --speaker_model; a take without errors ends the search")
+flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
+     "and at tags, which are repeated; each part continues from the reference, or from its "
      "speaker's last part; 0 = off", metavar="N")
-flag("--stream", None, "with --split_text, of one --text: write its sound part by part as it is "
+flag("--stream", None, "with --split_text and one --text: write each part's sound as soon as it is "
      "spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
 choices.judges(p)
 # output
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
-switch("--overwrite", "delete results of an earlier run in there first")
-flag("--max_cer", None, "with --best_of: write best.jsonl, training data, of the takes that ended "
-     "by themselves with at most this share of character errors", type=float, metavar="SHARE")
+switch("--overwrite", "first delete results of an earlier run in --output_dir")
+flag("--max_cer", None, "with --best_of: write training data best.jsonl from takes that ended by "
+     "themselves with at most this character error rate", type=float, metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 
-BEST = "best.jsonl"     # of --max_cer
+BEST = "best.jsonl"     # written with --max_cer
 
 
 def check_flags(args, world_size):
@@ -99,9 +99,9 @@ def check_flags(args, world_size):
 
 
 if any(word in ("-", "--stream=-") for word in sys.argv):
-    sys.stdout = sys.stderr     # --stream -: sound alone goes there, no notice of the flags either
+    sys.stdout = sys.stderr     # --stream -: stdout carries only sound
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
 
 import json
@@ -119,7 +119,7 @@ from speech.codes import FRAME_RATE, load_codec
 
 
 def earlier_results():
-    """Claim the output folder -> files of an earlier run in it, which only --overwrite allows."""
+    """Claim the output folder -> an earlier run's files in it; UserError without --overwrite."""
     checkpoint.claim_output(args.output_dir)
     old = [path for path in Path(args.output_dir).iterdir() if path.name == BEST
            or path.suffix in (".wav", ".json", ".npy") and path.stem.isdigit()]
@@ -166,7 +166,7 @@ ids = module.token_ids(tokenizer, config)
 codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
 given = {name: getattr(args, name) for name in speak.DRAW_FLAGS if getattr(args, name) is not None}
 settings = speak.sampling(config, args.max_seconds, **given)
-# what a sample's sound depends on, for its JSON file
+# settings that determine a sample's sound, for its JSON file
 noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": args.base_dtype,
          "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
          **module.DRAWS, **given}
@@ -177,7 +177,7 @@ def prepare(some, numbers):
                          module.positions(config) - settings.max_new_tokens, numbers)
 
 
-# batches are cut from the whole list, so that the number of ranks changes nothing in them
+# batches are cut from the whole list, so they do not depend on the number of ranks
 batches, problems = {}, []
 for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
     numbers = range(len(samples))[first:first + args.batch_size]
@@ -196,11 +196,11 @@ if args.best_of > 1:
     from speech import judges
     load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
                    language=args.language, device=device)
-    dist.rank0(world, lambda: load() and None)      # one downloads for all
+    dist.rank0(world, lambda: load() and None)      # one rank downloads for all
     listeners = load()
-for path in old if main_rank else ():       # only now that nothing can be wrong any more
+for path in old if main_rank else ():       # only now, after all checks
     path.unlink()
-dist.all_gather(world, None)        # nobody writes before that is done
+dist.all_gather(world, None)        # no rank writes before that
 if main_rank:
     what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
     print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {device.type}"
@@ -217,7 +217,7 @@ def say(prompts, seed):
 
 
 def speak_batch(prompts, seed):
-    """Speak and write one batch of Prompts -> what their JSON files say."""
+    """Speak and write one batch of Prompts -> contents of their JSON files."""
     start = time.monotonic()
     try:
         if args.split_text:

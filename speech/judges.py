@@ -1,11 +1,11 @@
-"""Judge speech by models from outside: word errors, likeness of voices, naturalness.
+"""Evaluate speech with external models: word errors, speaker similarity, naturalness.
 
     heard = judges.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; ... = (one | two)+;")
     errors, words = judges.word_errors(["one two", "two"], heard)
     voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
 
-Waves are (n,) float32 mono in -1..1. Each model is imported, or reported missing, where it is
-used: training needs none.
+Waves are (n,) float32 mono in -1..1. Each model is imported, or reported missing, at first use;
+training needs none.
 """
 import functools
 import itertools
@@ -57,10 +57,10 @@ def resample(wave, rate, wanted=RATE):
 
 @functools.cache
 def normaliser(language):
-    """text -> text as it is compared, by whisper's rules (Radford et al. 2022, appendix C).
+    """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C).
 
-    All lose case, punctuation and words in brackets. "en": numbers become digits, contractions are
-    written out, "uh" and "um" go. LETTERS_APART: every character is a word. None: unknown.
+    All rules drop case, punctuation and words in brackets. "en" also writes numbers as digits,
+    expands contractions and drops "uh" and "um". LETTERS_APART: each character is a word.
     """
     from transformers.models.whisper import english_normalizer
     if language == "en":
@@ -69,7 +69,7 @@ def normaliser(language):
 
 
 def edit_distance(a, b):
-    """Least number of insertions, deletions and replacements that turn a into b (Levenshtein)."""
+    """Levenshtein distance: fewest insertions, deletions and substitutions from a to b."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row[0] = row[0], i
@@ -79,8 +79,8 @@ def edit_distance(a, b):
 
 
 def word_errors(references, hypotheses, language=None, split=str.split):
-    """(errors, words of the references) over all texts; errors / words is the WER. language: of
-    normaliser. split: a text -> its words, or its characters."""
+    """(errors, words of the references) over all texts; errors / words is the WER. language: see
+    normaliser. split: function from a text to its words or characters."""
     clean, errors, length = normaliser(language), 0, 0
     for reference, heard in zip(references, hypotheses, strict=True):
         reference, heard = split(clean(reference).strip()), split(clean(heard).strip())
@@ -93,8 +93,8 @@ def characters(text):
 
 
 def word_rates(references, hypotheses, language=None):
-    """([{"wer", "cer"} of each text], {"wer", "cer"} of all: errors of all over words of all); None
-    without words."""
+    """([{"wer", "cer"} of each text], {"wer", "cer"} of all: all errors over all words). None if
+    there are no words."""
     def rates(references, heard):
         counts = {"wer": word_errors(references, heard, language),
                   "cer": word_errors(references, heard, language, characters)}
@@ -107,9 +107,9 @@ def word_rates(references, hypotheses, language=None):
 
 
 def recognise_pocketsphinx(waves, rate, grammar=None):
-    """[text] by CMU Sphinx's US English model, which its package contains. Raises UserError.
+    """[text] from CMU Sphinx's US English model, which the package contains. Raises UserError.
 
-    grammar: JSGF text; None: its large vocabulary, which is weak on anything but clear sentences.
+    grammar: JSGF text; None: the large vocabulary, which needs clear sentences.
     """
     import pocketsphinx
     with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
@@ -118,23 +118,23 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
         options = {"jsgf": file.name} if grammar else {}
         decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", **options)
     noise, heard = np.random.default_rng(0), []
-    quiet = np.zeros(3 * RATE // 10, np.float32)        # it misses words at the very ends
+    quiet = np.zeros(3 * RATE // 10, np.float32)        # else it misses the first and last words
     for wave in waves:
         wave = resample(wave, rate)
         level = 0.6 / max(1e-6, np.abs(wave).max(initial=0))
         wave = np.concatenate([quiet, wave * level, quiet])
-        wave = wave + noise.normal(0, 1e-3, len(wave))      # it stumbles over digital silence
+        wave = wave + noise.normal(0, 1e-3, len(wave))      # it fails on digital silence
         decoder.start_utt()
         decoder.process_raw((wave * 32767).astype(np.int16).tobytes(), full_utt=True)
         decoder.end_utt()
-        found = decoder.hyp()       # read(2): a second way to say it
+        found = decoder.hyp()       # read(2): a second pronunciation
         heard.append(re.sub(r"\(\d+\)", "", found.hypstr) if found else "")
     return heard
 
 
 def recognise_command(waves, rate, command, time_limit=3600):
-    """[text] by a command that gets paths of wav files and prints a line for each. After time_limit
-    seconds its processes are killed. Raises UserError then, and with its last line if it fails."""
+    """[text] from a command that gets paths of wav files and prints a line for each. Raises
+    UserError if it fails, or after time_limit seconds, when its processes are killed."""
     import soundfile
     where = f"--asr_command {command}:"
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +152,7 @@ def recognise_command(waves, rate, command, time_limit=3600):
             output, messages = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
             raise UserError(f"{where} has not heard {len(paths)} files in {time_limit:g} s")
-        finally:        # what it started may outlive it
+        finally:        # its child processes may outlive it
             lifetime.end(process)
     lines = output.splitlines()
     if process.returncode or len(lines) != len(paths):
@@ -163,14 +163,14 @@ def recognise_command(waves, rate, command, time_limit=3600):
 
 
 def load_model(flag, path, device, class_name=None, unused=()):
-    """(transformers model, feature extractor, tokenizer or None): any recogniser, or of a class.
-    unused: beginnings of weights that may be missing. Raises UserError."""
+    """(transformers model, feature extractor, tokenizer or None) of class_name, or of any speech
+    recogniser. unused: prefixes of weights that may be missing. Raises UserError."""
     tokenizer, safe = None, {"trust_remote_code": False}
     try:
         import transformers
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()      # missing weights are reported below
-        if class_name is None:      # a recogniser says itself how it writes
+        if class_name is None:      # a recogniser has a tokenizer
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safe)
             config = transformers.AutoConfig.from_pretrained(path, **safe)
             ctc = (config.architectures or [""])[0].endswith("ForCTC")
@@ -182,7 +182,7 @@ def load_model(flag, path, device, class_name=None, unused=()):
         raise UserError(f"{flag} {path}: cannot be loaded as {class_name or 'a speech recogniser'} "
                         f"({type(error).__name__}: {first_line(error)})")
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
-    # transformers would go on with random ones
+    # transformers would continue with random weights
     require(not missing, f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
             f"first {''.join(missing[:1])}")
     return model.to(device).eval(), extractor, tokenizer
@@ -191,10 +191,10 @@ def load_model(flag, path, device, class_name=None, unused=()):
 @torch.inference_mode()
 def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8, names=None,
                            notes=None):
-    """[text] by load_model's, greedy. Raises UserError for a language unknown to Whisper.
+    """[text] from the model of load_model, greedy. UserError for a language unknown to Whisper.
 
-    language: for Whisper. It hears the first 30 s: notes gets a line with the name of a longer
-    clip. Others hear one clip at a time: padding would change their group norms.
+    language: for Whisper, which hears the first 30 s of a clip; a line about each longer clip is
+    added to notes. Others get one clip at a time, as padding would change their group norms.
     """
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
@@ -206,7 +206,7 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
                 if len(wave) > extractor.n_samples and notes is not None:
                     notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
                                  f"{len(wave) / target:.1f} s were heard")
-            # an empty one is heard as silence
+            # an empty clip counts as silence
             batch = [wave[:extractor.n_samples] if len(wave) else np.zeros(1) for wave in batch]
             inputs = extractor(batch, sampling_rate=target, return_tensors="pt",
                                return_attention_mask=True)
@@ -245,18 +245,18 @@ def load_x_vectors(path, device):
 
 
 def voice(wave, rate, embed):
-    """Vector by load_x_vectors' embed, or None for a wave shorter than SHORTEST_VOICE_S."""
+    """embed(wave) with load_x_vectors' embed; None for a wave shorter than SHORTEST_VOICE_S."""
     return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
 
 
 def cosine(a, b):
-    """Likeness of two voice()s, or None. Take your own recordings' as the yardstick."""
+    """Speaker similarity of two voice()s, or None. Compare it with that of real recordings."""
     return None if a is None or b is None else float(a @ b)
 
 
 def dnsmos(wave, rate):
-    """Overall quality, 1 to 5, or None of an empty wave, by DNSMOS P.835 (Reddy et al. 2022): of
-    noise and distortion, not words."""
+    """Overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al. 2022), None for an empty wave. It
+    rates noise and distortion, not words."""
     from speechmos import dnsmos as model
     wave = np.clip(resample(wave, rate), -1, 1)
     return float(model.run(wave, sr=RATE)["ovrl_mos"]) if len(wave) else None
@@ -268,12 +268,12 @@ def dnsmos(wave, rate):
 @functools.cache
 def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None,
                 batch_size=8, device="cpu"):
-    """Judges of the flags of these names, loaded once in a process. UserError."""
+    """Judges for the flags of these names, loaded once per process. UserError."""
     hear = embed = None
     if asr_command:
         def hear(waves, rate, names, notes):
             return recognise_command(waves, rate, asr_command)
-        hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # a wrong path is found now
+        hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # detects a wrong path now
     elif asr_model == "pocketsphinx":
         require_package("pocketsphinx", "--asr_model")
 

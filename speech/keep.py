@@ -1,9 +1,9 @@
-"""--keep: what the base can do, and training shall not undo: voices, tags, languages, dialogues.
+"""--keep: preserve abilities of the base in training: voices, tags, languages, dialogues.
 
-The base speaks the rows of a file once, before the first step. At intervals the model being trained
-gets packs of that speech besides its data, and is held near the base there: KL(base || model) over
-the codebooks, at every code. The base is the model with its adapters switched off, so no second one
-is in memory. No recordings are needed.
+The base speaks the rows of a file once, before the first step. At intervals the trained model also
+gets packs of that speech, and the loss adds KL(base || model) at every code of each codebook. The
+base is the model with its adapters switched off, so memory holds one model. No recordings are
+needed.
 """
 import hashlib
 from dataclasses import dataclass, field
@@ -23,15 +23,15 @@ from speech.conversations import Clip
 from speech.labels import total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
-SECONDS = 30.0          # that a row's speech may take
+SECONDS = 30.0          # longest speech of a row
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
-    """Keeper of --keep, on every rank, nothing spoken. UserError with all rows that cannot be used.
+    """Keeper of --keep, on every rank, before speaking. UserError lists all unusable rows.
     """
     longest = args.max_length or weights.module(config).positions(config)
     longest = min(longest, args.max_tokens_per_batch or longest)
-    # half of a small pack is left to the prompt
+    # a small pack keeps half of its room for the prompt
     settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
 
     def prepare():
@@ -50,26 +50,26 @@ def load(args, tokenizer, ids, config, codec_dir, world):
 
 @dataclass
 class Keeper:
-    """Rows that the base has spoken, and when they come. settings: of speak.sampling."""
+    """Rows that the base has spoken, and their schedule. settings: from speak.sampling."""
     prompts: list
     settings: object
     ids: object
     args: object            # the trainer's flags
-    # of the rows, their references and the seed; then of the base, on rank 0
+    # hash of the rows, their references and the seed; then of the base, on rank 0
     fingerprint: str
-    samples: list = field(default_factory=list)     # of labels.assemble
+    samples: list = field(default_factory=list)     # from labels.assemble
 
     def fingerprint_with(self, base):
-        """Text that a resumed run must share; base: the base model's fingerprint. On rank 0."""
+        """Text that must match on resume; base: the base model's fingerprint. On rank 0."""
         self.fingerprint += base
         return self.fingerprint
 
     def speak(self, world, model, autocast):
-        """Have the base speak the rows, unless OUTPUT_DIR has its codes -> a line about it.
+        """Have the base speak the rows, unless OUTPUT_DIR has its codes; returns a log line.
         Collective: rank 0 speaks, the others wait.
 
-        model: a weights.packed with adapters. Raises UserError when too little speech comes to an
-        end, and Stopped.
+        model: a weights.packed with adapters. Raises UserError if too few rows end by themselves,
+        and Stopped.
         """
         model.eval()
         with dist.gathered(model), autocast():
@@ -82,7 +82,7 @@ class Keeper:
                 f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack: it cannot "
                 "speak them, so there is nothing to keep")
         self.samples = []
-        for i, (prompt, spoken) in enumerate(found):        # that speech alone is trained
+        for i, (prompt, spoken) in enumerate(found):        # only this speech is trained
             tokens, codes_before = prompt.parts
             tokens = np.append(tokens, self.ids.audio_placeholder_id)
             self.samples.append({"number": i, **self.ids.assemble(
@@ -97,8 +97,8 @@ class Keeper:
                 + f"; {silent} that it did not end are left out" * bool(silent))
 
     def _codes(self, world, model):
-        """[(T, K) int16 codes] of the rows, from the file or spoken and kept in it; T is 0 of what
-        did not end. None after a request to stop.
+        """[(T, K) int16 codes] of the rows, from the file, or spoken and saved to it. T is 0 if the
+        row did not end. None after a stop request.
         """
         path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
@@ -107,7 +107,7 @@ class Keeper:
                 with np.load(path) as saved:        # each array of a zip file has a checksum
                     if str(saved["fingerprint"]) == self.fingerprint:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
-            except Exception as error:      # whatever damage makes of it
+            except Exception as error:      # damage raises many kinds
                 move_aside(path, f"cannot be read ({error}), so the base speaks again")
         spoken = []
         with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
@@ -118,7 +118,7 @@ class Keeper:
                     stop_requested)
                 if stop_requested():
                     return None
-        # without its end, or too short for the model to end it: nothing to learn from
+        # without an end, or too short to have one: unusable
         codes = [(found if how == "eos" and len(found) >= self.ids.min_frames else none).astype(
             np.int16) for found, how in spoken]
 
@@ -130,8 +130,8 @@ class Keeper:
         return codes
 
     def packs(self, step, world):
-        """[[row numbers]] of a step on all ranks, micro-step by micro-step as packing.py has them;
-        [] when none is due.
+        """[[row numbers]] of a step on all ranks, ordered by micro-step as in packing.py;
+        [] if none is due.
         """
         turn, late = divmod(step, self.args.keep_every)
         if late:
@@ -142,10 +142,10 @@ class Keeper:
 
     def backward(self, wrapped, collate, world, step, micro, autocast, scale=1.0):
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
-        its cells. scale: of the loss, under --fp16.
+        its number of cells. scale: loss scale under --fp16.
 
-        The divergence is divided by the cells of the step's packs on all ranks. Ranks do not sum
-        gradients here: the training pass that follows does. collate: data.collate.
+        The divergence is divided by the number of cells in the step's packs on all ranks. The
+        training pass that follows reduces the gradients over ranks. collate: data.collate.
         """
         found = torch.zeros(2, dtype=torch.float64, device=world.device)
         packs = self.packs(step, world)
@@ -158,7 +158,7 @@ class Keeper:
             with autocast():
                 apart = wrapped(batch.to(world.device), keep=True)
             loss = total_loss(apart, cells, 0.0, 1, 0.0)
-            # as much as the weight says on an average step
+            # so that the average over all steps has the given weight
             times = self.args.keep_weight * self.args.keep_every * world.size
             (loss * (times * scale)).backward()
         found += float(self.targets[mine].sum())

@@ -1,15 +1,15 @@
-"""Pick the checkpoint that speaks best: each speaks the same prompts and is judged; OUT/best links
-the best.
+"""Pick the checkpoint that speaks best: each speaks the same prompts and is evaluated. OUT/best
+links to the best one.
 
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model openai/whisper-small
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model ... --follow --patience 3
     python speech/pick_checkpoint.py out --by loss      # by validation loss; nothing is spoken
 
-The base is judged as well: a checkpoint must be better than that. Speech and what was
-heard stay in OUT/picked/; rerun the same command to judge only new checkpoints. Keep all
-checkpoints for this (--save_total_limit 0). With --follow it judges checkpoints as they appear,
-until the run has ended; after --patience of them without a better one it writes OUT/stop, and the
-run saves and ends.
+A checkpoint must beat the base, which is evaluated too. Speech and results stay in OUT/picked/;
+rerun the same command to evaluate only new checkpoints. Train with --save_total_limit 0 to keep
+all checkpoints. With --follow it evaluates checkpoints as they appear, until the run ends. After
+--patience checkpoints without a better one it writes OUT/stop, and the run saves and
+ends.
 """
 import sys
 from pathlib import Path
@@ -32,15 +32,15 @@ p = cli.Parser(__doc__.partition("\n")[0])
 p.usage = "%(prog)s OUT [--flag value ...]"
 p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
 p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
-p.flag("--by", "wer", "what decides; of equal checkpoints the earlier is taken", choices=MEASURES)
+p.flag("--by", "wer", "deciding metric; of equal checkpoints the earlier wins", choices=MEASURES)
 choices.judges(p)
-p.switch("--follow", "wait for checkpoints that the run is yet to save")
+p.switch("--follow", "wait for new checkpoints until the run ends")
 p.flag("--patience", 0, "with --follow: end the run after this many checkpoints without a better "
        "one, 0 = never")
-p.flag("--max_seconds", 15.0, "of speech of one prompt")
+p.flag("--max_seconds", 15.0, "longest speech per prompt")
 p.flag("--batch_size", 4, "prompts spoken together")
-p.flag("--seed", 42, "of the draws, the same for each checkpoint")
-p.flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
+p.flag("--seed", 42, "seed of the sampling, the same for each checkpoint")
+p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 
 
 def check_flags(args, world_size):
@@ -54,7 +54,7 @@ def check_flags(args, world_size):
     require(args.follow or not args.patience, "--patience needs --follow")
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
 
 import hashlib
@@ -68,13 +68,13 @@ from core import checkpoint, dist, json_files, metrics
 from speech import judges
 
 dist.single_process()
-if args.asr_command:        # a wrong path is found now, not after the first checkpoint
+if args.asr_command:        # detect a wrong path now, not after the first checkpoint
     judges.load_judges(asr_command=args.asr_command)
 out, (metric, name, form, sign) = Path(args.output_dir), MEASURES[args.by]
 
 
 def command(script, *words):
-    """Run one of our scripts; UserError with its last line when it fails."""
+    """Run a script of this repository; UserError with its last line if it fails."""
     words = map(str, [sys.executable, SCRIPTS / script, *words, "--device", args.device])
     done = subprocess.run([*words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -122,7 +122,7 @@ settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), arg
 place = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
 known, best, stale, following = {}, None, 0, True       # known: {step, 0 for the base: metric}
 while following:
-    # asked first: the run's last checkpoint may come meanwhile
+    # checked first, as the run may still save its last checkpoint
     following = args.follow and is_running()
     losses = dict(metrics.curve(metrics.read_metrics(out / "metrics.jsonl"), metric))
     new = [(step, path) for step, path in checkpoint.list_checkpoints(out) if step not in known]

@@ -5,9 +5,9 @@
     torchrun --nproc_per_node=8 speech/prepare_tts.py ...       # encode on 8 GPUs, or 8 CPU ranks
     torchrun --nproc_per_node=8 train_v2_ddp.py ... --train_data_dir prepared
 
-Training on the folder starts at once and needs neither the audio nor torchaudio. The same command
-again goes on where it was stopped: codes are kept as they are made. OUTPUT_DIR/problems.jsonl lists
-all that is wrong with the data, OUTPUT_DIR/prepared.json describes them.
+Training on the folder starts at once and needs neither the audio nor torchaudio. Rerun the same
+command to resume; codes that are already encoded are kept. OUTPUT_DIR/problems.jsonl lists all
+problems of the data. OUTPUT_DIR/prepared.json describes the data.
 """
 import os
 import sys
@@ -24,27 +24,27 @@ ERRORS = (*CHECKS, *SOUND_ERRORS)
 
 
 def build_parser():
-    p = cli.Parser("Turn speech data into a folder that train_v2_ddp.py starts from at once.")
+    p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="Higgs-Audio V2 folder or hub name, native "
                    "or 2025 format; its tokenizer is used")
     choices.codec(g)
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
-                   help="auto: a GPU when there is one")
+                   help="auto: a GPU if there is one")
     g = p.add_argument_group("data")
     choices.data(g)
     g.add_argument("--seed", type=int, default=42,
-                   help="of references and of the samples that have one")
+                   help="seed for choosing references and the samples that have one")
     g = p.add_argument_group("checks")
     g.add_argument("--min_clip_seconds", type=float, default=0.32,
                    help="a shorter clip is an error, too_short")
     g.add_argument("--max_clip_seconds", type=float, default=60.0,
                    help=f"a longer clip is an error, too_long (at most {LONGEST_CLIP_S})")
     g.add_argument("--drop_bad", nargs="*", metavar="CHECK", help="drop samples with errors "
-                   f"({', '.join(ERRORS)}) instead of stopping, and those with the warnings that "
-                   f"are named: {', '.join(WARNINGS)}")
+                   f"({', '.join(ERRORS)}) instead of stopping, and those with the given "
+                   f"warnings: {', '.join(WARNINGS)}")
     g = p.add_argument_group("output")
-    g.add_argument("--output_dir", default="./prepared", help="the folder to make; shared by all "
+    g.add_argument("--output_dir", default="./prepared", help="folder to write; shared by all "
                    "nodes")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: "
                    "OUTPUT_DIR/codes)")
@@ -57,7 +57,7 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for flags that would fail later; drop_bad becomes the checks to drop."""
+    """Raise UserError for flags that would fail later; expand drop_bad to the checks to drop."""
     choices.check_data(args)
     cli.zero_or_more(args, "min_clip_seconds seed preprocess_num_proc")
     cli.above_zero(args, "max_clip_seconds")
@@ -73,7 +73,7 @@ def check_flags(args, world_size):
     args.drop_bad = () if args.drop_bad is None else tuple(dict.fromkeys([*ERRORS, *names]))
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 if ARGS and ARGS.device == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -90,13 +90,13 @@ from speech.dataset import (Reading, Sources, build, file_of, own_references, pl
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
 DC = 0.02                   # mean of the samples; full scale is 1
-SPREAD = 1.5                # interquartile ranges beyond the quartiles of the logarithm: Tukey's
-ENOUGH = 20                 # samples of a language, for quartiles
+SPREAD = 1.5                # Tukey's fences: interquartile ranges beyond the quartiles, in logs
+ENOUGH = 20                 # least samples of a language, for quartiles
 
 
 def find_problems(builder, where, measures, least, most):
-    """[Problem] of samples; those with a clip that has no codes are passed over. builder:
-    TableBuilder. where, measures: of ensure_codes. least, most: seconds of a clip.
+    """[Problem] of samples; samples with an unencoded clip are skipped. builder: TableBuilder.
+    where, measures: from ensure_codes. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
     target = numbers[np.maximum(offsets[1:], 1) - 1]        # the last clip of each sample
@@ -128,7 +128,7 @@ def find_problems(builder, where, measures, least, most):
     own[own_references(places(where, numbers), offsets)] = True
 
     def first_of(values):
-        """(n,) the first usable sample with the value of each."""
+        """(n,) for each sample, the first usable sample with the same value."""
         _, first, group = np.unique(values[usable], return_index=True, return_inverse=True)
         found = np.arange(len(values))
         found[usable] = np.flatnonzero(usable)[first[group]]
@@ -167,7 +167,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     """Make the prepared folder, on every rank; returns its report.
 
     sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
-    with all errors in the data, unless they are dropped.
+    lists all errors in the data, unless they are dropped.
     """
     out, noted, drop = Path(output_dir), [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all

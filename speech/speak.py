@@ -1,7 +1,7 @@
 """Speak with Higgs-Audio: prompts as in training, generation, the best of several takes, files.
 
-A prompt takes the trainer's path from conversation to tokens and is cut off where speech begins, so
-the model hears what it was trained on. Generation is the native class' (V2) or v3.generate.
+A prompt is tokenised by the trainer's code and ends where speech begins, so the model gets inputs
+as in training. Generation uses the native class (V2) or v3.generate.
 
     prompts = prepare(text_prompts([("1", "Good morning.")], normalize=True), tokenizer, ids, ...)
     codes, ended_by = generate(native, prompts, ids, sampling(config, 30.0), seed, device)[0]
@@ -41,9 +41,9 @@ from core import adapters  # isort: skip      # after weights
 from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
-STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
-PAUSE_S = 0.12          # of silence between parts of a long text
-FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
+STRIDE = 1_000_003      # between the seeds of a prompt's takes; seeds of batches differ by one
+PAUSE_S = 0.12          # silence between parts of a long text
+FADE_S = 0.01           # fade at both ends of a part, against clicks
 
 # ---- Prompts
 
@@ -51,20 +51,20 @@ FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
 @dataclass
 class Prompt:
     """Input of the model before it speaks."""
-    name: str               # of the files to be written
+    name: str               # stem of the output files
     source: str             # its place in the user's files
-    text: str               # text to be heard
+    text: str               # text to be spoken
     tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>; each row of codes is a token
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
-    is_audio: np.ndarray    # (n,) bool, where those are among the tokens
-    references: list        # those clips, as far as they are recordings
-    target: Clip | None     # the true recording, where the file has one
-    parts: tuple = ()       # (t,) int64 tokens of which a clip is one, [codes (T, 8) of each clip]
+    is_audio: np.ndarray    # (n,) bool, True at the positions of those codes
+    references: list        # those clips, if they are recordings
+    target: Clip | None     # the true recording, if the file has one
+    parts: tuple = ()       # (t,) int64 tokens, one per clip; [codes (T, 8) of each clip]
 
 
 def read_prompts(path, normalize):
-    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), else one
-    text a line. normalize: the texts to speak. Raises UserError with every unusable prompt."""
+    """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text a
+    line. normalize: normalise texts to speak. Raises UserError with every unusable prompt."""
     path, problems = Path(path), []
     require(path.suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
             f"{path}: is a table; give one text a line, or ChatML (speech/convert.py makes it)")
@@ -77,7 +77,7 @@ def read_prompts(path, normalize):
 
 
 def read_lines(path):
-    """[(name, text)] of a file with one text a line, without empty lines. Raises UserError."""
+    """[(name, text)] of a file with one text per line; skips empty lines. Raises UserError."""
     lines = enumerate(read_text(path).splitlines(), 1)
     texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
     require(texts, f"{path}: holds no text")
@@ -88,7 +88,7 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
                  scene=None):
     """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
 
-    normalize: of read_prompts. system: of all of them; None: by each text, as in training.
+    normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training.
     """
     def message(role, content):
         return {"role": role, "content": content}
@@ -112,10 +112,10 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
 
 def canonical_prompt(name, entry, paths, normalize=False):
-    """One raw sample -> Sample to be spoken; its last turn is the assistant's and ends with the
-    clip to generate: the one that the sample holds, else Clip(""). Raises BadSample.
+    """One raw sample -> Sample to be spoken. Its last turn is the assistant's and ends with the
+    clip to generate: the sample's target clip, else Clip(""). Raises BadSample.
 
-    normalize: the text to speak, and those before it that training would normalise.
+    normalize: normalise the text to speak, and earlier texts as in training.
     """
     turns, rewritten, recognised = canonical_turns(entry, paths)
     asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
@@ -132,7 +132,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
         raise BadSample("has no text to speak: no user text precedes the clip to generate")
     if normalize:
         if entry.get("start_index") is not None:
-            # the prompt may have no clip that would be trained
+            # a prompt needs no trained clip
             with contextlib.suppress(BadSample):
                 mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
         turns[-1].trained = True
@@ -141,15 +141,15 @@ def canonical_prompt(name, entry, paths, normalize=False):
 
 
 def spoken_text(sample):
-    """The text of a canonical_prompt that is to be heard."""
+    """The text of a canonical_prompt that is to be spoken."""
     before, answer = sample.turns[-2:]
     asked = before.text if before.role == "user" else ""
     return (answer.text or asked).strip()
 
 
 def clip_codes(clip, codec, bandwidth, ids):
-    """(T, 8) codes of a Clip: those that its file holds, else of its sound. ValueError."""
-    if holds_codes(clip.path):          # heard as they are, without a way through sound
+    """(T, 8) codes of a Clip, from saved codes or by encoding its sound. ValueError."""
+    if holds_codes(clip.path):          # used unchanged, without decoding
         codes = read_codes(clip.path)[1].astype(np.int64)
         check_codes(codes, clip.offset, ids.num_codebooks, ids.stream_bos)
         return codes
@@ -158,14 +158,14 @@ def clip_codes(clip, codec, bandwidth, ids):
 
 
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
-    """Samples of canonical_prompt -> Prompts, their clips encoded by `codec` (of load_codec).
+    """Samples of canonical_prompt -> Prompts; clips are encoded by `codec` (from load_codec).
 
-    room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0,
-    1, ...). Raises UserError with every prompt that is too long or whose audio is bad.
+    room: most tokens of a prompt. numbers: indices of the prompts, for their names (default: 0,
+    1, ...). Raises UserError that lists every prompt that is too long or has bad audio.
     """
     builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
     for sample in samples:
-        sample.turns[-1].trained = True         # the turn to speak is the one that would be trained
+        sample.turns[-1].trained = True         # the turn to speak, as a trained turn
     builder.add(samples, problems)
     for what, n in sorted(builder.left_out.items()):
         print(f"notice     {n} prompts {what}")
@@ -202,13 +202,13 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
 
 
 def prompt_batch(prompts, ids):
-    """Arguments of native generate, int64 on the CPU: tokens padded left, rows of codes right."""
+    """Arguments of native generate, int64 on the CPU: left-padded tokens, right-padded codes."""
     def pad(arrays, value, side):
         return pad_sequence(list(map(torch.as_tensor, arrays)), True, value, side)
     tokens, codes = [p.tokens for p in prompts], [p.audio_ids for p in prompts]
     batch = {"input_ids": pad(tokens, ids.pad, "left"),
              "attention_mask": pad([np.ones(len(p), np.int64) for p in tokens], 0, "left")}
-    if any(map(len, codes)):        # without any clip transformers wants no audio at all
+    if any(map(len, codes)):        # without clips transformers accepts no audio arguments
         mask = [np.ones(len(c), bool) for c in codes]
         batch |= {"audio_input_ids": pad(codes, ids.stream_eos, "right"),
                   "audio_input_ids_mask": pad(mask, False, "right")}
@@ -219,9 +219,9 @@ def prompt_batch(prompts, ids):
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
-    """Native model for generate on the device, in eval mode; an adapter stays apart, in fp32.
+    """Native model for generate, on the device, in eval mode; an adapter stays unmerged, in fp32.
 
-    config: of config.json. adapter: PEFT folder or None. four_bits: of NF4. Raises UserError.
+    config: config.json as a dict. adapter: PEFT folder or None. four_bits: NF4. Raises UserError.
     """
     module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
@@ -233,7 +233,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
                 f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
     if four_bits:
         from core import quantized
-        for name, parameter in native.named_parameters():      # frozen weights are converted
+        for name, parameter in native.named_parameters():      # converts frozen weights only
             parameter.requires_grad_("lora_" in name)
         quantized.to_nf4(module.layers(native))
         load = partial(quantized.load_nf4, native, load)
@@ -249,8 +249,8 @@ def sampling(config, max_seconds, **given):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
 
     max_seconds: of speech. given: {name of DRAW_FLAGS: value, None for the model's default}.
-    temperature 0: greedy, without repetition-aware sampling, by which a code that is twice among
-    the ras_window codes before it is drawn again from the untempered distribution (0 = off).
+    ras_window: repetition-aware sampling draws a code again from the untempered distribution if
+    the last ras_window codes contain it twice (0 = off). temperature 0: greedy, without it.
     """
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
     given = {name: value for name, value in given.items() if value is not None}
@@ -271,25 +271,25 @@ def sampling(config, max_seconds, **given):
 def generate(native, prompts, ids, settings, seed, device, asked=lambda: False):
     """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
 
-    native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch alone, and leave torch's random state as it was. Speech that
-    asked() ends, which is called once a row, is ended by "time".
+    native: the model with adapters, on the device, in eval mode. settings: from sampling(). The
+    draws depend on seed and batch only, and do not change torch's random state. asked() is called
+    once per row; if it returns True, speech ends with ended_by "time".
     """
     if weights.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
         spoken = weights.module(native.config).generate(native, inputs, settings, seed, asked)
-        # a row cut off early may hold special codes; the servers decode those as code 0, too
+        # a row cut off early may hold special codes; servers also decode those as code 0
         return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how)
                 for codes, how in spoken]
     stops = [lambda ids, scores, **_: torch.full((len(ids),), bool(asked()), device=device)]
     batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}
     before = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
-    # else unset values come from the model's
+    # else unset values come from the model's settings
     own, native.generation_config = native.generation_config, settings
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            # synced_gpus would ask every rank at each step, by default whenever FSDP2 is seen
+            # synced_gpus, on by default under FSDP2, would sync all ranks at each step
             out = native.generate(**batch, return_dict_in_generate=True, synced_gpus=False,
                                   stopping_criteria=StoppingCriteriaList(stops))
     finally:
@@ -302,8 +302,8 @@ def generate(native, prompts, ids, settings, seed, device, asked=lambda: False):
 def undelay(rows, ids, cut_by):
     """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or cut_by).
 
-    The inverse of labels.delay_rows. Codebook 0's end-of-stream decides the length; a stray special
-    id inside becomes the nearest code, as in transformers' processor.
+    The inverse of labels.delay_rows. The end-of-stream of codebook 0 sets the length. Special ids
+    before it become the nearest code, as in transformers' processor.
     """
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
@@ -327,9 +327,9 @@ def decode(codec, codes):
 
 
 def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
-    """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes, by its end,
-    then character errors, then likeness to the voice. listeners: judges.Judges; without likeness
-    among them a faultless take ends the search."""
+    """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes, ranked by
+    end-of-stream, then CER, then speaker similarity. listeners: judges.Judges. Without speaker
+    similarity a take without errors ends the search."""
     kept, left = [None] * len(prompts), list(range(len(prompts)))
     for take in range(takes):
         some = [prompts[i] for i in left]
@@ -368,10 +368,10 @@ def listen(prompts, waves, listeners):
 
 
 def good_rows(samples, records, max_cer, min_frames):
-    """[ChatML row] of takes that ended by themselves with at most max_cer character errors: what a
-    Sample of read_prompts asks for, spoken by the codes of its take.
+    """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
+    read_prompts, with the codes of its take as the clip.
 
-    records: what the JSON file of each says. min_frames: of what can be trained.
+    records: contents of each take's JSON file. min_frames: least frames of a trained clip.
     """
     def item(part):
         if not isinstance(part, Clip):
@@ -393,16 +393,16 @@ def good_rows(samples, records, max_cer, min_frames):
 
 # ---- Long texts, part by part
 
-# marks that hold for what follows: who speaks, and Higgs TTS 3's tags but those of a single spot
+# marks that apply to the following text: speakers, and Higgs TTS 3's tags except for local ones
 MARK = re.compile(r"(\[SPEAKER\d+\]|<\|(?:emotion|style|prosody):(?!pause|long_pause)\w+\|>)")
-SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])")        # ends there
+SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])")        # where sentences end
 
 
 def parts(text, most):
-    """[(speaker or "", part)] of a text, each part of at most `most` characters but for longer
-    words and its marks: cut after sentences, and longer sentences between words.
+    """[(speaker or "", part)] of a text. A part has at most `most` characters, not counting marks;
+    a longer word stays whole. Cuts are after sentences, or between words of a longer sentence.
 
-    A part never goes on past a mark, and begins with the marks that hold for it.
+    A part ends at the next mark, and begins with the marks that apply to it.
     """
     if len(text) <= most:
         return [("", text)]
@@ -430,7 +430,7 @@ def parts(text, most):
 
 
 def join(waves):
-    """(n,) of waves one after another, faded at their ends, with a pause between."""
+    """(n,) concatenated waves, faded at their ends, with pauses between them."""
     ramp = np.linspace(0, 1, round(FADE_S * SAMPLE_RATE), dtype=np.float32)
     pieces = []
     for wave in waves:
@@ -442,20 +442,20 @@ def join(waves):
 
 
 def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, write=None):
-    """[(codes, ended_by, wave, facts)] of Prompts, whose texts are spoken part by part, of parts().
+    """[(codes, ended_by, wave, facts)] of Prompts whose texts are spoken in parts, from parts().
 
-    reference: (path, what it says) for all, or None: then a part is spoken after the codes of its
-    speaker's last part. prepare(Samples, numbers) -> [Prompt]; say(Prompts, round) -> speak()'s
-    list; write(wave so far): of stream(), for one text.
+    reference: (path, its text) for all, or None: then the reference of a part is its speaker's
+    previous part. prepare(Samples, numbers) -> [Prompt]. say(Prompts, round) -> result of speak().
+    write(wave so far): from stream(), for one text.
     """
     texts, takes = [parts(prompt.text, most) for prompt in prompts], [[] for _ in prompts]
-    last = {}       # {(text, speaker): (codes of the last part, what it says)}
+    last = {}       # {(text, speaker): (codes of the last part, its text)}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(max(map(len, texts))):
             now = [(i, *text[turn]) for i, text in enumerate(texts) if turn < len(text)]
             some = []
             for i, speaker, part in now:
-                # a part of a dialogue keeps the dialogue's
+                # a part of a dialogue keeps the dialogue's system text
                 system, heard_in = system_parts(prompts[i].text, scene, references=bool(reference))
                 some += text_prompts([(prompts[i].source, part)], False,
                                      *(reference or last.get((i, speaker)) or ()),
@@ -463,7 +463,7 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
             some = prepare(some, [int(prompts[i].name) for i, *_ in now])
             for (i, speaker, part), prompt, found in zip(now, some, say(some, turn)):
                 takes[i].append((prompt, *found))
-                if len(found[0]) >= 8:      # the least that TTS 3 can hear
+                if len(found[0]) >= 8:      # the shortest reference of TTS 3
                     path = str(Path(folder) / f"{i}-{turn}.npy")
                     save_codes(path, found[0])
                     last[i, speaker] = path, part
@@ -484,9 +484,9 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
 
 
 def stream(path):
-    """write(wave so far), for --stream: adds the new part to a WAV file, or raw to stdout ("-").
+    """write(wave so far), for --stream: appends the new part to a WAV file, or raw to stdout ("-").
 
-    In a pipe the file's length is the largest there is. UserError for one that nobody reads.
+    In a pipe the WAV header has the largest length. UserError for a pipe without a reader.
     """
     raw, done = path == "-", 0
     try:        # without O_NONBLOCK a pipe would wait for its reader
@@ -525,14 +525,14 @@ def save_codes(path, codes):
 def sound_bytes(wave, form):
     """16-bit samples of a (n,) wave; form: WAV, or RAW without a header."""
     import soundfile
-    sound = io.BytesIO()        # soundfile cannot say that a disk is full
+    sound = io.BytesIO()        # soundfile does not report a full disk
     soundfile.write(sound, wave, SAMPLE_RATE, "PCM_16", format=form)
     return sound.getvalue()
 
 
 def write_sample(folder, prompt, codes, ended_by, wave, **facts):
-    """Write a spoken Prompt: NAME.wav (24 kHz, 16 bit) and then NAME.json, each of which appears
-    whole -> what the JSON file says. Raises UserError for a waveform that is not finite."""
+    """Write a spoken Prompt atomically: NAME.wav (24 kHz, 16 bit), then NAME.json. Returns the
+    contents of the JSON file. Raises UserError for a waveform that is not finite."""
     path, clip, voice = Path(folder) / prompt.name, prompt.target, (prompt.references or [None])[-1]
     require(np.isfinite(wave).all(),
             f"{path}.wav: the codec has made samples that are not finite numbers")
@@ -548,11 +548,11 @@ def write_sample(folder, prompt, codes, ended_by, wave, **facts):
     return about
 
 
-# ---- --sample_prompts: rank 0 speaks them at every validation while the others wait. The draws are
-# seeded apart, so a run with samples trains exactly as one without.
+# ---- --sample_prompts: rank 0 speaks them at every validation while the others wait. The draws
+# have separate seeds, so sampling does not change the training.
 
 BATCH = 8           # prompts generated together
-MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
+MAX_PROMPTS = 64    # for a few prompts; generate_tts.py speaks any number
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
@@ -585,8 +585,8 @@ class Speaker:
     seed: int
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts spoken by model, of weights.module().packed. Collective:
-        rank 0 speaks and writes to log, the others wait."""
+        """{eval/...: float} of the prompts as spoken by model, a weights.module().packed.
+        Collective: rank 0 speaks and writes to log, the others wait."""
         model.eval()
         with dist.gathered(model), autocast():
             values = dist.rank0(world, self.speak_all, model.base_model, step, log)
@@ -594,15 +594,15 @@ class Speaker:
         return values
 
     def speak_all(self, native, step, log):
-        """Speak and record every prompt -> {metric: float}; {} after a request to stop, or without
-        memory for it. native: whole weights, in eval mode."""
+        """Speak and record every prompt -> {metric: float}; {} after a stop request, or if memory
+        is too small. native: unsharded weights, in eval mode."""
         folder, start, spoken = Path(self.output_dir, f"samples/step-{step}"), time.monotonic(), []
         for left in folder.parent.glob("step-*"):       # of work that was lost
             number = left.name.removeprefix("step-")
             if number.isdigit() and int(number) > step:
                 shutil.rmtree(left)
         try:
-            # each new length would compile the layers once more
+            # else each new length would recompile the layers
             with torch.compiler.set_stance("force_eager"):
                 for first in range(0, len(self.prompts), BATCH):
                     if stop_requested():
@@ -613,7 +613,7 @@ class Speaker:
             if stop_requested():
                 print(f"samples step {step:>6} | left out: asked to stop")
                 return {}
-            # building the codec draws numbers, dropout must not feel it
+            # building the codec draws random numbers, which must not change dropout
             with torch.random.fork_rng(devices=[]):
                 codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
             waves = [decode(codec, codes) for codes, _ in spoken]
