@@ -389,20 +389,6 @@ def test_bad_models(made, tmp_path, kind, part):
         planned(made, tmp_path / "out", "--model_path", str(tmp_path / "qwen"))
 
 
-def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
-    run = shared("qwen full fsdp 2x4x1")
-    students.plan_run(arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1])
-    said = capsys.readouterr().out
-    for line in ("samples ", "steps "):
-        ours, = (row for row in said.splitlines() if row.startswith(line))
-        theirs, = (row for row in run.output.splitlines() if row.startswith(line))
-        assert ours.partition("; peak lr")[0] == theirs.partition("; peak lr")[0]
-    assert said.endswith("dry run ok\n") and not (tmp_path / "none").exists()
-    size = int(re.search(r"disk +([\d.]+) MiB a checkpoint", said)[1].replace(".", "")) / 100 * 2**20
-    real = sum(t.nbytes for t in [*tensors(run).values(), *moments(run).values()])
-    assert size == pytest.approx(real, rel=0.1)
-
-
 def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
     source = newest(shared("qwen full fsdp 2x4x1"))
     shutil.copytree(source, tmp_path / "out" / source.name)
@@ -412,31 +398,3 @@ def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
                         (["--keep", made / "chats.jsonl"], "another teacher")):
         with pytest.raises(UserError, match=part):
             planned(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
-
-
-@pytest.mark.slow
-def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
-    """One of each kind: only those checks that are named drop, problems.jsonl lists all, and a resumed run goes on."""
-    shutil.copytree(made / "qwen", tmp_path / "qwen")
-    long = chats.ask("on and on " * 200, "en")
-    path = chats.write(tmp_path / "chats.jsonl", [*chats.conversations(16), chats.ask("<|im_end|>", "en"), long])
-    path.write_text("{\n" + path.read_text())
-
-    def train(*flags, ok=True):
-        return complete(pool, tmp_path, tmp_path / "out", "qwen full fsdp 1x4x1", *flags, ok=ok)
-
-    def listed():
-        rows = [json.loads(line) for line in (tmp_path / "out/problems.jsonl").read_text().splitlines()]
-        assert {row["file"] for row in rows} == {str(path)}
-        return [(int(row["entry"]), row["check"]) for row in rows]
-
-    everything = [(1, "unreadable"), (len(path.read_text().splitlines()) - 1, "template"),
-                  (len(path.read_text().splitlines()), "too_long")]
-    stopped = train("--drop_bad", "unreadable", "too_long", ok=False)
-    assert stopped.status == 1 and "contains the control token" in stopped.output
-    assert sorted(listed()) == everything
-    done = train("--drop_bad", "--max_steps", 2)
-    assert "data       dropped: 1 template, 1 too_long, 1 unreadable; see" in done.output
-    assert sorted(listed()) == everything
-    assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
-    assert "another training data" in train("--drop_bad", "--train_data_file", made / "chats.jsonl", ok=False).output

@@ -122,17 +122,6 @@ def test_a_link_to_a_launcher_finds_the_repository(tmp_path):
     assert "RANK" not in launch("distill_demo.sh", KEEP="x", RANK="0", TOKEN="of mine").stderr
 
 
-@pytest.mark.parametrize("launcher", sorted(path.name for path in (ROOT / "launch").glob("*.sh")
-                                             if path.name not in ("env.sh", "node.sh")))
-def test_help_is_the_header(launcher, tmp_path):
-    """Printed before anything is checked or written."""
-    done = launch(launcher, "--help", cwd=tmp_path, PATH="/usr/bin:/bin")
-    header = (ROOT / "launch" / launcher).read_text().split("\n\n")[0].splitlines()
-    assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
-    assert done.stdout.splitlines()[0] == header[1].removeprefix("# ") and "SBATCH -" not in done.stdout
-    assert "set -euo" not in done.stdout and len(done.stdout.splitlines()) >= 3
-
-
 def test_a_node_without_gpus_is_refused_but_for_a_dry_run():
     done = launch("train_tts.sh", "--wandb_project", "try -h 2", TRAIN_DATA=__file__, MIN_GPUS="")     # asks for no help
     assert done.returncode == 1 and done.stderr == (
