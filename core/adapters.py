@@ -119,11 +119,10 @@ def outputs(x, *layers):
     """[layer(x)] of linear layers; AddingLinear ones are computed together."""
     if not all(map(joins, layers)) or len({layer.scaling["default"] for layer in layers}) > 1:
         return [layer(x) for layer in layers]
-    first, kind, rows = layers[0], x.device.type, x.flatten(0, -2)
+    first, rows = layers[0], x.flatten(0, -2)
     rate = getattr(first.lora_dropout["default"], "p", 0.0) * first.training
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
     found = _Outputs.apply(
-        rows, dtype, first.scaling["default"], rate, first.adds_in_place,
+        rows, kernels.stream_dtype(rows), first.scaling["default"], rate, first.adds_in_place,
         *(layer.base_layer.weight for layer in layers),
         *(layer.lora_A["default"].weight for layer in layers),
         *(layer.lora_B["default"].weight for layer in layers))

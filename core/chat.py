@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from core import json_files
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 from core.packing import token_lists
 from core.problems import problem
 
@@ -231,7 +231,7 @@ def load_tokenizer(folder, template=None):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:      # of many kinds
         raise UserError(f"{folder}: no tokenizer can be loaded from it "
-                        f"({str(error).splitlines()[0]})")
+                        f"({first_line(error)})")
     if template:
         tokenizer.chat_template = json_files.read_text(template, "--chat_template ")
     require(isinstance(tokenizer.chat_template, str), f"{folder}: its tokenizer has no chat "

@@ -106,6 +106,11 @@ def notice(text):
         print(f"notice     {text}", flush=True)
 
 
+def first_line(error):
+    """The first line of an error's text, or its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def counted(number, noun):
     """1 rank, 2 ranks."""
     return f"{number} {noun if number == 1 else noun + 's'}"

@@ -11,7 +11,7 @@ import re
 import stat
 from pathlib import Path
 
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 
 LONGEST = 2**26         # bytes of a line
 BLANK = b"\xef\xbb\xbf \t\r\n"     # around a line: white space, a byte order mark
@@ -144,4 +144,4 @@ def table_rows(path):
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
             yield from map(without_null, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]})")
+        raise UserError(f"{path}: cannot be read as parquet ({first_line(error)})")

@@ -12,11 +12,13 @@ keeps the outputs of attention and of matrix products, but for the wide ones of 
 their size, and FlexAttention's, which cannot be looked into. Gradients are the same bits.
 """
 import functools
+import importlib.util
 import inspect
 import sys
 
 import torch
 import torch.nn.functional as F
+from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -63,6 +65,24 @@ def compiles(kind):
                f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
         return False
     return True
+
+
+@functools.cache
+def use_flash3():
+    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
+    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
+    """
+    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
+        return
+    try:
+        attention.activate_flash_attention_impl("FA3")
+        q = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+        varlen_attn(q, q, q, ends, ends, 5, 5, window_size=(-1, 0)).sum().backward()
+        notice("FlashAttention 3 is used")
+    except Exception as error:      # of a package that is too old for this torch, or for this GPU
+        attention.restore_flash_attention_impl()
+        notice(f"FlashAttention 3 is installed but fails ({printable(error, 80)})")
 
 
 def kernel(function, *args):
@@ -187,6 +207,7 @@ def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
+    use_flash3()
     some = torch.linspace(-1, 1, 9, device="cpu")
     for module in model.modules():
         kind, place = type(module), sys.modules[type(module).__module__]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from core.cli import UserError
+from core.cli import UserError, first_line
 from core.dist import error_names_file
 from core.watchdog import fork_loaders, init_loader
 
@@ -348,7 +348,7 @@ def parallel_map_ordered(share, processes, take):
         if not str(error).startswith("DataLoader worker"):
             raise
         raise UserError("a process that reads the data has ended early "
-                        f"({str(error).splitlines()[0]}); if memory was short, give a smaller "
+                        f"({first_line(error)}); if memory was short, give a smaller "
                         "--preprocess_num_proc") from None
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from core import json_files
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 from core.dist import barrier, error_names_file
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the host
@@ -85,7 +85,7 @@ def find_folder(name, flag, more=()):
             "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *more]))
     except Exception as error:      # a dozen kinds: no network, no such name, not allowed
         raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
-                        f"({type(error).__name__}: {str(error).splitlines()[0]})")
+                        f"({type(error).__name__}: {first_line(error)})")
 
 
 def fingerprint(folder):

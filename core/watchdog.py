@@ -21,7 +21,7 @@ from torch._utils import ExceptionWrapper
 
 from core import lifetime
 from core.checkpoint import write_text
-from core.cli import print_error
+from core.cli import first_line, print_error
 from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
 from core.lifetime import SIGNALS, stop_requested
 
@@ -148,7 +148,7 @@ class Watchdog:
             _at_rest.wait(GRACE_S)      # torchrun, when it noticed, ends this process meanwhile
             self._end(self.world.local_rank == 0 and        # torchrun says why on rank 0's node
                       "rank 0 or its node is gone: the store of the run does not answer "
-                      f"({str(error).splitlines()[0]})")
+                      f"({first_line(error)})")
 
     def _watch_store(self):
         """See, in another thread, a store whose host is frozen: no call to it ends."""

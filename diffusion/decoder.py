@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from core import kernels, tensor_io
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 from diffusion import dit
 
 ATTENTION = "noisy_and_clean_blocks"
@@ -74,7 +74,7 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
         assert config.native
     except Exception as error:      # a dozen kinds, of transformers' checks
         raise UserError(f"{where}values that transformers refuses "
-                        f"({str(error).splitlines()[0]:.120})")
+                        f"({first_line(error):.120})")
     return config
 
 

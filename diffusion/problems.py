@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from core import json_files
-from core.cli import UserError, printable, require
+from core.cli import UserError, first_line, printable, require
 from core.problems import problem, settle
 
 END = "<|endoftext|>"
@@ -158,7 +158,7 @@ def load_tokenizer(name, system, end_token=""):
         tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
     except Exception as error:      # the tokenizers library raises bare Exceptions, the hub a dozen
         raise UserError(f"--tokenizer {name}: cannot be read "
-                        f"({str(error).splitlines()[0]:.150}); {hint}")
+                        f"({first_line(error):.150}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",

@@ -41,7 +41,7 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 import torch
 
 from core import checkpoint, dist, json_files, tensor_io
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, auto_tokenizer, load_tokenizer, read_tokenizer
 
@@ -150,7 +150,7 @@ def with_chat(layout, folder):
         require(prompt.count("{question}") == 1, "it does not write the question once")
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
-                        f"({str(error).splitlines()[0]:.120})")
+                        f"({first_line(error):.120})")
     return with_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 

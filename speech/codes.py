@@ -30,7 +30,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from core import checkpoint, packing, tensor_io, watchdog
-from core.cli import UserError, require, require_package
+from core.cli import UserError, first_line, require, require_package
 from core.dist import all_gather, rank0
 from speech.choices import LONGEST_CLIP_S
 from speech.conversations import FILLED_S
@@ -207,7 +207,7 @@ def codec_config(codec_dir, num_codebooks):
         config = HiggsAudioV2TokenizerConfig.from_pretrained(codec_dir)
         rates = config.sample_rate, config.frame_rate
     except Exception as error:
-        raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
+        raise UserError(f"{codec_dir}: codec cannot be loaded ({first_line(error)})")
     require(rates == (SAMPLE_RATE, FRAME_RATE), f"{codec_dir}: codec runs at {rates[0]} Hz and "
             f"{rates[1]} frames/s, not at {SAMPLE_RATE} and {FRAME_RATE}")
     bandwidth = num_codebooks * config.frame_rate * config.codebook_nbits / 1000
@@ -225,7 +225,7 @@ def load_codec(codec_dir, device, num_codebooks):
         codec, info = HiggsAudioV2TokenizerModel.from_pretrained(
             codec_dir, dtype=torch.float32, output_loading_info=True)
     except Exception as error:
-        raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
+        raise UserError(f"{codec_dir}: codec cannot be loaded ({first_line(error)})")
     if lost := sorted(info["missing_keys"]) + sorted(info["unexpected_keys"]):
         raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected weights, first {lost[:5]}")
     for name, weight in codec.named_parameters():

@@ -149,9 +149,9 @@ def metadata_row(folder, raw):
             "task_type": raw.get("training_task_type") or raw.get("task_type")}
     for key in ("audio", "text", "ref_audio"):
         name = str(row.get(key))
-        moved = folder / str(raw.get("split")) / name
-        if moved.exists() and not (folder / name).exists():
-            row[key] = str(moved)
+        moved = os.path.join(folder, str(raw.get("split")), name)
+        if os.path.exists(moved) and not os.path.exists(folder / name):
+            row[key] = moved
     return row | {"text": folder / str(row["text"]) if row["text"] else None}
 
 
@@ -478,7 +478,7 @@ def unpacked(rows, folder):
         audio = row.get("audio") if isinstance(row, dict) else None
         if isinstance(audio, dict):
             name = audio.get("path")
-            row["id"] = row.get("id") or os.path.basename(name or "")
+            row["id"] = row.get("id") or os.path.basename(str(name or ""))
             audio = audio.get("bytes") or (name if audio.get("array") is None else audio)
             row["audio"] = audio
         if not isinstance(audio, (bytes, dict)):
@@ -791,13 +791,12 @@ def references_of(row, task, reading, pool, paths):
         return [], [note] * bool(audio or speakers)
     if speakers is not None and not (audio and text):
         raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
-    if not audio and not row.get("voice_prompts"):
-        return [], []
-    words = Path(paths.find(audio)).with_suffix(".txt") if audio and not text else None
-    text = text_of({"text": words}) if words and words.is_file() else text
-    if audio and (text or reading.lone_reference):
-        return [("", text or "", clip(audio))], []
-    return [], [("no_reference_text", f"what its reference {audio!r} says is not known")]
+    unknown = [("no_reference_text", f"what its reference {audio!r} says is not known")]
+    if not audio:
+        return [], unknown * bool(row.get("voice_prompts"))
+    words = Path(clip(audio)["audio_url"]).with_suffix(".txt")
+    text = text or (json_files.read_text(words).strip() if words.is_file() else "")
+    return ([("", text, clip(audio))], []) if text or reading.lone_reference else ([], unknown)
 
 
 def share_of(what, row, reading):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from core import lifetime
-from core.cli import UserError, require, require_package
+from core.cli import UserError, first_line, require, require_package
 
 RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
@@ -180,7 +180,7 @@ def load_model(flag, path, device, class_name=None, unused=()):
         extractor = transformers.AutoFeatureExtractor.from_pretrained(path, **safe)
     except Exception as error:
         raise UserError(f"{flag} {path}: cannot be loaded as {class_name or 'a speech recogniser'} "
-                        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
+                        f"({type(error).__name__}: {first_line(error)})")
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
     # transformers would go on with random ones
     require(not missing, f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
@@ -220,7 +220,7 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
         try:
             ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
         except ValueError as error:
-            raise UserError(f"--language {language}: {str(error).splitlines()[0]}")
+            raise UserError(f"--language {language}: {first_line(error)}")
         heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
     return heard
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
 from speech.labels import IGNORE, delay_rows
@@ -254,7 +254,7 @@ def load_tokenizer(folder):
         return PreTrainedTokenizerFast(tokenizer_file=path, clean_up_tokenization_spaces=False)
     except Exception as error:
         raise UserError(f"{path}: no tokenizer can be loaded from it "
-                        f"({str(error).splitlines()[0]})")
+                        f"({first_line(error)})")
 
 
 def token_ids(tokenizer, config):

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from core import checkpoint, cli, dist, json_files, tensor_io
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 
 try:
     import torchaudio  # noqa: F401  (transformers imports it if it finds it, and dies with it)
 except (ImportError, OSError, RuntimeError) as broken:
     if not isinstance(broken, ModuleNotFoundError):     # absent is fine, broken is not
         cli.fail(f"torchaudio does not fit torch {torch.__version__} "
-                 f"({str(broken).splitlines()[0]}), and every transformers import fails with it. "
+                 f"({first_line(broken)}), and every transformers import fails with it. "
                  "Run launch/setup.sh, or: pip uninstall torchaudio (training from a filled "
                  "--code_cache needs none)")
 
@@ -187,7 +187,7 @@ def load_tokenizer(folder):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{folder}: no tokenizer can be loaded from it "
-                        f"({str(error).splitlines()[0]})")
+                        f"({first_line(error)})")
 
 
 # ---- The model and its weights

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.progress import children, wait_until
+from tests.helpers.progress import children, in_sessions, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 from tests.test_house import MODULES
 
@@ -42,16 +42,6 @@ LONG = "1000"       # seconds that a rank would live
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
 
 
-def in_session(session):
-    """Processes of a session that are alive."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, _, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            found += [int(folder.name)] * (int(number) == session and state != "Z")
-    return found
-
-
 @pytest.fixture
 def start(tmp_path):
     """start(*command, **env) -> process in a session of its own, output in .log; the session is killed at the end."""
@@ -66,7 +56,7 @@ def start(tmp_path):
         return process
     yield run
     for process in started:
-        for pid in in_session(process.pid):
+        for pid in in_sessions(process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -90,9 +80,9 @@ time.sleep(""")
     parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", noisy, LONG, "3",
                    **TORCHRUN)       # seconds in which each rank looks, even on a busy machine
     wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
-    os.kill(max(in_session(parent.pid)), signal.SIGSTOP)    # one of them, whose thread cannot look
+    os.kill(max(in_sessions(parent.pid)), signal.SIGSTOP)    # one of them, whose thread cannot look
     parent.kill()
-    wait_until(lambda: not in_session(parent.pid), "end of the ranks")
+    wait_until(lambda: not in_sessions(parent.pid), "end of the ranks")
     said = parent.log.read_text()
     assert said.count("error: ") == 1
     assert said.endswith("\nerror: torchrun has ended; its ranks end with it\n")
@@ -100,9 +90,9 @@ time.sleep(""")
 
 def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):
     parent = start(sys.executable, "-c", COMMAND, "sh", "-c", f"sleep {LONG} & wait")
-    wait_until(lambda: len(in_session(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
+    wait_until(lambda: len(in_sessions(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
     parent.kill()
-    assert wait_until(lambda: not in_session(parent.pid), "end of all")
+    assert wait_until(lambda: not in_sessions(parent.pid), "end of all")
 
 
 def test_every_process_begins_with_what_ends_it():

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from core import checkpoint, metrics
 from tests.helpers import runs
 from tests.helpers.pool import free_port
-from tests.helpers.progress import PATIENCE_S, children, wait_until
+from tests.helpers.progress import PATIENCE_S, children, in_sessions, wait_until
 from tests.helpers.trainer import ROOT, speech_main, trainer_arguments
 
 pytestmark = [pytest.mark.race, pytest.mark.slow]
@@ -86,13 +86,7 @@ class Job:
 
     def pids(self):
         """Every living process of the job: ranks, loaders."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):          # gone, or another user's
-                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                if {int(session), int(folder.name)} & set(self.ranks) and state != "Z":
-                    found.append(int(folder.name))
-        return found
+        return in_sessions(*self.ranks)
 
     def signal(self, number, *pids):
         for pid in pids:

@@ -22,6 +22,17 @@ def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S, every
     return value
 
 
+def in_sessions(*leaders):
+    """Processes of these sessions that are alive, and their leaders."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):          # gone, or another user's
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if {int(session), int(folder.name)} & set(leaders) and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
 def children(pid):
     """Processes that any thread of a process has started."""
     found = set()
