@@ -147,9 +147,8 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
-                                  "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
-                                  "qwen full fsdp 2x2x2 --cpu_offload"])
+@pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing --num_workers 1",
+                                  "qwen full fsdp 2x2x2 --gradient_checkpointing selective --cpu_offload"])
 def test_any_split_trains_the_same(shared, name):
     assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
 
@@ -324,24 +323,12 @@ def planned(made, output_dir, *flags, student="qwen"):
 
 
 @pytest.mark.parametrize("flags, part", [
-    (["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
-    (["--max_length", "300"], "--max_length 300 is more than the model's 256 positions"),
-    (["--lora_target_modules", "q_proj"], "needs --use_lora"),
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
     (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
-    (["--eval_data_file", "x", "--validation_split", "0.1"], "give one of --eval_data_file and --validation_split"),
-    (["--gradient_accumulation_steps", "0", "--global_batch_size", "24"], "24 is not a multiple of 16"),
-    (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
-    (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
-    (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --on_policy and --use_lora"),
-    (["--teacher_url", "u"], "--teacher_url needs --teacher_path, a folder"),
-    (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
     ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
-    ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--teacher_path", "QWEN"], "reads what the student reads, so there is nothing to learn"),
     (["--teacher_path", "MOE", "--distill_topk", "401"], "--distill_topk 401: the models have 401 tokens"),
     ([*SERVED, "--teacher_url", "http://h/v1?api_key=x"], "--teacher_url: holds a name and password (@), ?... or #..."),
-    (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
