@@ -202,17 +202,6 @@ def test_a_checkpoint_is_what_people_use(shared, made):
     assert tokenizer.chat_template == chats.QWEN
 
 
-@pytest.mark.slow
-def test_bf16_stays_near(shared):
-    name = "qwen lora fsdp 2x4x1"
-    ours, exact = shared(name + " --bf16"), shared(name)
-    assert ours.metrics("train/loss") != exact.metrics("train/loss"), "it does something"
-    for step, loss in exact.metrics("train/loss").items():
-        assert ours.metrics("train/loss")[step] == pytest.approx(loss, rel=0.02)
-    kept = [*tensors(ours, "adapter_model").values(), *moments(ours).values()]
-    assert {tensor.dtype for tensor in kept} == {torch.float32}
-
-
 # -- Stopping and resuming ---------------------------------------------------------------------------------------------
 
 

@@ -182,14 +182,11 @@ def said(capsys, *args):
     return err
 
 
-def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, capsys):
+def test_bad_flags_and_folders(waves, listener, tmp_path, capsys):
     good = write(tmp_path / "good", waves[:2])
     renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
-    (tmp_path / "empty").mkdir()
     for args, parts in [
-            ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
             ([good, renamed], [f"0001 is not the same in {renamed} and {good} (1 such", "same prompts"]),
-            ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"]),
-            ([good, "--asr_model", speaker], ["--asr_model"])]:
+            ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"])]:
         error = said(capsys, *args)
         assert all(part in error for part in parts), (args, error)
