@@ -128,21 +128,6 @@ def test_files_that_are_named_exist():
             assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
 
 
-GUIDES = {f"docs/{name}.md" for name in (
-    "first_voice", "speech", "data", "speaking", "distillation", "diffusion", "slurm", "reliability", "speed",
-    "troubleshooting", "architecture", "adapting", "dropped")}
-
-
-def test_readme_is_short_and_has_what_it_must():
-    readme = TEXTS["README.md"]
-    assert len(readme.splitlines()) <= 110
-    assert set(TEXTS) == {"README.md", ".github/CONTRIBUTING.md", *GUIDES}
-    for page in set(TEXTS) - {"README.md"}:
-        assert f"]({page}" in readme, f"README does not lead to {page}"
-    assert (ROOT / "LICENSE").read_text().startswith("MIT License") and "the flat-trainers authors" in (
-        ROOT / "LICENSE").read_text()
-
-
 def test_guides_are_short_and_plain():
     """Their words in all, lines of at most 100 columns, and no dates, seeds or commits."""
     assert sum(len(text.split()) for page, text in TEXTS.items() if page != "README.md") <= 14_000
