@@ -19,11 +19,11 @@ from speech.codes import Encoding, ensure_codes, plan_codes
 from speech.dataset import Reading, Sources, Table, build, is_prepared, open_prepared
 from speech.labels import IGNORE, PackedBatch, audio_targets
 
-PAD_LENGTH = 128        # padding comes as samples this short: attention costs their length squared
+PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
 
 
 def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
-    """make_table by the trainer's flags."""
+    """make_table() with the trainer's flags."""
     sources = Sources(*choices.sources(args), Reading(
         **choices.reading(args), lone_reference=ids.lone_reference), args.preprocess_num_proc,
         args.drop_bad)
@@ -33,9 +33,9 @@ def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
-    """Table of Sources' samples, on every rank: read, encode new audio, write, map. Folders of
-    prepare_tts.py are only mapped. dry: clips that are not in the cache get the number of their
-    frames from their headers, and no codes; bad samples are not listed in output_dir.
+    """Table of the samples of Sources, on every rank: read, encode new audio, write, map. Folders
+    of prepare_tts.py are only mapped. dry: new clips are not encoded; their number of frames comes
+    from the file header. Bad samples are then not listed in output_dir.
     """
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
@@ -51,11 +51,11 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         found = problems if dry else Problems(sources.drop, output_dir, more=True)
         found.add(lost)
         settle(found)
-        # a relative path would be the table's own
+        # a relative path would be relative to the table
         builder.write(os.path.abspath(cache), shards, where)
         return builder.folder
 
-    # a dry run names bad rows and bad audio at once; a run ends before it encodes
+    # a dry run lists bad rows and bad audio together; a run ends before it encodes
     return Table(build(
         world, tokenizer, ids, sources,
         lambda clips: plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding),
@@ -87,9 +87,9 @@ def padding_sample(n, ids):
 
 
 def collate(samples, ids, pad_to=0):
-    """List of sample dicts -> PackedBatch. pad_to: tokens of the flat sequence, filled by padding.
+    """List of sample dicts -> PackedBatch. pad_to: pad the flat sequence to this many tokens.
 
-    An empty list gives a batch of padding that weighs nothing: every rank runs every step.
+    An empty list gives a batch of padding with zero weight, since every rank runs every step.
     """
     total = sum(len(sample["input_ids"]) for sample in samples)
     padding = max(pad_to - total, 0 if samples else 1)
@@ -106,7 +106,7 @@ def collate(samples, ids, pad_to=0):
     found = [audio_targets(sample) for sample in samples]
     audio_at = np.concatenate([at + start for (at, _), start in zip(found, starts)])
     targets = np.concatenate([rows for _, rows in found])
-    # all text rows first, then all audio rows: each kind of FFN works on one contiguous slice
+    # all text rows first, then all audio rows: each FFN reads one contiguous slice
     text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
     seq_index = np.empty(len(is_audio), np.int64)
     seq_index[np.concatenate([text_pos, audio_pos])] = np.arange(len(is_audio))

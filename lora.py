@@ -1,12 +1,12 @@
-"""LoRA on Higgs-Audio: which layers get adapters. And two commands on what was trained:
+"""LoRA on Higgs-Audio: which layers get adapters, and two commands for trained checkpoints:
 
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served
     python lora.py export --model_path full/checkpoint-500 --output_dir served
 
-merge folds an adapter into its base and writes a native checkpoint; export writes the layout that
-other code serves, of an adapter or of a full fine-tuning (speech/weights.py). Adapter files are
-PEFT's own format.
+merge folds an adapter into its base and writes a native checkpoint. export writes an adapter or a
+full fine-tuning in the layout that other code serves (speech/weights.py). Adapter files have
+PEFT's format.
 """
 from core import cli
 from core.cli import require
@@ -15,27 +15,27 @@ from speech.choices import LORA_TARGETS
 
 
 def build_parser():
-    p = cli.Parser("Write a Higgs-Audio checkpoint again, an adapter folded in or not.")
+    p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
     p.usage = "%(prog)s {merge,export} [--flag value ...]"
     p.add_argument("command", choices=["merge", "export"],
                    help="merge: adapter and base into a native checkpoint; export: for other code")
-    p.flag("--model_path", None, "base model, or full fine-tuning's checkpoint", required=True)
-    p.flag("--adapter", None, "folder with adapter_model.safetensors; merge needs one")
+    p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
+    p.flag("--adapter", None, "folder with adapter_model.safetensors; required for merge")
     p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
     p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
-           "own code (default of export)", choices=("native", "2025"))
-    p.flag("--dtype", None, "of the weights (default: float32 with an adapter, else the source's); "
-           "bfloat16 halves the size and rounds part of an update away",
+           "code (default of export)", choices=("native", "2025"))
+    p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
+           "source's); bfloat16 halves the size but rounds part of an update away",
            choices=("float32", "bfloat16"))
     choices.base_dtype(p, "nf4: round the base as the adapter's run did")
-    p.flag("--max_shard_gb", 5.0, "largest weight file in GB, so also the memory this takes")
-    p.flag("--audio_tokenizer_path", None, "codec that the native processor names, folder or hub "
-           "name (default: what the base names); of TTS 3: the codec to put inside")
+    p.flag("--max_shard_gb", 5.0, "largest weight file in GB; the command needs that much memory")
+    p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
+           "refers to (default: the base's); for TTS 3: the codec to include")
     return p
 
 
 def check_flags(args, world_size):
-    """Raise UserError for flags that do not go together; fill in --format and --base_dtype."""
+    """Raise UserError for conflicting flags; fill in --format and --base_dtype."""
     args.format = args.format or ("native" if args.command == "merge" else "2025")
     require(args.command == "export" or args.adapter,
             "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
@@ -44,7 +44,7 @@ def check_flags(args, world_size):
     require(args.max_shard_gb > 0, f"--max_shard_gb is {args.max_shard_gb}; it must be above 0")
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 from core import dist
@@ -55,7 +55,7 @@ from core import adapters  # isort: skip
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
-    """adapters.add_lora of a native model; with `table` TTS 3's audio table is trained as it is.
+    """adapters.add_lora for a native model; with `table`, TTS 3's audio table is trained in full.
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora.
     """
@@ -65,7 +65,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     names = ",".join(LORA_TARGETS.get(targets, [targets]))
     net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task_type=None,
                             modules_to_save=list(whole) if table else None, **kinds)
-    if table:       # one copy, embedding and head alike
+    if table:       # one copy serves as embedding and head
         model.audio_embedding.modules_to_save.float()
     return net
 

@@ -3,14 +3,14 @@
     torchrun --nproc_per_node=8 train_v2_ddp.py --train_data_file train.json --output_dir ./out \
         --model_path bosonai/higgs-audio-v2-generation-3B-base --bf16 --use_lora \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --learning_rate 5e-5
-    bash launch/demo.sh     # the same in small; needs no GPU and no model of yours
+    bash launch/demo.sh     # the same on a small scale; needs no GPU and downloads no model
 
 The loss is the cross-entropy of the next row of codes, averaged over every trained code of an
 optimizer step (all ranks, micro-steps and codebooks), plus --text_loss_weight times the same
 average over text targets. So 1 rank, N ranks, DDP and FSDP2 train alike.
 
-SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
-OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
+On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
+OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import argparse
 import os
@@ -21,8 +21,8 @@ from core.cli import require
 from speech import choices
 
 # ---- Flags: name, default, help
-p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. How rows that are not ChatML become "
-               "prompts is set by the flags of speech/prepare_tts.py, which work here as well.")
+p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. The flags of speech/prepare_tts.py "
+               "work here as well: they set how other formats than ChatML become prompts.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
@@ -38,18 +38,18 @@ flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
 flag("--lora_target_modules", None, ", ".join(choices.LORA_TARGETS) + ", or module name endings "
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
+switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
 switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
-flag("--validation_split", None, "share of samples held out, 0 = none (default: 0.005, but "
-     "of few samples 5 %%, up to 16)", type=float)
+flag("--validation_split", None, "share of samples held out, 0 = none (default: 0.005; for small "
+     "data sets 5 %%, at most 16 samples)", type=float)
 switch("--disable_eval", argparse.SUPPRESS)         # the same as --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that prepare data")
-flag("--max_length", 0, "tokens a sample may have, 0 = the model's positions")
+flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
      f"or found by {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
@@ -62,7 +62,7 @@ flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
 flag("--global_batch_size", 0, "samples per step; derives the accumulation")
 switch("--group_by_length", "put samples of similar length into the same micro-step")
 flag("--num_train_epochs", 3, "passes over the training samples")
-flag("--max_steps", 0, "stop after this many optimizer steps, 0 = by epochs")
+flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
 # optimization
 flag("--learning_rate", 5e-5, "peak learning rate")
 flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
@@ -73,55 +73,55 @@ flag("--adam_beta2", 0.999, "AdamW decay of the variance")
 flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
 flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
-flag("--keep", None, "texts that the base speaks once; the adapter is held near it there")
-flag("--keep_weight", 1.0, "weight of that divergence in the loss, every --keep_every 10 steps")
+flag("--keep", None, "texts that the base speaks once; the loss keeps the adapter close to them")
+flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 10 steps")
 flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
 # speed and memory
-switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
-flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
-flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
-     "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
+flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
+flag("--parallel", "ddp", "ddp: replicas; fsdp: one model sharded over all GPUs; hsdp: sharded in "
+     "each node, or in groups of N", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
-flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
+flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights after the forward pass; "
      "no-: faster, more memory", action=argparse.BooleanOptionalAction)
-switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
+switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
 switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
-switch("--float8", "lora, compiled: products with frozen weights in float8")
+switch("--float8", "lora, compiled: multiply by frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers backward: all, or selective (all but "
-     "attention and products)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
+flag("--gradient_checkpointing", None, "recompute layers backward: all, or selective (all "
+     "but attention and matmuls)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
      "data preparation, validation and saves after --wait_timeout 21600")
 flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
-flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
-flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
+flag("--output_dir", "./output", "folder for all output; shared by all nodes")
+flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
 flag("--logging_steps", 10, "optimizer steps between log lines")
 flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints kept besides the best, 0 = all")
-flag("--resume", "auto", "auto (newest whole checkpoint), none, or the folder of a checkpoint",
+flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
+flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
      type=cli.alias(true="auto", false="none"))
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
-flag("--sample_seconds", 10.0, "seconds of speech a prompt may give")
-# those of prepare_tts.py, and older names
+flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
+# flags of prepare_tts.py, and older names
 p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "reference_share",
        "train_data_dir", "eval_data_dir")
 
 
 def check_flags(args, world_size):
-    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
+    """Raise UserError for flags that would fail later or have no effect; set derived values."""
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
     choices.check_trainer(args, world_size)
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
 dry = args.dry_run is not None
 if dry and os.environ.get("RANK", "0") != "0":
@@ -148,14 +148,14 @@ from speech.labels import SUMS, batch_sums, decays, eval_line, step_work, total_
 world, watch, work_dir = run.start(args)
 output_dir, main_rank, device = Path(args.output_dir), world.is_main, world.device
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
-# in which the model computes; trained weights stay in fp32
+# dtype of the computation; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
-# the same table and know the whole order. So no rank has to ask another which samples a step
-# has, or how many targets.
+# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises; all ranks map
+# the same table and know the whole order. So each rank knows the samples and targets of every
+# step without communication.
 folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path)
 module = weights.module(config_dict)        # speech/v2.py or v3.py, chosen once
@@ -167,12 +167,12 @@ ids = module.token_ids(tokenizer, config)
 
 
 def empty_model(source, config_dict):
-    """(model on the meta device, {weight name: its places in the files of folder `source`}).
+    """(model on the meta device, {weight name: its slices in the files of folder `source`}).
 
-    Only weights that are trained require gradients. Raises UserError when the folder does not hold
-    exactly the model's weights, or nothing is left to train.
+    Only trained weights require gradients. Raises UserError when the folder does not hold
+    exactly the model's weights, or no weight is left to train.
     """
-    # adapters are trained on a frozen base, which half precision is enough for
+    # half precision is enough for the frozen base under adapters
     native = net = module.empty_model(config_dict, args.use_lora and dtype or torch.float32, source)
     parts = module.weight_parts(source, config_dict)
     weights.check_weights(native, parts, source)
@@ -183,7 +183,7 @@ def empty_model(source, config_dict):
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in choices.AUDIO_WEIGHTS))
-    # DDP would wait for the gradient of a weight that no loss reaches
+    # DDP would wait for the gradients of weights that no loss depends on
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
         from core import quantized
@@ -195,12 +195,12 @@ def empty_model(source, config_dict):
 
 
 def load_option(flag, name):
-    """load() of speech/NAME.py for a flag; None without it, and nothing is imported."""
+    """Result of load() in speech/NAME.py; None if the flag is off, which imports nothing."""
     if flag:
         return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
 
 
-# a run ends at the first mistake, a dry run names them all; the data last: encoding takes hours
+# a run ends at the first mistake, a dry run lists all; data comes last, as encoding takes hours
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
@@ -218,10 +218,10 @@ if args.auto or dry:
     data = plan.Data(table, ids, train_ids, eval_ids, prompts, keep_loss)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_model(folder, config_dict)
-args.compile = dist.choose_compile(world, args)         # after the plan, which it yields to
+args.compile = dist.choose_compile(world, args)         # after the plan, which has priority
 
-# ---- Resume from the newest whole checkpoint, on any number of ranks
-identity = None     # what a checkpoint must share with the run that resumes it
+# ---- Resume from the newest intact checkpoint, on any number of ranks
+identity = None     # must be equal in a checkpoint and the run that resumes it
 if main_rank:
     base = tensor_io.fingerprint(folder)
     identity = {"base model": base, "codec": Path(table.reader.folder).name,
@@ -229,14 +229,14 @@ if main_rank:
                 "--normalize_text": args.normalize_text, "seed": args.seed,
                 "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
                 "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
-# validation losses compare only where these are equal
+# validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), "mean", args.text_loss_weight]
 checkpoints = checkpoint.CheckpointManager(
     world, output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
     dist.rank0(world, checkpoint.check_identity, resume, state, identity)
-# where the run continues: optimizer steps taken, epoch, next pack of that epoch
+# resume position: optimizer steps taken, epoch, next pack of that epoch
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 best_loss, best_step = math.inf, None       # of the validation so far
 if state.get("best_step") is not None and state["validation"] == validation:
@@ -256,14 +256,14 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validate
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 if dry:
     if resume and args.use_lora:
-        adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
+        adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
     elif resume:
         empty_model(resume, json_files.read_object(resume / "config.json"))
     plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines)
     print("dry run ok")
     sys.exit(0)
 
-# ---- Model: sharded while it takes no memory, then filled; no process holds more than its part
+# ---- Model: sharded on the meta device, then loaded; no process holds more than its shard
 watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     config_dict = json_files.read_object(resume / "config.json")
@@ -275,7 +275,7 @@ if args.parallel != "ddp":
     dist.shard(model, module.layers(native), world, args.bf16, args.reshard_after_forward,
                args.cpu_offload, args.shard_size)
 model.to_empty(device="cpu" if args.cpu_offload else device)
-module.reset_buffers(native, device)        # to_empty has left them unset
+module.reset_buffers(native, device)        # to_empty leaves them unset
 named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
 if args.base_dtype == "nf4":
     from core import quantized
@@ -288,9 +288,9 @@ if args.float8:
     from core import quantized
     quantized.to_float8(module.layers(native))
 model.train()
-# FSDP2 has changed the model itself; DDP is a module around it
+# FSDP2 changes the model in place; DDP wraps it in a module
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
-# only now: sharding has replaced the parameters
+# after sharding, which replaces the parameters
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), decays)
@@ -299,16 +299,16 @@ if args.fp16:
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
-n_sums = ids.num_codebooks + SUMS      # numbers that a step adds up for the log
+n_sums = ids.num_codebooks + SUMS      # sums that a step accumulates for the log
 
 
 def forward_backward(batch, n_audio, n_text, sync):
-    """Add the gradients of one micro-step -> (loss, its sums for the log), which nobody waits for.
+    """Add the gradients of one micro-step -> (loss, its sums for the log), without a host sync.
 
     The model returns sums over the batch's targets. They are divided by the targets of the whole
     step on all ranks, so any split over ranks and micro-steps adds up to the same loss.
     """
-    with dist.gradient_sync(wrapped, sync):     # exchanged once a step, when complete
+    with dist.gradient_sync(wrapped, sync):     # reduced once a step, when complete
         with autocast():
             audio, text, ends = wrapped(batch)
         loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
@@ -317,13 +317,13 @@ def forward_backward(batch, n_audio, n_text, sync):
     return loss, batch_sums(audio, text, ends, batch)
 
 
-if device.type == "cuda":       # the largest pack, once: it must not fail hours into the run
+if device.type == "cuda":       # try the largest pack now: it must not fail hours into the run
     largest, samples = order.largest(), SpeechSamples(table, ids)
     batch = collate([samples[int(train_ids[i])] for i in largest], ids, args.max_tokens_per_batch)
     with run.enough_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
         forward_backward(batch.to(device), 1, 1, True)
-    model.zero_grad(set_to_none=True)       # as if it had not run
-torch.manual_seed(args.seed + world.rank)       # other dropout on every rank
+    model.zero_grad(set_to_none=True)       # discard the trial's gradients
+torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 
@@ -334,9 +334,9 @@ if resume:
 def evaluate():
     """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
 
-    None, on all ranks, when one was asked to stop meanwhile.
+    Returns None on all ranks if any of them was asked to stop.
     """
-    # the same order at each validation, and packs of the size that memory was planned for
+    # the same order at each validation; packs of the size that the memory plan assumes
     held_out = PackOrder(table.lengths[eval_ids], shuffle=False,
                          samples_per_pack=args.per_device_eval_batch_size)
     packs = [[int(eval_ids[i]) for i in pack]
@@ -344,7 +344,7 @@ def evaluate():
     loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
     total = torch.zeros(n_sums, dtype=torch.float64, device=device)
     for i, batch in enumerate(packing.iterate(loader)):
-        # often enough for a prompt stop, seldom enough to cost nothing
+        # frequent enough for a prompt stop, rare enough to cost nothing
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
         with autocast():
@@ -355,7 +355,7 @@ def evaluate():
 
 
 def validate():
-    """Validate, speak the prompts, log -> whether the loss is the best so far; None if stopped."""
+    """Validate, speak prompts, log; return True if the loss is the best so far, None if stopped."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     model.eval()        # no dropout
@@ -370,24 +370,24 @@ def validate():
         values |= prompts.speak(world, model, step, log, autocast)
     if values and main_rank:
         log.write(step, values)
-    if not values.get("eval/loss", math.nan) < best_loss:       # never one that is not finite
+    if not values.get("eval/loss", math.nan) < best_loss:       # a non-finite loss is never best
         return False
     best_loss, best_step = values["eval/loss"], step
     return True
 
 
 def save():
-    """Copy everything off the device; it is written while the next steps run. On every rank."""
+    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    # no step's losses are missing in the log of a resumed run
+    # saved, so that the log of a resumed run misses no step's losses
     unlogged = dist.all_reduce(world, sums.clone()).tolist()
-    dist.reshard(model)     # after a validation FSDP2's parameters are the gathered ones
+    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
     stem, named = "model", module.weight_names(native)      # under transformers' names
     if args.use_lora:
         stem, named = "adapter_model", adapters.adapter_weights(net)    # under PEFT's
 
     def save_config(path):
-        # whoever speaks with this checkpoint treats texts as training did
+        # speaking with this checkpoint normalises texts as training did
         conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
                                         args.base_dtype)
         if args.use_lora:
@@ -415,7 +415,7 @@ packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
 loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
                      pad_to=args.max_tokens_per_batch)
 batches = packing.iterate(loader)       # loader processes read ahead
-eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
+eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted that validation
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
 print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
@@ -425,7 +425,7 @@ if eval_due:
         eval_due = stopping = validate() is None
 
 while step < total_steps and not stopping:
-    # next batch: of which samples the step consists on all ranks, each rank knows from the order
+    # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
     work = step_work(config, table, train_ids[
@@ -437,26 +437,26 @@ while step < total_steps and not stopping:
         with timer.waiting():
             batch = next(batches).to(device)
         mine = list(batch.samples)
-        # a batch that differs from the plan would divide by another count than the other ranks'
+        # a batch that differs from the plan would make ranks divide by different counts
         assert batch.counts["audio_targets"] == table.audio_targets[mine].sum()
-        # compiling takes minutes, in the first step
+        # the first step may compile for minutes
         compiling = args.compile and step == start_step
         watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
 
         # forward, loss, backward
-        if keep_loss:       # before that pass, which sums these gradients over the ranks as well
+        if keep_loss:       # before the pass below, which reduces these gradients too
             step_sums[n_sums:] += keep_loss.backward(
                 wrapped, collate, world, step, micro, autocast, scaler.scale if scaler else 1.0)
         loss, found = forward_backward(batch, n_audio, n_text, sync=micro == accumulation - 1)
         monitor.watch(loss, mine)
         step_sums[:n_sums] += found
 
-    # clip: the norm is over all ranks, and stays on the device
+    # clip: the norm covers all ranks and stays on the device
     if scaler:
         scaler.unscale(trainable)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
-    # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
+    # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
                                               args.lr_scheduler)
     bad = optim.take_step(optimizer, lr, norm).to(device)
@@ -464,13 +464,13 @@ while step < total_steps and not stopping:
         scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the step before: this one is still being computed
+    monitor.poll()      # of the previous step: this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(n_audio or n_text and args.text_loss_weight))
 
-    # log; here the host waits for the device
+    # log: the host waits for the device here
     last = step == total_steps
-    # an epoch whose packs do not fill the last step ends with packs of one token of padding
+    # the last step of an epoch is filled up with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
@@ -488,7 +488,7 @@ while step < total_steps and not stopping:
             log.write(step, values)
         print0(train_line(step, total_steps, values))
 
-    # validate; a request to stop counts one step late, so that no step waits for the device
+    # validate; a stop request takes effect one step late, so no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
     saving = last or args.save_steps > 0 and step % args.save_steps == 0
     if eval_due or saving:      # the host waits anyway
@@ -498,10 +498,10 @@ while step < total_steps and not stopping:
         checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
-            # asked to stop meanwhile: the next start validates first
+            # asked to stop during validation: the next start validates first
             eval_due = stopping = improved is None
 
-        # save: every --save_steps, before a stop, and whenever validation is best
+        # save: every --save_steps, before a stop, and at each best validation
         if saving or stopping or improved:
             save()
 

@@ -1,9 +1,9 @@
-"""The tokens and codes of a conversation that the model sees, the trained ones, and their loss.
+"""Model inputs and labels of a conversation, and the loss.
 
-The rules are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows,
-codebook k is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and
-the fill never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are
-text targets.
+The rules follow boson-ai/higgs-audio's collator. A clip of T frames takes T + 9 rows; codebook k
+is delayed by k rows. Its T codes and one end-of-stream are trained; begin-of-stream and the fill
+never are. Text targets are a trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and
+<|eot_id|>.
 """
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from core.metrics import duration
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip
 
-SUMS = 8                # of batch_sums() besides the codebooks'
+SUMS = 8                # number of batch_sums() besides one per codebook
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out
 CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                   "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|audio_bos|>",
@@ -26,19 +26,19 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 @dataclass
 class TokenIds:
-    """Ids from the tokenizer and the model's config, and their layout; as v3.Ids."""
+    """Ids from the tokenizer and the model's config, and their layout; same methods as v3.Ids."""
     audio: int              # <|AUDIO_OUT|>, one for each row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
     num_codebooks: int
     stream_bos: int
     stream_eos: int
-    min_frames = 1          # codec frames of a trained clip
-    lone_reference = False  # the model has to know what a reference says
+    min_frames = 1          # least codec frames of a trained clip
+    lone_reference = False  # a reference needs its text
 
     @property
     def audio_placeholder_id(self):
-        """The token of a whole clip in a table."""
+        """The token that represents a whole clip in a table."""
         return self.audio
 
     def known_tags(self, tokenizer):
@@ -46,11 +46,11 @@ class TokenIds:
         return frozenset(tokenizer.get_added_vocab())
 
     def forbidden(self, tokenizer):
-        """Tokens that no text may spell."""
+        """Tokens that no text may contain."""
         return [*CONTROL_TOKENS, tokenizer.convert_ids_to_tokens(self.delay)]
 
     def streams(self, sample):
-        """[(name, conversation_pieces)] of a Sample, and what had to be left out: [] here."""
+        """[(name, conversation_pieces)] of a Sample, and a list of omissions: [] here."""
         return [(sample.name, conversation_pieces(sample))], []
 
     def rows(self, frames, trained):
@@ -62,7 +62,7 @@ class TokenIds:
         return self.num_codebooks * (frames + 1)
 
     def predicting(self, frames):
-        """Rows that predict a trained clip of this many frames."""
+        """Number of rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks
 
     def assemble(self, tokens, labelled, codes):
@@ -77,16 +77,16 @@ class TokenIds:
         rows, labels, placeholders = [], [], []
         for place, clip in zip(places, codes):
             rows.append(delay_rows(clip, self.stream_bos, self.stream_eos))
-            # a reference is heard, but not trained
+            # a reference is an input without labels
             labels.append(delay_labels(clip, self.stream_eos) if labelled[place]
                           else np.full_like(rows[-1], IGNORE))
             repeats[place] = len(rows[-1])
             placeholders.append(np.full(len(rows[-1]), self.audio))
-            # the native processor's other placeholder, for rows that wait for the last codebooks
+            # the native processor marks the tail rows of the delay pattern by another placeholder
             placeholders[-1][-(self.num_codebooks - 1):] = self.delay
         is_audio = np.repeat(tokens == self.audio, repeats)
         input_ids = np.repeat(tokens, repeats)
-        # audio rows are trained by their codes, and have no text
+        # audio rows have code labels and no text labels
         text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
         empty = np.empty((0, self.num_codebooks), np.int64)     # a sample may have no clip
         if placeholders:
@@ -114,7 +114,7 @@ def token_ids(tokenizer, config):
 
 def conversation_pieces(sample):
     """[(text or Clip, labelled)] of the token stream: the official template, turn by turn."""
-    # written out, not by the tokenizer's template: the pieces show which tokens are trained
+    # written out without the tokenizer's template, as pieces show which tokens are trained
     pieces = [("<|begin_of_text|>", False)]
     for turn, following in zip(sample.turns, [*sample.turns[1:], None]):
         pieces.append((f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False))
@@ -125,13 +125,13 @@ def conversation_pieces(sample):
                 continue
             # the native template writes a space before a scene's clip
             text += " " if turn.role == "system" else ""
-            # all three are targets: the model has to begin and to end speech by itself
+            # all three are targets: the model must learn to begin and end speech
             pieces += [(piece, turn.trained)
                        for piece in (text, "<|audio_out_bos|>", part, "<|audio_eos|>") if piece]
             text = ""
         if text:
             pieces.append((text, turn.trained))
-        # a speaker who goes on ends with <|eom_id|>, end of message; all others end their turn
+        # <|eom_id|> (end of message) if the assistant continues, else <|eot_id|> (end of turn)
         goes_on = turn.role == "assistant" and following and following.role == "assistant"
         pieces.append(("<|eom_id|>" if goes_on else "<|eot_id|>", turn.trained))
     return pieces
@@ -140,7 +140,7 @@ def conversation_pieces(sample):
 def delay_rows(codes, bos, eos):
     """(T, K) codes -> (T + K + 1, K) inputs: [BOS, codes, EOS], codebook k k rows down."""
     frames, books = codes.shape
-    # filled with end-of-stream, so what follows a codebook's last code needs no writing
+    # prefilled with end-of-stream, which follows each codebook's last code
     rows = np.full((frames + books + 1, books), eos, np.int64)
     for k in range(books):
         # codebook k starts k rows later: it is predicted from the codes of those before it
@@ -154,21 +154,21 @@ def delay_labels(codes, eos):
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
-        # one row below the begin-of-stream rows, which nobody predicts; one end-of-stream, since
-        # generation fills in the rest itself
+        # begin-of-stream rows are never predicted; one end-of-stream is enough, since generation
+        # fills in the rest
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
         labels[k + 1 + frames, k] = eos
     return labels
 
 
 def audio_targets(sample):
-    """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
-    trained. sample: of assemble, whose labels are in the rows they belong to, or of v3's.
+    """(R,) positions in a sample that predict a row of codes; (R, 8) that row, IGNORE where not
+    trained. sample: from assemble() here, whose labels are not yet shifted, or from v3's.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the one after it; row 0 of a clip is never a label, so none reaches into the
-    # next clip
+    # a row predicts the next row; row 0 of a clip is never a label, so no clip predicts into the
+    # next one
     following = sample["audio_labels"][1:]
     trained = np.flatnonzero((following != IGNORE).any(axis=1))
     return np.flatnonzero(sample["is_audio"])[trained], following[trained]
@@ -193,9 +193,9 @@ class PackedBatch:
     audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
     text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
     text_targets: torch.Tensor      # (Q,)
-    longest: int                    # longest sample, up to a multiple of 128
+    longest: int                    # longest sample, rounded up to a multiple of 128
     seqlens: tuple                  # B python ints: sample lengths, for attention sample by sample
-    samples: tuple                  # sample numbers in the table, for naming them in errors
+    samples: tuple                  # sample numbers in the table, for error messages
     counts: dict                    # ints: tokens, samples, padding, audio_targets, text_targets
 
     __reduce__ = packing.reduce
@@ -206,15 +206,15 @@ class PackedBatch:
 
 
 class Wrapped(torch.nn.Module):
-    """Module that DDP wraps, of V2 and TTS 3: forward(batch) -> sums, not means, so any split of a
-    step adds up. v2.py and v3.py have layers(native), hidden_states(batch), audio_logits(hidden,
-    batch). net: the native model, or the PeftModel around it. recompute: of cli's modes, or None.
+    """Base class of the module that DDP wraps. forward(batch) returns sums, not means, so any split
+    of a step adds up. v2.py and v3.py define layers(native), hidden_states(batch) and
+    audio_logits(hidden, batch). net: native model or PeftModel. recompute: a mode of cli, or None.
     """
 
     def __init__(self, net, recompute=None):
         super().__init__()
         self.net = net
-        # in a list, where torch does not look for modules: else parameters would be there twice
+        # in a list, which torch does not search: else parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         kernels.use(self.base_model)
         if recompute:
@@ -226,16 +226,16 @@ class Wrapped(torch.nn.Module):
         return self._base[0]
 
     def text_loss(self, hidden, batch):
-        """() fp32 cross-entropy of the text targets: none are trained."""
+        """() fp32 cross-entropy of the text targets; zero, as none are trained."""
         return torch.zeros((), device=hidden.device)
 
     def forward(self, batch, keep=False):
         """(audio (K,), text (), ends (5,)) of a labels.PackedBatch: fp32 sums over its targets.
 
-        audio: cross-entropy per codebook; text: cross-entropy. ends (detached): of the
-        end-of-stream targets cross-entropy, correct argmax and number; of codebook 0 alone, whose
-        first one ends speech, how many of those are right, and how many codes are taken for one.
-        keep: divergence() instead.
+        audio: cross-entropy per codebook; text: cross-entropy. ends (detached): cross-entropy,
+        correct argmax and number of all end-of-stream targets; then, for codebook 0, whose first
+        one ends speech, the number predicted correctly and the number of codes mistaken for one.
+        keep: return divergence() instead.
         """
         if keep:
             return divergence(self, batch)
@@ -257,21 +257,21 @@ class Wrapped(torch.nn.Module):
 
 
 def batch_sums(audio, text, ends, batch):
-    """(K + SUMS,) float64: what Wrapped returns, and its targets of audio (all codebooks) and text.
-    Waits for no device.
+    """(K + SUMS,) float64: the outputs of Wrapped, then the numbers of audio targets (all
+    codebooks) and text targets. No host sync.
     """
     losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
-    # filled there: a tensor made of numbers would be copied, and waited for
+    # filled on the device: a tensor made from Python numbers would be copied, with a host sync
     return torch.cat([losses, *(losses.new_full((1,), batch.counts[name])
                                 for name in ("audio_targets", "text_targets"))])
 
 
 def loss_report(sums, text_weight, prefix, ends_in=lambda book, books: 1):
-    """Numbers of batch_sums(), summed over all ranks -> {"prefix/name": float}; NaN where no target
-    was counted, since every step was skipped.
+    """Sums of batch_sums() over all ranks -> {"prefix/name": float}; NaN if every step was skipped,
+    so no target was counted.
 
-    ends_in: of a codebook and their number the end-of-stream targets that a clip has in it.
-    stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per code.
+    ends_in(book, books): end-of-stream targets per clip in a codebook. stop_recall: correct
+    ends of codebook 0 per clip. false_stop_rate: false ends of codebook 0 per code.
     """
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
@@ -290,8 +290,8 @@ def loss_report(sums, text_weight, prefix, ends_in=lambda book, books: 1):
 
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
-    """The training loss from sums over targets and their global numbers: K of audio, one a
-    codebook, and one of text (tensors or floats).
+    """The training loss from sums over targets and their global numbers; tensors or floats. audio:
+    K sums, one per codebook. text: one sum.
     """
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
@@ -299,8 +299,8 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
 def divergence(model, batch):
     """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
 
-    For --keep. model: a Wrapped with adapters; switched off they leave the base, which gets
-    no gradient and no dropout. Where the model knows what the base knows, it is 0.
+    For --keep. model: a Wrapped with adapters. The base is the same model with adapters switched
+    off, without gradient and dropout. The KL is 0 where both agree.
     """
     from core import adapters
     training = model.training
@@ -314,7 +314,7 @@ def divergence(model, batch):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms, nor embeddings: a batch has few of their rows."""
+    """True if a parameter gets weight decay: matrices, but not norms or embeddings."""
     return parameter.ndim > 1 and "embed" not in name
 
 
@@ -335,7 +335,7 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
 
 
 def step_work(config, table, samples, lora):
-    """Totals over the samples of an optimizer step, all ranks, from the table; python numbers."""
+    """Totals over the samples of an optimizer step on all ranks, from the table; Python numbers."""
     lengths = table.lengths[samples].astype(np.int64)
     n_audio, n_text = (int(n[samples].sum()) for n in (table.audio_targets, table.text_targets))
     pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention

@@ -1,10 +1,10 @@
 """The native transformers Higgs-Audio V2 model on packed batches: forward and loss.
 
-Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained
-and generate work. What changes is the training forward: one flat axis for all samples, hidden
-states in modality order (text rows, then audio rows) so that each FFN of the dual-FFN layers works
-on a contiguous slice, variable-length attention, heads on supervised rows only, no host sync
-anywhere.
+Parameter names are those of transformers, so hub checkpoints load, PEFT attaches and
+save_pretrained and generate work. The training forward differs: one flat axis holds all samples,
+in modality order (text rows, then audio rows), so each FFN of a dual-FFN layer reads a contiguous
+slice. Attention has variable lengths, heads run on supervised rows only, and the host never
+waits.
 """
 import inspect
 from typing import NamedTuple
@@ -19,18 +19,18 @@ from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
-# torch 2.11 takes fewer key heads without this flag
+# torch 2.11 accepts grouped key heads without this flag
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 LICENCE = None          # no notice needed
 TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
 the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
 licensed from Boson AI USA, Inc. ...")."""       # of a model card
-LORA_TARGETS = "attention"      # its four layers, where --lora_target_modules says nothing
-WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
+LORA_TARGETS = "attention"      # default of --lora_target_modules: four linear layers
+WHOLE_MODULES = ()      # modules that an adapter may contain in full
 # the released model's
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7}
 
-# ---- What weights.module() promises, besides the imports above and the code below
+# ---- The interface of weights.module(), with the imports above and the code below
 
 load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
 read_config, save_config = weights.native_config, weights.save_config
@@ -38,7 +38,7 @@ weight_parts = weights.weight_parts
 
 
 def text_setting(wanted):
-    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does.
+    """--normalize_text as "on" or "off"; the default is on, as in boson-ai's inference.
     """
     return wanted or "on"
 
@@ -49,11 +49,11 @@ def empty_model(config_dict, dtype, folder):
 
 
 def positions(config):
-    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's
-    2,048 is spoken, too.
+    """Most tokens of a prompt with its speech; --max_length may train beyond the 2,048 positions
+    of config.json.
 
-    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json
-    says.
+    Positions are rotary, scaled for the 131,072 positions in the released checkpoint's
+    config.json.
     """
     return max(config.max_position_embeddings, 131072)
 
@@ -71,7 +71,7 @@ def weight_names(native):
 
 
 class Permute(torch.autograd.Function):
-    """rows[index] for a permutation; the backward is a gather too, not an atomic scatter-add."""
+    """rows[index] for a permutation; its backward is a gather too, not an atomic scatter-add."""
 
     @staticmethod
     def forward(ctx, rows, index, inverse):
@@ -84,7 +84,7 @@ class Permute(torch.autograd.Function):
 
 
 def added(rows, parts):
-    """rows + cat(parts), which is not written; of the dtype of rows."""
+    """rows + cat(parts) in the dtype of rows, without materialising the cat."""
     found, sizes = torch.empty_like(rows), [len(part) for part in parts]
     for to, own, part in zip(found.split(sizes), rows.split(sizes), parts):
         torch.add(own, part, out=to)
@@ -92,7 +92,7 @@ def added(rows, parts):
 
 
 class Fork(torch.autograd.Function):
-    """rows, their first n, the others: their gradients are added in one pass, not joined first."""
+    """(rows, first n rows, other rows); the backward adds the gradients without joining parts."""
 
     @staticmethod
     def forward(ctx, rows, n):
@@ -117,7 +117,7 @@ class Join(torch.autograd.Function):
 
 
 class InOrder(torch.autograd.Function):
-    """cat([text, audio]) whose row i becomes row order[i]; seq_index is the inverse."""
+    """cat([text, audio]), permuted: row i becomes row order[i]; seq_index is the inverse."""
 
     @staticmethod
     def forward(ctx, text, audio, seq_index, order):
@@ -131,7 +131,7 @@ class InOrder(torch.autograd.Function):
 
 
 FUSED = Fork.apply, Join.apply, InOrder.apply
-# torch.compile makes fewer passes of these by itself; its join has the two halves as rows
+# torch.compile fuses these by itself; its join takes the two halves as rows
 PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])),
          lambda rows, *parts: torch.cat([own + part for own, part in zip(rows, parts)]),
          lambda text, audio, *places: Permute.apply(torch.cat([text, audio]), *places))
@@ -141,8 +141,8 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
     D).
 
-    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
-    attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
+    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision uses torch's variable-length
+    flash attention; otherwise SDPA runs sample by sample, with seqlens (B,) int64 on the CPU.
     """
     if q.is_cuda and q.dtype in kernels.FLASH:
         causal = {"window_size": (-1, 0), **GROUPED}
@@ -150,7 +150,7 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     return _attention_by_sample(q, k, v, seqlens)
 
 
-@torch.compiler.disable     # a graph per list of sample lengths would be compiled otherwise
+@torch.compiler.disable     # else each list of sample lengths would compile a new graph
 def _attention_by_sample(q, k, v, seqlens):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     parts = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
@@ -171,10 +171,10 @@ class Packed(NamedTuple):
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
-    """The native layer with another forward for packed batches: where `packed` is given."""
+    """The native layer with a second forward, used if `packed` is given."""
 
     def __init_subclass__(cls, **kwargs):
-        """FSDP2 subclasses: transformers would wrap the forward once more, compiled too."""
+        """Empty: FSDP2 makes subclasses, whose forward transformers would wrap a second time."""
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
         """(S, H) -> (S, H) in modality order. packed: a Packed."""
@@ -184,12 +184,12 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         plain = torch.compiler.is_compiling()
         fork, join, in_order = PLAIN if plain else FUSED
         hidden_states, text, audio = fork(hidden_states, p.n_text)
-        # before q, k, v, which together are wider
+        # before q, k, v, which are wider in total
         normed = in_order(self.input_layernorm(text), self.audio_input_layernorm(audio),
                           p.seq_index, p.order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in kernels.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
-        # looked up there: kernels.use changes it
+        # looked up at call time: kernels.use changes it
         q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = packed_attention(q, k, v, p.cu_seqlens, p.longest, p.seqlens)
@@ -245,11 +245,11 @@ loss_report = labels.loss_report
 
 
 def freeze_unreachable(model, text_loss_weight):
-    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it;
-    returns the names.
+    """Freeze weights that no loss depends on, so they get no weight decay and no optimizer state;
+    returns their names.
 
-    Without a text loss these are the text head and the last layer's text FFN: audio is predicted
-    from audio rows only.
+    Without a text loss these are the text head and the last layer's text FFN, as audio is
+    predicted from audio rows only.
     """
     if text_loss_weight > 0:
         return []

@@ -1,18 +1,18 @@
 """Higgs TTS 3 (higgs-audio-v3-tts-4b, higgs-tts-3-4b): model, loss, files and step machine.
 
-The model is a plain Qwen3 body and one audio table of num_codebooks x codebook_size rows that is
-both the embedding and the head.
+The model is a plain Qwen3 body with one audio table of num_codebooks x codebook_size rows, used as
+embedding and as head.
 
-A prompt has neither roles nor a system text:
+A prompt has no roles and no system text:
 
     plain             <|tts|> <|text|> text <|audio|>
     clone             <|tts|> <|ref_text|> text <|ref_audio|> rows <|text|> text <|audio|>
     clone, no text    <|tts|> <|ref_audio|> rows <|text|> text <|audio|>
 
 T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k
-end-of-codes (EOC). The hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last
-row is never an input. Trained are the codes and all EOC: nothing fills the codebooks that have
-ended when the model speaks. The layout is what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
+end-of-codes (EOC). The hidden state at <|audio|> predicts row 0; row r predicts row r + 1; the last
+row is never an input. Targets are the codes and all EOC, since no server fills ended codebooks.
+sglang-omni 0.1.9 and vllm-omni 0.30 use this layout.
 """
 import re
 import shutil
@@ -37,8 +37,8 @@ from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}
-AUDIO_PLACEHOLDER = -100    # of a whole clip in a table, as in the released config.json
-MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter clip could not end
+AUDIO_PLACEHOLDER = -100    # a clip in a table, as in the released config.json
+MIN_FRAMES = 8          # servers check for the end from row 8 on, so a shorter clip cannot end
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 MODEL_TYPE = "higgs_multimodal_qwen3"
@@ -47,34 +47,34 @@ LICENCE = ("Higgs TTS 3 weights and models fine-tuned from them: research and no
 TERMS = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3
 Research and Non-Commercial License, which goes with derived models. No voice may be cloned
 without its owner's consent."""       # of a model card
-LORA_TARGETS = "all-linear"     # all seven of a layer, where --lora_target_modules says nothing
+LORA_TARGETS = "all-linear"     # default of --lora_target_modules: seven linear layers
 # of sglang-omni's speech endpoint
 DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}
-ROPE_THETA = 1e6        # config.json may hold null, and transformers would then take another
+ROPE_THETA = 1e6        # config.json may hold null, for which transformers has another default
 TEXT_TABLE = "tied.embedding.text_embedding.weight"
 AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
-# the files' names: ours
+# {name in the files: our name}
 OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}
 HEADS = {"tied.head.text_head.weight": TEXT_TABLE,      # copies of the tables in the files
          "tied.head.modality_heads.0.weight": AUDIO_TABLE}
-WHOLE_MODULES = ("audio_embedding",)    # modules that an adapter may hold as a whole
+WHOLE_MODULES = ("audio_embedding",)    # modules that an adapter may contain in full
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
 # files next to the weights
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
              "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")
 
-# ---- What weights.module() promises, besides what follows below
+# ---- The interface of weights.module(), with the code below
 
 
 def text_setting(wanted):
-    """--normalize_text as "on" or "off"; off by default, as the servers have it. UserError."""
+    """--normalize_text as "on" or "off"; the default is off, as in servers. UserError."""
     require(wanted != "on",
             "--normalize_text on: Higgs TTS 3 is served texts as they are; leave it off")
     return "off"
 
 
 def positions(config):
-    """Tokens that a prompt and its speech may have."""
+    """Most tokens of a prompt with its speech."""
     return config.max_position_embeddings
 
 
@@ -83,8 +83,8 @@ def layers(native):
 
 
 def freeze_unreachable(native, text_loss_weight):
-    """Nothing to freeze: the audio loss reaches every weight. UserError for a weight of text."""
-    # 1 is the default, which nothing reads
+    """Freeze nothing: the audio loss depends on all weights. UserError for --text_loss_weight."""
+    # 1 is the default, which has no effect
     require(text_loss_weight == 1,
             "--text_loss_weight: Higgs TTS 3 learns no text; leave it out")
 
@@ -107,13 +107,13 @@ def save_config(native, tokenizer, folder, source, codec=None):
 
 @dataclass(frozen=True)
 class Ids:
-    """As labels.TokenIds: ids, codes and the layout they make. ref_text: None if it has none."""
+    """Ids and layout, as labels.TokenIds. ref_text: None if the tokenizer has no such token."""
     tts: int
     text: int
     audio: int
     ref_audio: int
     ref_text: int | None = None
-    pad: int = 0                # in the places of audio rows, and padding; not looked at
+    pad: int = 0                # at audio rows and padding; never read
     num_codebooks: int = 8
     stream_bos: int = 1024      # BOC
     stream_eos: int = 1025      # EOC
@@ -122,7 +122,7 @@ class Ids:
     lone_reference = True       # a reference may have no text
 
     def forbidden(self, tokenizer):
-        """Tokens that no text may spell: every added one but control tags."""
+        """Tokens that no text may contain: all added tokens except control tags."""
         return [token for token in tokenizer.get_added_vocab() if not TAG.fullmatch(token)]
 
     def known_tags(self, tokenizer):
@@ -133,7 +133,7 @@ class Ids:
         return streams(sample, self)
 
     def rows(self, frames, trained):
-        """Input rows of a clip of this many frames: a trained clip's last row is never one."""
+        """Input rows of a clip of this many frames; a trained clip's last row is not an input."""
         return frames + self.num_codebooks - 1 - trained
 
     def targets(self, frames):
@@ -141,15 +141,15 @@ class Ids:
         return self.num_codebooks * frames + self.num_codebooks * (self.num_codebooks - 1) // 2
 
     def predicting(self, frames):
-        """Rows that predict a trained clip of this many frames."""
+        """Number of rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks - 1
 
     def assemble(self, tokens, labelled, codes):
         """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
 
         tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-        input_ids (n,), is_audio (n,), text_labels (n,) all IGNORE, audio_ids (a, 8), and by the
-        places that predict (V2 has labels at the rows) audio_at (R,), audio_targets (R, 8).
+        input_ids (n,), is_audio (n,), text_labels (n,) all IGNORE, audio_ids (a, 8), audio_at (R,)
+        and audio_targets (R, 8), already shifted: the positions that predict, and the next rows.
         """
         places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
         repeats, rows = np.ones(len(tokens), np.int64), []
@@ -173,14 +173,14 @@ class Ids:
 
 
 def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: book k is k BOC, its T codes, K - 1 - k EOC: V2's
-    rows without the first one, of BOC alone, and the last one, of EOC alone.
+    """(T, K) codes -> (T + K - 1, K) int64 rows: book k has k BOC, T codes, K - 1 - k EOC. V2 has
+    one more row of BOC before them and one more row of EOC after them.
     """
     return torch.from_numpy(delay_rows(np.asarray(codes), bos, eos)[1:-1])
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, delay's inverse; (0, K) for less than a frame's."""
+    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer than K rows."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)
@@ -189,20 +189,20 @@ def undelay(rows):
 
 def label_mask(frames, books=8):
     """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
-    # the server forces BOC while the delay builds up; EOC it never fills in: they are learnt
+    # servers force BOC while the delay builds up, but never fill in EOC: the model must learn it
     return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample.
+    """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample.
 
-    One stream for each trained clip: its text, and as its reference the assistant's clip before it
-    with that one's text. Raises BadSample for a text of several speakers, or a clip without text.
+    Each trained clip gives one stream. It has the clip's text, and as reference the previous
+    assistant clip with its text. BadSample for a text of several speakers, or a clip without text.
     """
     found, left_out, reference, asked = [], [], None, ""
     several = sum(turn.trained for turn in sample.turns) > 1
     for turn in sample.turns:
-        if turn.role == "system":       # a prompt has no place for it
+        if turn.role == "system":       # prompts have no system text
             left_out += ["lose their scene's clip"] * bool(turn.clips)
             left_out += ["lose their system or scene text"] * bool(turn.text.strip())
         elif turn.role == "user":
@@ -216,7 +216,7 @@ def streams(sample, ids):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
                 raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
                                 "for")
-            if SPEAKER.search(text):    # it would be read aloud
+            if SPEAKER.search(text):    # the model would read it aloud
                 left_out.append("lose a speaker's mark")
                 text = SPEAKER.sub("", text)
             if turn.trained:
@@ -235,10 +235,10 @@ def streams(sample, ids):
 def pieces(text, clip, reference, marks_text):
     """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None."""
     stream = [TOKENS["tts"]]
-    # text of the reference only where the tokenizer can mark it
+    # the reference's text is used only if the tokenizer can mark it
     if reference and reference[0] and marks_text:
         stream += [TOKENS["ref_text"], reference[0]]
-    if reference:       # short ones are filled up with silence, as the servers do
+    if reference:       # short ones are padded with silence, as servers do
         stream += [TOKENS["ref_audio"], replace(reference[1], filled=True)]
     stream += [TOKENS["text"], text, TOKENS["audio"]]
     return [*((piece, False) for piece in stream), (clip, True)]
@@ -248,7 +248,7 @@ def pieces(text, clip, reference, marks_text):
 
 
 def load_tokenizer(folder):
-    """The checkpoint's tokenizer; Qwen3's has other tokens at the same ids. Raises UserError."""
+    """The checkpoint's tokenizer; its ids differ from Qwen3's. Raises UserError."""
     path = f"{folder}/tokenizer.json"
     try:
         return PreTrainedTokenizerFast(tokenizer_file=path, clean_up_tokenization_spaces=False)
@@ -258,7 +258,7 @@ def load_tokenizer(folder):
 
 
 def token_ids(tokenizer, config):
-    """Ids by the tokens' names. UserError where one is missing, or has no row in the model."""
+    """Ids of the named tokens. UserError if one is missing, or has no row in the model."""
     vocabulary = tokenizer.get_vocab()
     found = {name: vocabulary.get(token) for name, token in TOKENS.items()}
     for name, number in found.items():
@@ -274,7 +274,7 @@ def token_ids(tokenizer, config):
 def read_config(config):
     """Qwen3Config of a config.json dict, with num_codebooks, codebook_size and the two stream ids.
 
-    Raises UserError for another model type and for variants whose sequences would be others.
+    Raises UserError for another model type, and for variants with another sequence layout.
     """
     audio, text = config.get("audio_encoder_config") or {}, config.get("text_config") or {}
     rope, books = text.get("rope_parameters") or {}, audio.get("num_codebooks")
@@ -303,7 +303,7 @@ def read_config(config):
 
 
 class Higgs3(nn.Module):
-    """Qwen3 body and the audio table. The layers' parameters have the published names, see OURS."""
+    """Qwen3 body and the audio table. Layer parameters have the published names, see OURS."""
 
     def __init__(self, config):
         """config: of read_config."""
@@ -320,7 +320,7 @@ class Higgs3(nn.Module):
 
     def logits(self, hidden):
         """(R, H) hidden states -> (R, 8, 1026) fp32 logits of the row that follows."""
-        table = self.audio_embedding.weight     # in fp32 where adapters train it
+        table = self.audio_embedding.weight     # fp32 if trained with adapters
         flat = F.linear(hidden.to(table.dtype), table).float()
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
@@ -346,7 +346,7 @@ class PackedHiggs3(labels.Wrapped):
 
 
 packed = PackedHiggs3       # of module()
-# EOC is a target in each row from a codebook's end on
+# EOC is a target in every row after a codebook's last code
 loss_report = partial(labels.loss_report, ends_in=lambda book, books: books - 1 - book)
 
 
@@ -354,7 +354,7 @@ loss_report = partial(labels.loss_report, ends_in=lambda book, books: books - 1 
 
 
 def empty_model(config_dict, dtype, folder=None):
-    """Higgs3 on the meta device: names, shapes and dtypes, no memory; reset_buffers is to follow.
+    """Higgs3 on the meta device: names, shapes and dtypes, no memory. Call reset_buffers later.
     config_dict: of config.json."""
     config = read_config(config_dict)
     with torch.device("meta"):
@@ -364,7 +364,7 @@ def empty_model(config_dict, dtype, folder=None):
 
 
 def reset_buffers(model, device):
-    """Compute the buffers that no file holds on `device`."""
+    """Compute on `device` the buffers that no file contains."""
     model.body.rotary_emb = type(model.body.rotary_emb)(model.config).to(device)
     weights.check_buffers(model.body, {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq"})
 
@@ -372,8 +372,8 @@ def reset_buffers(model, device):
 def weight_parts(folder, config_dict=None):
     """{our name: [Slice]} of a folder's model weights, without the codec's. Raises UserError.
 
-    The files hold both tables twice, as embedding and as head; copies that differ are refused:
-    served, the model would be another than the one trained.
+    The files hold both tables twice, as embedding and as head. Copies that differ are refused,
+    since servers would run another model than the trained one.
     """
     found = weights.open_model(folder)
     for head, table in HEADS.items():
@@ -385,7 +385,7 @@ def weight_parts(folder, config_dict=None):
 
 
 def same(a, b, rows=16384):
-    """True where two Slices hold the same values, read piece by piece."""
+    """True if two Slices hold the same values; reads them piece by piece."""
     return a.get_shape() == b.get_shape() and all(
         torch.equal(a[at:at + rows], b[at:at + rows]) for at in range(0, a.get_shape()[0], rows))
 
@@ -397,15 +397,15 @@ def published(named):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (Slices, dtype, fold)} of a folder for servers, from that of our names.
+    """{name in the files: (Slices, dtype, fold)} of a folder for servers, from a dict by our names.
 
-    Both heads next to their tables, and the codec: that of `codec`, a native folder, or the one
-    inside `folder`. Raises UserError without any: no server loads such a folder.
+    Adds both heads and the codec, from `codec` (a native folder) or from inside `folder`. Raises
+    UserError if there is no codec, as no server loads such a folder.
     """
     tensors = published(tensors)
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
-        tensors[head] = (parts, dtype, fold or torch.clone)     # a copy: both are written
+        tensors[head] = (parts, dtype, fold or torch.clone)     # a copy, as both are written
     source, prefix = (weights.find_codec(codec)[0], "") if codec else (folder, CODEC)
     found = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
     inside = {name.removeprefix(prefix): part for name, part in found.items()
@@ -422,7 +422,7 @@ def whole_files(tensors, folder, codec=None):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of drawing codes, in each codebook apart. temperature 0: the likeliest. top_k 0 and
+    """Settings for sampling codes, separately in each codebook. temperature 0: greedy. top_k 0 and
     top_p 1: off. max_new_tokens: rows per prompt."""
     temperature: float = DRAWS["temperature"]
     top_p: float = DRAWS["top_p"]
@@ -444,11 +444,11 @@ def draw(logits, sampling, generator=None):
 
 
 def step(logits, rows, end, sampling, generator=None):
-    """(row (8,) int64, end): one row from logits (8, 1026) after `rows` rows, as sglang-omni's
-    machine has it. end: the row that is the last one, None until it is known.
+    """(row (8,) int64, end): one row from logits (8, 1026) after `rows` rows, as in sglang-omni's
+    state machine. end: number of the last row, None until it is known.
 
-    While the delay builds up, codebooks that have not begun get BOC; the first EOC of codebook 0
-    after that lets K - 2 more rows follow. Nothing else is forced.
+    While the delay builds up, codebooks that have not begun get BOC. The first EOC of codebook 0
+    after that is followed by K - 2 more rows. Nothing else is forced.
     """
     row = draw(logits, sampling, generator)
     books = len(row)
@@ -460,7 +460,7 @@ def step(logits, rows, end, sampling, generator=None):
 
 
 def embed_prompt(model, input_ids, is_audio, ref_rows):
-    """(S, H) embedding of a prompt; the reference's rows are where is_audio."""
+    """(S, H) embedding of a prompt; is_audio marks the positions of the reference's rows."""
     device = model.audio_embedding.weight.device
     embedded = model.body.embed_tokens(torch.as_tensor(input_ids).to(device))
     if ref_rows is not None and len(ref_rows):
@@ -473,8 +473,8 @@ def embed_prompt(model, input_ids, is_audio, ref_rows):
 def generate(model, prompts, sampling, seed, asked=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
-    prompts: [(input_ids, is_audio, ref_rows or None)]. asked: asked once a row; True ends all. The
-    draws of a prompt depend on seed and its place in the batch, not on the other prompts.
+    prompts: [(input_ids, is_audio, ref_rows or None)]. asked(): called once per row; True stops
+    all. The draws of a prompt depend on seed and its index in the batch, not on other prompts.
     """
     device, config = model.audio_embedding.weight.device, model.config
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
@@ -486,7 +486,7 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n)]
     cache, spoken, ends = DynamicCache(), [[] for _ in range(n)], [None] * n
     kept = model.body.config._attn_implementation
-    model.body.set_attn_implementation("sdpa")          # the packed attention keeps no cache
+    model.body.set_attn_implementation("sdpa")          # packed attention has no KV cache
     try:
         for count in range(sampling.max_new_tokens):
             hidden = model.body(inputs_embeds=inputs, attention_mask=mask, position_ids=positions,

@@ -1,10 +1,10 @@
-"""Checkpoints: choose V2 or TTS 3, find, check, load into any sharding, write again for others.
+"""Checkpoints: choose V2 or TTS 3, find, check, load into any sharding, export for other code.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than it trains. V2 has two layouts: transformers' native one, and that of 2025, which
-boson-ai's own code serves; NAMES and CONFIG say how the names of one are those of the other. Higgs
-TTS 3 has one, with its codec and both copies of the tied tables inside, for sglang-omni and
-vllm-omni. Missing, unexpected or misshapen weights stop the run.
+more than its shard. V2 has two layouts: transformers' native one, and the 2025 layout that
+boson-ai's code serves; NAMES and CONFIG map the names of one to the other. Higgs TTS 3 has one
+layout, with the codec and both copies of the tied tables, for sglang-omni and vllm-omni. Missing,
+unexpected or misshapen weights stop the run.
 """
 import json
 import math
@@ -18,9 +18,9 @@ from core import checkpoint, cli, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
 
 try:
-    import torchaudio  # noqa: F401  (transformers imports it if it finds it, and dies with it)
+    import torchaudio  # noqa: F401  (transformers imports it if installed, and fails with it)
 except (ImportError, OSError, RuntimeError) as broken:
-    if not isinstance(broken, ModuleNotFoundError):     # absent is fine, broken is not
+    if not isinstance(broken, ModuleNotFoundError):     # missing is fine, broken is not
         cli.fail(f"torchaudio does not fit torch {torch.__version__} "
                  f"({first_line(broken)}), and every transformers import fails with it. "
                  "Run launch/setup.sh, or: pip uninstall torchaudio (training from a filled "
@@ -31,21 +31,21 @@ from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
 from speech import conversations
 
-logging.disable_progress_bar()      # of weights: one per rank would fill the log
+logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
-HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # what a processor names if the base names no codec
+HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # a processor's codec if the base names none
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
-# of the layout of 2025: its names of weights, ours
+# weight names: (2025 layout, native)
 NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
          ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
          ("norm.", "model.norm."),
          ("audio_decoder_proj.", ""))       # last: every native name begins with ""
 DROPPED = ("audio_codebook_weights", "inv_freq")
 SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
-         for order, part in enumerate(("frozen", "trainable"))}     # to be joined in this order
-# of its config.json: names of both, its names and ours, and names that it has no place for
+         for order, part in enumerate(("frozen", "trainable"))}     # joined in this order
+# config.json keys: in both layouts, {2025: native}, and in the native layout only
 TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
              "max_position_embeddings")
@@ -54,7 +54,7 @@ CONFIG = {"audio_num_codebooks": "num_codebooks", "audio_out_token_idx": "audio_
           "audio_stream_bos_id": "audio_stream_bos_id",
           "audio_stream_eos_id": "audio_stream_eos_id"}
 EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")
-# and all the rest of it, as released
+# all other keys of the 2025 layout, as released
 RELEASED = {
     "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"],
     "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0,
@@ -67,23 +67,23 @@ RELEASED = {
 RELEASED_TEXT = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"],
     "max_position_embeddings": 131072,     # a server may refuse more than native's 2048
-    # numerically the native rope parameters, in Llama 3.2's spelling
+    # the native rope parameters under Llama 3.2's names
     "rope_theta": 500000.0, "rope_scaling": {
         "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
         "original_max_position_embeddings": 8192}}
 
 
-# ---- Higgs-Audio V2 or Higgs TTS 3: chosen once, and only the chosen one is imported
+# ---- Higgs-Audio V2 or Higgs TTS 3: chosen once; only the chosen module is imported
 
 
 def is_third(model_type):
-    """True if a model_type of config.json or read_config is that of Higgs TTS 3."""
+    """True if a model_type of config.json or read_config means Higgs TTS 3."""
     return model_type in ("higgs_multimodal_qwen3", "qwen3")
 
 
 def module(config):
-    """speech.v3 or v2, which have the same functions and constants. config: config.json as a dict,
-    or the result of read_config."""
+    """speech.v3 or speech.v2, which have the same interface. config: config.json as a dict, or the
+    result of read_config."""
     kind = config["model_type"] if isinstance(config, dict) else config.model_type
     return import_module("speech.v3" if is_third(kind) else "speech.v2")    # both import this file
 
@@ -92,7 +92,7 @@ def find_files(world, model_path, codec_path):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective."""
     require(codec_path, "give --audio_tokenizer_path, such as bosonai/higgs-audio-v2-tokenizer")
     for find, path in ((find_model, model_path), (find_codec, codec_path)):
-        dist.rank0(world, find, path)       # hub names are downloaded before the others look
+        dist.rank0(world, find, path)       # rank 0 downloads hub names before the others look
     folder, config = find_model(model_path)
     if world.is_main and module(config).LICENCE:
         print(f"licence    {module(config).LICENCE}", flush=True)
@@ -104,7 +104,7 @@ def find_files(world, model_path, codec_path):
 
 def find_checkpoint(name, flag, known, advice):
     """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError. known:
-    model_types; advice: {other model_type: advice to the user who gave it}."""
+    accepted model_types; advice: {rejected model_type: hint for the error message}."""
     folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
@@ -137,8 +137,8 @@ def find_codec(name):
 
 
 def native_config(config):
-    """HiggsAudioV2Config of a config.json dict, native or 2025 format. UserError for a variant of
-    the latter."""
+    """HiggsAudioV2Config of a config.json dict, native or 2025 format. UserError for unsupported
+    2025 variants."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
@@ -163,8 +163,8 @@ def native_config(config):
 
 
 def native_names(names):
-    """{native name: [2025 names to join along dimension 0]}; some are split in two there. As in
-    transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError."""
+    """{native name: [2025 names to join along dimension 0]}; some 2025 tensors are split in two.
+    Follows transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError."""
     parts = {}
     for original in names:
         if any(drop in original for drop in DROPPED):
@@ -196,8 +196,8 @@ def load_tokenizer(folder):
 def empty_model(config, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config: HiggsAudioV2Config. folder: its generation_config.json is used if it is a native one.
-    The 2025 format's ends at a token that speech never reaches: generate would run to its limit.
+    config: HiggsAudioV2Config. folder: a native one's generation_config.json is used. That of the
+    2025 format has an end token that speech never emits, so generate would run to its limit.
     """
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
@@ -238,21 +238,21 @@ def check_weights(model, parts, folder):
 
 
 def check_finite(tensors, where):
-    """Raise UserError when one of {name: tensor} holds NaN or infinity. where: their folder."""
+    """Raise UserError if one of {name: tensor} holds NaN or infinity. where: their folder."""
     bad = sorted(name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor))
     require(not bad, f"{where}: {len(bad)} of its tensors hold NaN or infinity, first "
             f"{', '.join(bad[:5])}")
 
 
 def load_weights(weights, parts, world=None):
-    """Fill {native name: tensor, plain or a shard} from weight_parts. Collective with a world."""
+    """Fill {native name: plain or sharded tensor} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
         tensor_io.read_rows(tensor.detach(), parts[name])
     dist.barrier(world or dist.World())     # a slow disk may take long
 
 
 def reset_buffers(model, device):
-    """Compute the buffers that no file holds: to_empty leaves them unset."""
+    """Compute the buffers that no file contains, which to_empty leaves unset."""
     inner, config = model.model, model.config
     inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
     books = torch.arange(config.num_codebooks, device=device)
@@ -270,8 +270,8 @@ def check_buffers(model, known):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint besides its weights -> {file: why it had to be made}. codec:
-    folder or hub name that the processor names; None: what source names, else the hub's."""
+    """Write a native checkpoint's files except weights -> {file: why it was made from scratch}.
+    codec: folder or hub name for the processor; None: the codec of source, else HUB_CODEC."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -289,7 +289,7 @@ def save_config(model, tokenizer, folder, source, codec=None):
         made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
                              f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
-        # by hand: a processor can only name a codec that is loaded, and loading takes torchaudio
+        # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
         config = json.loads(path.read_text()) | {"audio_tokenizer": {
             "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
             "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
@@ -298,23 +298,23 @@ def save_config(model, tokenizer, folder, source, codec=None):
 
 
 def feature_extractor():
-    """That of the released codec: takes (n,) mono float32 at 24 kHz, by default pads to frames."""
+    """Feature extractor of the released codec: (n,) mono float32 at 24 kHz, padded to frames."""
     from transformers import DacFeatureExtractor
     return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)
 
 
-# ---- Written again, an adapter folded in or not (lora.py merge, export). No more than one output
-# file, and the largest tensor in fp32, is ever in memory; the folder appears whole or not at all.
+# ---- Export, with or without an adapter folded in (lora.py merge, export). Memory holds at most
+# one output file and the largest tensor in fp32. The folder appears whole or not at all.
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
            codec=None, base_dtype=None):
     """Write the checkpoint `source` (folder or hub name, either layout) -> lines to print.
 
-    layout: native or 2025. dtype: a name, or None: as the files have it, but float32 where an
-    adapter is folded in, since bf16 rounds most of a small update away. shard_bytes: limit of a
-    file. codec: see save_config. base_dtype nf4: the base is rounded as the adapter's run has seen
-    it. Raises UserError, also when output_dir holds something.
+    layout: native or 2025. dtype: a name, or None: as in the files, but float32 where an adapter
+    is folded in, since bf16 rounds most of a small update away. shard_bytes: limit of a file.
+    codec: see save_config. base_dtype nf4: round the base as in the adapter's run. Raises
+    UserError, also if output_dir is not empty.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = find_model(source)
@@ -329,7 +329,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     linears = {layer for block in layers for layer in block.modules()
                if type(layer) is torch.nn.Linear}
     in_layers = [f"{name}.weight" for name, layer in model.named_modules() if layer in linears]
-    # to be written: {name: (Slices to join, dtype, what an adapter adds)}
+    # to be written: {name: (Slices to join, dtype, function that adds the adapter's update)}
     tensors = dict.fromkeys(name for name, _ in model.named_parameters())
     folds = find_folds(model, adapter) if adapter else {}
     updated = len(folds)
@@ -369,7 +369,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             made = version.save_config(model, tokenizer, building, folder, codec)
         if setting := conversations.saved_setting(adapter or folder):
             conversations.save_setting(building / conversations.SETTINGS, setting)
-        if not (building / "README.md").exists():       # a model card: what the hub asks for
+        if not (building / "README.md").exists():       # a model card, which the hub requires
             on_hub = str(source).count("/") == 1 and not Path(source).exists()
             base = f"base_model: {source}\n" if on_hub else ""
             (building / "README.md").write_text(
@@ -386,8 +386,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 def find_folds(model, adapter):
     """{weight name: function that adds the adapter's update to that weight in fp32}.
 
-    model: on the meta device. Raises UserError when the adapter's files and the model do not fit
-    together exactly: PeftModel.from_pretrained would only warn about weights that are missing.
+    model: on the meta device. Raises UserError unless the adapter's files match the model exactly;
+    PeftModel.from_pretrained would only warn about missing weights.
     """
     from core import adapters
     whole = module(model.config).WHOLE_MODULES
@@ -398,7 +398,7 @@ def find_folds(model, adapter):
     other = [name for name in stored if not name.endswith(known)]
     require(not other, f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this "
             f"has {min(other, default='')}")
-    # onto the meta device nothing is copied: names and shapes are compared
+    # on the meta device this compares names and shapes and copies nothing
     adapters.load_adapters(net, adapter)
     check_finite({name: part[:] for name, part in stored.items()}, f"--adapter {adapter}")
 
@@ -408,7 +408,7 @@ def find_folds(model, adapter):
 
         def update(weight):
             weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
-            # DoRA (Liu et al. 2024, eq. 5): the rows' direction, times a trained length
+            # DoRA (Liu et al. 2024, eq. 5): the rows' direction, times a trained magnitude
             if length is not None:
                 weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
             return weight
@@ -421,15 +421,15 @@ def find_folds(model, adapter):
 
 
 def read(parts, dtype, fold):
-    """A whole tensor from its Slices, in `dtype`; fold works on it in fp32."""
+    """A whole tensor from its Slices, in `dtype`; fold is applied in fp32."""
     tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
 
 
 def original_config(native, tokenizer, dtype):
-    """config.json dict of the 2025 layout for a native config, key by key as released. Ids that the
-    layout has no place for are added where they differ from the released model's; boson's config
-    class keeps keys it does not know.
+    """config.json dict of the 2025 layout for a native config, with the released keys. Ids without
+    a key in that layout are added if they differ from the released model's; boson's config class
+    keeps unknown keys.
     """
     def token(name):
         return tokenizer.convert_tokens_to_ids(name)
@@ -451,8 +451,8 @@ def original_config(native, tokenizer, dtype):
 def save_original_config(native, tokenizer, folder, config):
     """The files of a 2025 checkpoint except its weights; config: config.json of the source.
 
-    boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that
-    newer ones write.
+    boson-ai's code needs transformers 4.46, which does not know the tokenizer class name that newer
+    versions write.
     """
     def write(name, values, **options):
         (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
