@@ -52,7 +52,7 @@ def build_parser():
     # answers
     p.flag("--max_new_tokens", 128, "most tokens of an answer")
     p.flag("--batch_size", 16, "answers generated together")
-    p.flag("--parser", "whole", "a label: language line, --pattern, whole answer", choices=PARSERS)
+    p.flag("--parser", "whole", "label: language line, --pattern, or whole answer", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, the label as group")
     p.flag("--labels", None, "allowed labels, comma-separated (default: those of the data)")
     p.flag("--follows", None, "regular expression that matches answers that follow the prompt")

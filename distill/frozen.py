@@ -287,9 +287,9 @@ class Sampler:
 
 
 class Keeper:
-    """Every --keep_every steps all ranks take packs of --keep too, the number that a step has,
-    and the loss is that step's plus --keep_weight x KL(base, student), averaged over the tokens of
-    those answers. Their order is a function of seed and step. The base reads what the student does.
+    """Every --keep_every steps all ranks also take a step's number of packs of --keep. The loss
+    adds --keep_weight x KL(base, student), averaged over the tokens of those answers. The order is
+    a function of seed and step. Base and student read the same tokens.
     """
 
     def __init__(self, args, world, table, model):
