@@ -34,7 +34,7 @@ class Problem:
     solution: str           # gsm8k: worked answer with its last line `#### N`; hdp: the execution
     answer: str
     plan: str = ""          # hdp only, else empty
-    ids: list = None        # of a chat: prompt and answer, tokenised; the first `given` are prompt
+    ids: list = None        # chat: tokenised prompt and answer; the prompt has `given` ids
     given: int = 0
 
 

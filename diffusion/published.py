@@ -3,13 +3,13 @@
     python diffusion/published.py --checkpoint out --output_dir exported
     python diffusion/published.py --checkpoint out --output_dir served --format sdar
 
-In: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model of
-transformers, SDAR, a checkpoint or an export of this trainer. Rows of markers that the source knows
-are kept, new ones get the mean row and a little noise; so are prompt form, end token, block size.
+Import: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model
+of transformers, SDAR, a checkpoint or an export of this trainer. Known marker rows, prompt form,
+end token and block size are kept. New rows get the mean row and a little noise.
 
-Out: averaged weights. A DiT is written in the published layout, which transformers before version 5
-loads with trust_remote_code=True; a converted language model as that model's class or, a Qwen3, as
-SDAR's (github.com/JetAstra/SDAR), with generate.py, which samples it.
+Export: averaged weights. A DiT is written in the published layout, which transformers before
+version 5 loads with trust_remote_code=True. A converted language model is written in its class, or
+a Qwen3 in SDAR's (github.com/JetAstra/SDAR), with generate.py to sample it.
 """
 import dataclasses
 import json
@@ -48,7 +48,7 @@ from diffusion.problems import MARKERS, SDAR_MASK, auto_tokenizer, load_tokenize
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
 # files that transformers reads besides tokenizer.json, so chat templates stay usable
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # where transformers finds their classes
+HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # has their classes, for transformers
 SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
 SDAR_MASK_ID = 151669       # first id after Qwen3's tokens: SDAR's mask in SGLang
 
@@ -282,7 +282,7 @@ def official_name(name):
 
 
 def official_state(tensors, heads, t_range):
-    """{their name: tensor} of {our name: tensor} of a DiT. t_range: trained on."""
+    """{published name: tensor} from {our name: tensor} of a DiT. t_range: trained noise levels."""
     size = tensors["embed.weight"].shape[1] // heads
     # as they write it, to the last bit
     buffers = [1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size)),
