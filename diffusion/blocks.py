@@ -219,7 +219,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
 
     def documents(path, split):
         problems, found = dist.rank0(world, read_any, path, split, layout, args.tokenizer, tokens)
-        bad.extend(found)           # on every rank, so that all end alike
+        bad.extend(found)           # on every rank, so that all exit
         try:
             return make_documents(problems, tokens, layout, bad, path)
         except UserError:           # none is left; the list is written all the same

@@ -88,7 +88,7 @@ def read_entries(path, split):
         try:
             place = Path(snapshot_download(str(path), repo_type="dataset",
                                            allow_patterns=["*.json*", "*.parquet"]))
-        except Exception as error:      # of a dozen kinds
+        except Exception as error:      # many kinds
             raise UserError(f"{path}: no such file, nor on the hub ({type(error).__name__}); try: "
                             f"hf download {path} --repo-type dataset --local-dir FOLDER")
     files = [place] if place.is_file() else next(filter(None, (

@@ -289,7 +289,7 @@ def validate():
 def save():
     """Copy the state to the host; it is written while the next steps run. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # of steps since the last log line
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     checkpoints.wait()      # before the next copies take memory
     dist.reshard(model)     # after a validation FSDP2's parameters are gathered
 

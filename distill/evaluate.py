@@ -336,14 +336,14 @@ def verdict_clauses(args, found, closed, n):
     for measure, what in SHARES.items():
         if shares := [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
                       if measure in row]:
-            clauses.append(f"{what} of {n} answers not trained: {', '.join(shares)}")
+            clauses.append(f"{what} of {n} held-out answers: {', '.join(shares)}")
     for name, ways in closed.items():
         words = [f"{metrics.percent(part)} of the way in {WAYS[measure]}"
                  for measure, part in ways.items() if part is not None]
         clauses.append(f"the {name} went {' and '.join(words) or 'no way: there is no gap'}")
     if args.unrelated:
         clauses.append("on unrelated questions the student is "
-                       f"{found[STUDENT]['unrelated kl']:.3f} nats a token from the base")
+                       f"{found[STUDENT]['unrelated kl']:.3f} nats per token from the base")
     return clauses
 
 

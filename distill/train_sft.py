@@ -373,7 +373,7 @@ def validate():
 def save():
     """Copy the state to the host; it is written while the next steps run. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # of steps since the last log line
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     dist.reshard(model)     # after a validation FSDP2's parameters are gathered
     stem, named = "model", dict(model.native.named_parameters())
     if args.use_lora:
