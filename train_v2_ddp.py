@@ -7,7 +7,7 @@
 
 The loss is the cross-entropy of the next row of codes, averaged over every trained code of an
 optimizer step (all ranks, micro-steps and codebooks), plus --text_loss_weight times the same
-average over text targets. So 1 rank, N ranks, DDP and FSDP2 train alike.
+average over text targets. So 1 rank, N ranks, DDP and FSDP2 give the same update.
 
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
@@ -238,7 +238,7 @@ if resume:
     dist.rank0(world, checkpoint.check_identity, resume, state, identity)
 # resume position: optimizer steps taken, epoch, next pack of that epoch
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
-best_loss, best_step = math.inf, None       # of the validation so far
+best_loss, best_step = math.inf, None       # best validation so far
 if state.get("best_step") is not None and state["validation"] == validation:
     best_loss, best_step = state["best_loss"], state["best_step"]
 

@@ -1,10 +1,10 @@
 """GSM8K, chat and HDP problems -> documents of numbered blocks -> rows -> batches -> noise.
 
-A document is a problem as tokens, each with the number of its block: the model sees clean blocks
-before the one that it denoises. gsm8k and chat: prompt and answer, cut into blocks of block_size;
-hdp: the question is block 0, plan blocks follow, then execution blocks. The end token (hdp:
-`<|pad|>`, of plan and execution) is repeated up to the block boundary and trained there, since a
-sampler always fills whole blocks. Rows of several problems give the same loss as rows of one.
+A document is a tokenised problem; each token has a block number. The model denoises a block given
+the clean blocks before it. gsm8k and chat: prompt and answer are cut into blocks of block_size.
+hdp: the question is block 0; plan blocks follow, then execution blocks. The end token (hdp:
+`<|pad|>`, after plan and execution) is repeated up to the block boundary and trained there, since
+a sampler fills whole blocks. Rows of several problems give the same loss as rows of one.
 
 A batch (Blocks) becomes the network's Inputs on the CPU, from random numbers that depend on the
 seed and the step alone, so any split of a step over ranks and micro-steps trains the same.
@@ -33,9 +33,9 @@ from diffusion import dit
 from diffusion.choices import CHECKS, EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced
 from diffusion.problems import read_chats, read_problems
 
-# numbers of a document that add up over rows and steps. clean: tokens, its slots in a row; noisy:
-# those of blocks with a target, which have a copy; tokens: those that are not fill; targets: those
-# in the loss; text: targets that are not fill; groups: blocks with targets; pairs: that may attend
+# counts of a document, which add up over rows and steps. clean: all tokens (slots in a row); noisy:
+# tokens of blocks with a target, which have a noisy copy; tokens: without fill; targets: tokens in
+# the loss; text: targets without fill; groups: blocks with targets; pairs: that may attend
 COUNTS = ("clean", "noisy", "tokens", "targets", "text", "groups", "pairs")
 
 
@@ -58,12 +58,12 @@ class Documents:
         return len(self.problems)
 
     def name(self, d):
-        """Where document d is in the user's files."""
+        """Place of document d in the user's files."""
         return self.problems[d].name
 
 
 def pieces(problem, layout):
-    """The texts of a problem that are tokenised apart, between special tokens."""
+    """The texts of a problem that are tokenised separately, between special tokens."""
     if layout.prompt:
         return [layout.prompt.replace("{question}", problem.question), problem.solution]
     if layout.system != "hdp":
@@ -72,12 +72,12 @@ def pieces(problem, layout):
 
 
 def prompt_ids(ids, tokens, layout):
-    """Ids of a gsm8k problem before its answer; a chat template begins as it likes."""
+    """Ids of a gsm8k problem before its answer; a chat template has its start token itself."""
     return list(ids) if layout.prompt else [tokens.bos, *ids]
 
 
 def make_document(regions, tokens, layout):
-    """[(region, ids, how many are given)] -> ((6, n) int64: ids, position, block, target, region,
+    """[(region, ids, number of given ids)] -> ((6, n) int64: ids, position, block, target, region,
     group; its COUNTS).
     """
     parts, next_block = [], 0
@@ -104,14 +104,14 @@ def make_document(regions, tokens, layout):
 
 
 def length_hint(bad):
-    """Remedy for problems of too many tokens."""
+    """Hint for problems with too many tokens."""
     hint = "\nfix: shorten them, raise the limit, or pass --drop_too_long"
     return hint * any(p.check == "too_long" for p in bad)
 
 
 def make_documents(problems, tokens, layout, bad, path=""):
-    """Documents of a list of Problems of the file `path`; UserError if none can be used. bad: takes
-    problems that are too long or hold a special token (core's problems.Problem).
+    """Documents of a list of Problems from the file `path`; UserError if none is usable. Adds
+    problems that are too long or hold a special token to bad (as core's problems.Problem).
     """
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
@@ -119,7 +119,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
     kept, parts, counts = [], [], []
     for p, group in zip(problems, texts):
         ids = [next(encoded).ids for _ in group]
-        # (region, ids, how many of them are given, not generated)
+        # (region, ids, number of given, not generated, ids)
         if p.ids:
             regions = [(PLAN, p.ids, p.given)]
         elif layout.system == "hdp":
@@ -129,7 +129,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
         else:
             head = prompt_ids(ids[0], tokens, layout)
             regions = [(PLAN, head + ids[1] + [tokens.end], len(head))]
-        # of the regions that are longer than their budgets
+        # regions that exceed their budgets
         long = ", ".join(
             f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and "
             f"end token included, more than --{flag} {most}" for region, ids, _ in regions
@@ -154,8 +154,8 @@ def make_documents(problems, tokens, layout, bad, path=""):
 
 
 class Rows(Dataset):
-    """Rows of whole documents (members), of `length` tokens and noisy_length copies.
-    table: {name of COUNTS or "samples": (n_rows,) ints}, to add up over the rows of a step.
+    """Rows of whole documents (members), with room for `length` tokens and noisy_length copies.
+    table: {name of COUNTS or "samples": (n_rows,) ints}, to be summed over the rows of a step.
     """
 
     def __init__(self, documents, members, length, noisy_length):
@@ -181,9 +181,9 @@ class Rows(Dataset):
 
 
 def make_rows(documents, numbers, row_length, pack, seed=0):
-    """Rows of the documents with these numbers: one each, or several (pack), as the seed decides.
-    Packed rows get the room for noisy copies (a multiple of 128, of 16 in rows below 512) that
-    makes all rows together smallest. Raises UserError when a document does not fit.
+    """Rows of the documents with these numbers: one each, or several (pack), by the seed. The room
+    for noisy copies in packed rows (a multiple of 128, or of 16 in rows below 512) minimises the
+    total size of all rows. Raises UserError if a document does not fit.
     """
     numbers, lengths, noisy = np.asarray(numbers), *map(documents.counts.get, ("clean", "noisy"))
     longest = numbers[lengths[numbers].argmax()]
@@ -196,7 +196,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     order = numbers[np.random.default_rng((seed, 0)).permutation(len(numbers))]
     packings = {}
     for copies in range(needed, row_length + 1, step):
-        # slots or copies run out first
+        # slots or copies may run out first
         share = np.maximum(lengths, -(-noisy * row_length // copies))
         packings[copies] = list(best_fit(share, order, row_length))
     best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
@@ -204,7 +204,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
 
 
 def read_any(path, split, layout, tokenizer, tokens):
-    """(Problems of a file of the Layout's system, [those that cannot be used])."""
+    """(Problems of a file for the Layout's system, [unusable problems])."""
     bad = []
     if layout.system == "chat":
         return read_chats(path, tokenizer, tokens, bad), bad
@@ -212,14 +212,14 @@ def read_any(path, split, layout, tokenizer, tokens):
 
 
 def prepare_rows(world, layout, tokens, args, output_dir=None):
-    """(training Rows, validation Rows or None) of the trainer's flags; rank 0 reads files first and
-    lists in output_dir the problems that cannot be used. UserError for those that --drop_bad keeps.
+    """(training Rows, validation Rows or None) for the trainer's flags. Rank 0 reads files first
+    and lists unusable problems in output_dir. UserError for problems that --drop_bad does not drop.
     """
     bad, folder = [], output_dir if world.is_main else None
 
     def documents(path, split):
         problems, found = dist.rank0(world, read_any, path, split, layout, args.tokenizer, tokens)
-        bad.extend(found)           # on every rank, so that all end alike
+        bad.extend(found)           # on every rank, so that all exit
         try:
             return make_documents(problems, tokens, layout, bad, path)
         except UserError:           # none is left; the list is written all the same
@@ -235,7 +235,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     if dropped and world.is_main:
         print(f"data       dropped: {dropped}", flush=True)
     if args.validation_split and not args.eval_data_file:
-        names = {}      # answers of one chat have one name, and stay together
+        names = {}      # answers of one chat share a name and stay together
         chat = [names.setdefault(problem.name, len(names)) for problem in train.problems]
         share = min(max(1, round(len(names) * args.validation_split)), len(names) - 1)
         chosen = np.random.default_rng((args.seed, 2)).permutation(len(names))[:share]
@@ -253,8 +253,8 @@ class Blocks(NamedTuple):
     doc: torch.Tensor           # (B, L) int64   document in the row, -1 on padding
     block: torch.Tensor         # (B, L) int64   block in the document
     target: torch.Tensor        # (B, L) bool    may be masked, and is in the loss
-    noisy: torch.Tensor         # (B, N) int64   places 0..L-1 that get a noisy copy, -1: none
-    group: torch.Tensor         # (B, L) int64   number of the (document, block), which share a t
+    noisy: torch.Tensor         # (B, N) int64   positions 0..L-1 with a noisy copy, -1: none
+    group: torch.Tensor         # (B, L) int64   number of the (document, block), which shares one t
     n_groups: int
     n_targets: int
     tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
@@ -263,7 +263,7 @@ class Blocks(NamedTuple):
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
-    """List of items of Rows -> Blocks of batch_rows rows, topped up with empty ones."""
+    """List of items of Rows -> Blocks of batch_rows rows, padded with empty rows."""
     fields = {"ids": pad, "position": 0, "block": 0, "target": False, "group": -1}
     joined = {name: np.full((batch_rows, length), value)
               for name, value in (fields | {"doc": -1}).items()}
@@ -308,7 +308,7 @@ class Inputs(NamedTuple):
     rows: torch.Tensor          # (R,) int64     masked targets, in the flat (B * N) noisy copies
     labels: torch.Tensor        # (R,) int64     their clean tokens
     weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
-    group: torch.Tensor         # (R,) int64     as in Blocks, of each
+    group: torch.Tensor         # (R,) int64     their groups, as in Blocks
     tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
 
@@ -318,19 +318,19 @@ class Inputs(NamedTuple):
 class Draws(NamedTuple):
     """Uniform random numbers for some rows."""
     levels: np.ndarray      # (G,) stratified over all groups drawn together: becomes t
-    counts: np.ndarray      # (G,) how many tokens of a group are masked, under a clipped range
-    tokens: np.ndarray      # (B, L) which tokens are masked
+    counts: np.ndarray      # (G,) for the number of masked tokens of a group, if t is clipped
+    tokens: np.ndarray      # (B, L) for the choice of masked tokens
 
     def part(self, first, rows, first_group, groups):
-        """The numbers of some of the rows and of their groups."""
+        """The Draws of some of the rows and of their groups."""
         groups = slice(first_group, first_group + groups)
         return Draws(self.levels[groups], self.counts[groups], self.tokens[first:first + rows])
 
 
 def draw(seed, purpose, number, groups, rows, length):
-    """Draws for `rows` rows of `length` tokens with `groups` groups together. purpose: a key of
-    NOISE; number: of the step or batch (an int or a tuple of ints). Each of the strata
-    [i / groups, (i + 1) / groups) gives one level, to a random group.
+    """Draws for `rows` rows of `length` tokens with `groups` groups in total. purpose: a key of
+    NOISE. number: of the step or batch (an int or a tuple of ints). Each of the strata
+    [i / groups, (i + 1) / groups) gives one level to a random group.
     """
     number = number if isinstance(number, tuple) else (number,)
     rng = np.random.default_rng((seed, NOISE[purpose], *number))
@@ -339,11 +339,11 @@ def draw(seed, purpose, number, groups, rows, length):
 
 
 def choose_masked(batch, rate, draws, t_range):
-    """(T,) bool over the targets of Blocks in flat order: which are masked. rate: (G,) float64.
+    """(T,) bool, True for masked targets of Blocks in flat order. rate: (G,) float64.
 
-    Under a clipped range the masked tokens of a block of n targets are binomial(n, rate) given that
-    their share lies in it, as where a block is drawn again until it does. Blocks too short to have
-    any share inside, or only 0, get the nearest numbers, so that every token is masked at times.
+    Under a clipped range the number of masked tokens of a block of n targets is binomial(n, rate),
+    conditioned on a share within the range (as by rejection sampling). Blocks too short for any
+    share inside, or with only 0, get the nearest numbers, so every token is sometimes masked.
     """
     group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
     low, high = enforced(t_range)
@@ -368,8 +368,8 @@ def choose_masked(batch, rate, draws, t_range):
 
 
 def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
-    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs. t_range: t is uniform in it; a
-    clipped one also clips the masked share of every block. weighting: "elbo" (1 / t; 1 when the
+    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs. t is uniform in t_range; a
+    clipped range also clips the masked share of every block. weighting: "elbo" (1 / t; 1 if the
     range starts above 0.5, as in the official code) or "ce" (1).
     """
     low, high = t_range

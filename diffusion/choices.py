@@ -1,4 +1,4 @@
-"""Choices of a run of block diffusion: data, presets, the layout of blocks, noise levels.
+"""Settings of block diffusion: data, presets, the layout of blocks, noise levels.
 
 Standard library only: a mistake in a flag is reported before torch is imported.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields
 from core import cli
 from core.cli import at_least_one, require, zero_or_more
 
-# regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
+# regions of a document; gsm8k's answer is PLAN; FILL follows an end token
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
-FULL = (1e-3, 1.0)      # the range of t of the bound itself; these ends are not enforced
+FULL = (1e-3, 1.0)      # range of t in the bound; its limits are not enforced
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
 # Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. From
-# ngocbao220/hdp-diffusion's H200 guide, source from its scripts. For --init_from: finetune, a third
-# of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
+# ngocbao220/hdp-diffusion's H200 guide; "source" is from its scripts. For --init_from: finetune has
+# a third of BD3-LM's rate; convert (language models) twice that of SDAR and E2D2; sdar SDAR's rate.
 PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
            "recommended": (128, 4, 5e-4, 5000, 50_000), "aggressive": (192, 4, 6e-4, 5000, 50_000),
            "source": (16, 16, 1e-3, 1000, 10_000), "finetune": (64, 2, 1e-4, 100, 3000),
@@ -32,18 +32,18 @@ class Layout:
     block_size: int = 16
     plan_block_size: int = 0            # hdp; 0: block_size
     execution_block_size: int = 0
-    question_budget: int = 128          # hdp: room of a region, markers and end token included
+    question_budget: int = 128          # hdp: room of a region, including markers and end token
     plan_budget: int = 128
     execution_budget: int = 256
     max_length: int = 512               # gsm8k, chat: tokens of question and answer
     strip_calculator: bool = False      # remove <<48/2=24>>
     loss_on_question: bool = False      # noise and train the question as well
     prompt: str = ""                    # gsm8k: text with {question}; "": Question: ...\\nAnswer:
-    end_token: str = ""                 # of an answer; "": <|endoftext|>
+    end_token: str = ""                 # end of an answer; "": <|endoftext|>
 
     @property
     def regions(self):
-        """{region: (flag of its room, tokens of that, block size or 0)} of a document, in order."""
+        """{region: (flag of its budget, tokens of the budget, block size or 0)}, in order."""
         if self.system != "hdp":
             return {PLAN: ("max_length", self.max_length, self.block_size)}
         plan, execution = (size or self.block_size
@@ -58,13 +58,13 @@ class Layout:
         return {size for *_, size in self.regions.values() if size}
 
     def start(self, region):
-        """Position of a region's first token: hdp's are the same for every problem."""
+        """Position of a region's first token; in hdp the same for every problem."""
         return sum(most for other, (_, most, _) in self.regions.items() if other < region)
 
     longest = property(lambda self: self.start(FILL))       # tokens of the longest document
 
     def check(self):
-        """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
+        """Raise UserError if blocks do not fit evenly, or a setting would have no effect."""
         at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
         zero_or_more(self, "plan_block_size execution_block_size")
         hdp = self.system == "hdp"
@@ -77,31 +77,31 @@ class Layout:
 
 
 def read_layout(found):
-    """Layout of a checkpoint's config.json. UserError for a layout that is gone."""
+    """Layout of a checkpoint's config.json. UserError for a removed layout."""
     require(found.get("hdp_layout") != "flat", "--hdp_layout flat is gone: train with --system hdp")
     return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
 
 
 def bound_range(layout):
-    """Range of t that makes the loss a bound: all; for single tokens t = 1, which is exact."""
+    """Range of t for which the loss is a bound: full; for single tokens t = 1, which is exact."""
     return (1.0, 1.0) if layout.block_sizes == {1} else FULL
 
 
 def enforced(t_range):
-    """(low, high) share of masked tokens that a block must have under a clipped range."""
+    """(low, high) limits for the share of masked tokens in a block, under a clipped range."""
     low, high = t_range
     clipped = tuple(t_range) != FULL
     return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < 1 else 1.0)
 
 
 def range_fits(t_range, block_size):
-    """True if some number of masked tokens of a full block, above 0, lies in the range."""
+    """True if a full block can have a number of masked tokens, above 0, in the range."""
     low, high = enforced(t_range)
     return max(1, math.ceil(low * block_size - 1e-9)) <= math.floor(high * block_size + 1e-9)
 
 
 def check_range(t_range, layout):
-    """Raise UserError for a range that is none, or that no share of some full block lies in."""
+    """Raise UserError for an invalid range, or one that some full block cannot meet."""
     low, high = t_range
     require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: above 0, up to 1, lower end "
                                   "first")
@@ -119,50 +119,50 @@ def data(p):
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--validation_split", 0.05, "share of problems held out, 0 = none")
     flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
-    switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
-    flag("--end_token", "", "of an answer (default: <|endoftext|>, of chats the tokenizer's end)")
+    switch("--chat", "gsm8k: use the tokenizer's chat template, with its end of turn")
+    flag("--end_token", "", "end of an answer (default: <|endoftext|>; chats: the tokenizer's)")
     flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
          nargs="?", type=int, const=2000, metavar="PROBLEMS")
-    flag("--block_size", 16, "tokens of a block, 1: autoregressive (default: --init_from's, or 16)")
-    flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
-    flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
-    flag("--max_length", 512, "gsm8k, chat: tokens a problem may have")
-    flag("--question_budget", 128, "hdp: tokens a question may have")
-    flag("--plan_budget", 128, "hdp: tokens a plan may have, with its markers")
-    flag("--execution_budget", 256, "hdp: tokens an execution may have, with its answer")
+    flag("--block_size", 16, "tokens per block; 1: autoregressive (default: --init_from's, or 16)")
+    flag("--plan_block_size", 0, "hdp: tokens per plan block, 0 = --block_size")
+    flag("--execution_block_size", 0, "hdp: tokens per execution block, 0 = --block_size")
+    flag("--max_length", 512, "gsm8k, chat: most tokens of a problem")
+    flag("--question_budget", 128, "hdp: most tokens of a question")
+    flag("--plan_budget", 128, "hdp: most tokens of a plan, with its markers")
+    flag("--execution_budget", 256, "hdp: most tokens of an execution, with its answer")
     flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping",
          nargs="*", metavar="CHECK")
     switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
     switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
     switch("--loss_on_question", "noise and train the question, too")
-    flag("--pack", True, "several problems in a row instead of padding; same loss",
+    flag("--pack", True, "pack several problems into a row instead of padding; same loss",
          action=argparse.BooleanOptionalAction)
-    flag("--row_length", 0, "clean tokens of a row, 0 = the longest problem allowed")
+    flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
 
 
 def checkpoint(p):
-    """Add the flag of the checkpoint that a script reads to its parser."""
-    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR: its best one",
+    """Add the --checkpoint flag to a script's parser."""
+    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR (best checkpoint)",
            required=True)
 
 
 def answers(p, order):
-    """Add the flags of a script in which a checkpoint answers, by this order of unmasking."""
+    """Add the flags of a script that generates answers. order: default order of unmasking."""
     checkpoint(p)
-    p.flag("--limit", 0, "only the first texts, 0 = all")
+    p.flag("--limit", 0, "use only the first N texts, 0 = all")
     p.switch("--drop_too_long", "leave out texts that are too long, and count them")
-    p.flag("--order", order, "a pass fills one token at random, or all that are sure enough",
+    p.flag("--order", order, "a pass fills one random token, or all above --threshold",
            choices=("first_hitting", "confidence"))
-    p.flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
-    p.flag("--batch_size", 64, "texts in a batch")
-    p.flag("--seed", 0, "of all draws")
+    p.flag("--threshold", 0.9, "confidence: least probability of a token, 0 to 1")
+    p.flag("--batch_size", 64, "texts per batch")
+    p.flag("--seed", 0, "seed of the sampling")
     p.switch("--bf16", "bfloat16 compute")
-    p.flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
+    p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
     p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
 
 
 def check_answers(args, world_size):
-    """Raise UserError for values of these flags that make no sense, or would do nothing."""
+    """Raise UserError for values of these flags that are invalid or have no effect."""
     cli.at_least_one(args, "batch_size")
     cli.zero_or_more(args, "limit seed num_fewshot temperature")
     cli.share(args, "min_accuracy")
@@ -182,13 +182,13 @@ def layout_of(args):
 
 
 def check_flags(args, world_size, parser):
-    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
+    """Raise UserError for flags that would fail later or have no effect; set derived values."""
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
     total, each, steps = (args.global_batch_size, args.problems_per_batch,
                           args.gradient_accumulation_steps)
     require(not (args.per_device_train_batch_size and (total or each)), "give one of "
             "--per_device_train_batch_size, rows, and --problems_per_batch or --global_batch_size")
-    if total and (not args.auto or each or steps):      # the open one of the two follows the preset
+    if total and (not args.auto or each or steps):      # the unset one of the two uses the preset
         share = total // world_size
         each = each or (share // steps if steps else min(share, PRESETS[args.batch_preset][0]))
         steps = steps or share // max(1, each)

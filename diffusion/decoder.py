@@ -1,10 +1,10 @@
 """A language model of transformers as a block-diffusion backbone, under block-causal attention.
 
-Masks and interface are dit.py's; the model's layers run, with another attention function. The
-recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv 2510.06303) and E2D2:
-noisy and clean copies under the same positions, all weights trained, and no shift: the head, which
-an autoregressive model reads one place before a token, here reads at the masked token itself. The
-mask's row is new, or the first that no token uses; under LoRA it is a parameter apart.
+Masks and interface are those of dit.py. The model's layers run with another attention function. The
+recipe follows dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv 2510.06303) and E2D2:
+noisy and clean copies share positions, all weights are trained, and the head is not shifted: it
+predicts a token at its masked position, not one position before. The mask's embedding row is new,
+or the first unused one; under LoRA it is a separate parameter.
 """
 import functools
 import inspect
@@ -25,7 +25,7 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
     """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D) -> (B, S, heads, D),
-    None. block_masks: dit.masks_of; in the last layer clean tokens, which nobody reads, get zeros.
+    None. block_masks: dit.masks_of; in the last layer clean tokens get zeros, as they are unused.
     """
     is_last = module.layer_idx == module.config.num_hidden_layers - 1
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
@@ -60,7 +60,7 @@ class Config:
 
 
 def config_of(folder, source, vocab_size, mask_id, dropout):
-    """Config of a language model with the config.json `source`. UserError names the folder."""
+    """Config of a language model with config.json `source`. Raises UserError with the folder."""
     kind, where = source.get("model_type"), f"--init_from {folder}: its config.json has "
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type"))
@@ -72,21 +72,21 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
     config = Config(max(vocab_size, source.get("vocab_size", 0)), mask_id, source, dropout)
     try:
         assert config.native
-    except Exception as error:      # a dozen kinds, of transformers' checks
+    except Exception as error:      # transformers raises many kinds
         raise UserError(f"{where}values that transformers refuses "
                         f"({first_line(error):.120})")
     return config
 
 
 def model_files(folder):
-    """The weight files of a model's folder. UserError without any."""
+    """The weight files of a model's folder. UserError if there are none."""
     files = tensor_io.files_of(folder, "model")
     require(files, f"{folder}: holds no weights (model.safetensors or its parts)")
     return files
 
 
 def read_folder(folder, config):
-    """{name: CPU tensor} of a transformers folder, without a tied head's second name. UserError."""
+    """{name: CPU tensor} of a transformers folder; a tied head is left out. Raises UserError."""
     tensors = {name: part[:] for name, part in tensor_io.open_tensors(model_files(folder)).items()
                if not name.endswith("rotary_emb.inv_freq")}
     table = tensors.get("model.embed_tokens.weight")
@@ -113,10 +113,10 @@ class Decoder(dit.Network):
                 part.register_forward_hook(functools.partial(drop_output, config.dropout))
         self.register_parameter("mask_row", None)
         if config.lora:
-            from core import adapters       # here: PEFT takes seconds to import
+            from core import adapters       # late: importing PEFT takes seconds
             how = [config.lora[name] for name in
                    ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
-            # PEFT's wrapper in a list, where torch does not register it again
+            # in a list, where torch does not register PEFT's wrapper again
             self.adapted = [adapters.add_lora(self, self.layers, *how, task_type=None)]
             for parameter in self.parameters():
                 if not parameter.requires_grad:
@@ -155,7 +155,7 @@ Config.network = Decoder
 
 
 def drop_output(dropout, module, args, output):
-    """Dropout on what attention or an MLP returns; a forward hook."""
+    """Forward hook: dropout on the output of attention or an MLP."""
     if isinstance(output, tuple):
         return F.dropout(output[0], dropout, module.training), *output[1:]
     return F.dropout(output, dropout, module.training)
@@ -170,7 +170,7 @@ def base_weights(model):
 
 @torch.no_grad()
 def merge_adapters(model):
-    """A Decoder without adapters: they join the frozen weights, read again. UserError."""
+    """A Decoder with its adapters merged into the frozen weights, which are reloaded. UserError."""
     config = model.config
     folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
     require(tensor_io.fingerprint_files(model_files(folder)) == config.lora["identity"],

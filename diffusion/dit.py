@@ -1,10 +1,10 @@
 """The DiT backbone of block diffusion: clean text and noisy copies of its blocks in one pass.
 
 A row of the batch is [noisy copies (N) | clean tokens (L)]. Every token has a document, a block
-number in it and a position; nothing else decides who sees whom (attends below), so packed rows,
-padded rows, BD3-LM's blocks and the hierarchy of question, plan and execution are one model. The
-backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE,
-GELU MLP, untied zero-initialised head, no time conditioning: the modulation is a learned constant.
+number in it and a position. Only these determine the attention mask (attends below), so one model
+covers packed rows, padded rows, BD3-LM's blocks and the hierarchy of question, plan and execution.
+The backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv 2212.09748):
+RoPE, GELU MLP, untied zero-initialised head. There is no time conditioning: modulation is constant.
 """
 import functools
 import math
@@ -23,10 +23,10 @@ from core import kernels
 # hidden size, layers, heads, width of the conditioning; nano is for demos and tests
 SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128),
          "medium": (1024, 24, 16, 128)}
-HEAD_ROWS = 8192        # logits of this many rows at a time; the backward pass computes more again
-ROW_STEP = 128          # on a GPU logits have a multiple of this many rows: few sizes to allocate
+HEAD_ROWS = 8192        # rows of logits at a time; the backward pass recomputes them
+ROW_STEP = 128          # on a GPU logits are padded to a multiple of this: fewer sizes to allocate
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
-# with its default of 4 warps the forward spills 920 bytes a thread on sm_90, with 8 none
+# the default of 4 warps spills 920 bytes per thread on sm_90, 8 warps spill none
 KERNEL = {"fwd_num_warps": 8}
 NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
@@ -55,11 +55,11 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
 
 
 def attends(doc, block, n_noisy):
-    """The mask as a function of (row, head, query, key) indices, as FlexAttention takes it.
+    """The mask as a function of (row, head, query, key) indices, for FlexAttention.
 
     doc, block: (B, S) ints; doc is -1 on padding. The first n_noisy tokens of a row are noisy
-    copies, the rest is clean. A query sees, in its document, its block in its half and clean tokens
-    of earlier blocks. Padding sees itself alone, so that no row of the softmax is empty.
+    copies, the others are clean. Within its document, a query attends to its block in its half,
+    and to clean tokens of earlier blocks. Padding attends to itself, so no softmax row is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
@@ -72,8 +72,8 @@ def attends(doc, block, n_noisy):
 
 def tile_states(doc, block, n_noisy):
     """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: tiles that flex_attention may skip.
-    doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block,
-    some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process.
+    doc, block: (B, S) int arrays as in attends. Counts pairs by runs of tokens of one block, about
+    50 per row, instead of one by one as create_block_mask does, so a loader process can do it.
     """
     rows, length = doc.shape
     edges = np.append(np.arange(0, length, TILE), length)
@@ -85,20 +85,20 @@ def tile_states(doc, block, n_noisy):
         at, live = np.arange(len(starts)), doc[r, starts] >= 0
         rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts],
                        np.searchsorted(starts, n_noisy))
-        seen = rule(0, 0, at[:, None], at) & live       # padding sees no other padding
+        seen = rule(0, 0, at[:, None], at) & live       # padding does not attend to other padding
         # (runs, tiles) tokens of each run in each tile
         tokens = (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
         counts[r] = tokens.T @ seen @ tokens
-        np.einsum("ii->i", counts[r])[:] += (tokens * ~live[:, None]).sum(0)    # but itself
+        np.einsum("ii->i", counts[r])[:] += (tokens * ~live[:, None]).sum(0)    # only to itself
     states = np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING)
     return torch.from_numpy(states.astype(np.int8))
 
 
 def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
-    With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all
-    queries over all keys, equal to those of create_block_mask; else two (B, 1, queries, keys) bool,
-    the second one of clean queries over clean keys.
+    With states (tile_states, on the device of doc and block): two BlockMasks, as from
+    create_block_mask; the second has all queries and all keys. Otherwise: two (B, 1, queries, keys)
+    bool; the second has clean queries and clean keys.
     """
     (rows, length), device = doc.shape, doc.device
     rule = attends(doc, block, n_noisy)
@@ -119,23 +119,23 @@ def attention_masks(doc, block, n_noisy, states=None):
     return rule(b, 0, noisy, at)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
 
 
-# one kernel; uncompiled it would write out all scores. Made late: the compiler loads for seconds
+# compiled to one kernel, which does not store all scores. Late: the compiler takes seconds to load
 compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 
 def sparse_attention(q, k, v, mask):
-    """FlexAttention of q to k, v under a BlockMask; in a compiled layer part of its graph."""
-    if not q.is_cuda:       # of tests: there is no backward pass
+    """FlexAttention of q to k, v under a BlockMask; part of the graph of a compiled layer."""
+    if not q.is_cuda:       # for tests: there is no backward pass
         return flex_attention(q, k, v, block_mask=mask)
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
 def attend(q, k, v, queries, mask, clean_mask):
-    """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
-    tokens by mask, of the others, unless clean_mask is None, by that to each other.
+    """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D). The first `queries`
+    tokens use mask. The others attend to each other by clean_mask, or are left out if it is None.
     """
-    first = q if queries == q.shape[2] else q[:, :, :queries]    # a slice has a backward pass
+    first = q if queries == q.shape[2] else q[:, :, :queries]    # slicing costs a backward pass
     if isinstance(mask, BlockMask):
         out = sparse_attention(first, k, v, mask)
     else:
@@ -147,9 +147,9 @@ def attend(q, k, v, queries, mask, clean_mask):
 
 
 def masks_of(model, inputs):
-    """attend()'s (queries, mask, clean_mask) of inner layers, and of the last one, which has noisy
-    queries alone. Less than a tile of copies have dense masks: for so few queries torch compiles
-    FlexAttention without a backward pass.
+    """attend()'s (queries, mask, clean_mask) for inner layers, and for the last one, which has only
+    noisy queries. Fewer copies than a tile get dense masks, since torch compiles FlexAttention for
+    few queries without a backward pass.
     """
     flex, n_noisy = model.backend == "flex" and inputs.n_noisy >= TILE, inputs.n_noisy
     noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy,
@@ -159,7 +159,7 @@ def masks_of(model, inputs):
 
 
 class Past:
-    """Keys and values of clean tokens, as a layer, or transformers' attention, asks for them.
+    """Cache of keys and values of clean tokens, for a layer or transformers' attention.
 
     pairs: [(keys, values)] of every layer, (B, heads, P, D); new: those of the tokens at hand.
     """
@@ -182,15 +182,15 @@ class Network(nn.Module):
     def extend(self, tokens, position, mask, past):
         """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
 
-        tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: what each of the
-        block's tokens sees, cached keys first.
+        tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: attention of the
+        block's tokens, cached keys first.
         """
         past = Past(past)
         return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
 
     def _logits(self, hidden):
-        """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary:
-        tensor cores want rows whose bytes are a multiple of 16, unlike GPT-2's 50,258 tokens.
+        """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
+        Padded, as tensor cores need rows of a multiple of 16 bytes, unlike GPT-2's 50,258 tokens.
         """
         x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
         at = torch.arange(size := len(weight), device=x.device)
@@ -213,9 +213,9 @@ class Network(nn.Module):
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     def forward(self, inputs):
-        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; many in pieces."""
+        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows, in chunks."""
         hidden, rows, labels = self.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-        if kernels.wanted(hidden):        # each step masks another number of tokens
+        if kernels.wanted(hidden):        # the number of masked tokens varies
             rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
                             for numbers in (rows, labels))
         rows = hidden.index_select(0, rows)
@@ -227,13 +227,13 @@ class Network(nn.Module):
 
     @staticmethod
     def decays(name, parameter):
-        """Weight decay shrinks matrices, not the embedding: rows in no batch would shrink."""
+        """True if a parameter gets weight decay: matrices, but not the embedding."""
         return parameter.ndim > 1 and "embed" not in name
 
     def flops(self, tokens, rows, pairs):
-        """Model FLOPs of forward and backward, three times the forward, twice where it is frozen.
-        tokens: noisy and clean ones; rows: masked ones that reach the head; pairs: (query, key)
-        pairs that may attend. Padding, recomputation and adapters are not counted.
+        """Model FLOPs of forward and backward: three times the forward, or twice if frozen. tokens:
+        noisy and clean; rows: masked tokens that reach the head; pairs: (query, key) pairs that may
+        attend. Padding, recomputation and adapters are not counted.
         """
         matrices = sum(p.numel() for name, p in self.named_parameters() if p.ndim > 1
                        and "layers." in name and not re.search("modulation|lora_", name))
@@ -243,7 +243,7 @@ class Network(nn.Module):
 
 
 def modulate(norm, x, shift, scale):
-    """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm; shift, scale (H,)."""
+    """norm(x) * (1 + scale) + shift, like x (..., H). norm: nn.LayerNorm; shift, scale (H,)."""
     return kernels.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
 
 
@@ -260,7 +260,7 @@ def rotate(x, cos, sin):
 
 
 def gated(linear, x, gate):
-    """gate * linear(x); the gate (outputs,) goes into the weights where x has more rows."""
+    """gate * linear(x); the gate (outputs,) is folded into the weights if x has more rows."""
     if x[..., 0].numel() < linear.in_features:
         return gate.to(x.dtype) * linear(x)
     bias = None if linear.bias is None else gate * linear.bias
@@ -281,10 +281,10 @@ class Layer(nn.Module):
         self.modulation = nn.Linear(config.cond_size, 6 * size)
 
     def forward(self, x, condition, cos, sin, queries, mask, clean_mask, past):
-        """x (B, S, H) -> the same, or (B, queries, H): what the first tokens see by mask, and the
-        others by clean_mask, without which they give keys only.
+        """x (B, S, H) -> same shape, or (B, queries, H). The first `queries` tokens attend by mask,
+        the others by clean_mask; without clean_mask those only give keys and values.
 
-        condition (cond_size,). past: None, or Past, seen where mask (B, 1, S, P + S) says.
+        condition (cond_size,). past: None, or Past, included in mask (B, 1, S, P + S).
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = constants(self.modulation, condition, 6)
         qkv = self.qkv(modulate(self.norm_attention, x, shift1, scale1))
@@ -321,7 +321,7 @@ class DiT(Network):
             kernels.set_mode(self, self.layers, recompute)
 
     def condition(self):
-        """(cond_size,): the embedding of noise level 0, whose cosines are 1 and sines 0."""
+        """(cond_size,) embedding of noise level 0, with cosines 1 and sines 0."""
         weight = self.condition_in.weight
         at = torch.arange(FREQUENCIES, device=weight.device)
         wave = (at < FREQUENCIES // 2).to(weight.dtype)
@@ -344,7 +344,7 @@ class DiT(Network):
         return x
 
     def head_inputs(self, hidden):
-        """Hidden states (..., H) as the head takes them."""
+        """Hidden states (..., H) as input of the head."""
         return modulate(self.norm, hidden, *constants(self.modulation, self.condition(), 2))
 
 
@@ -352,5 +352,5 @@ Config.network = DiT
 
 
 def trained(model):
-    """{name: parameter} of those that training changes: all, or adapters and the mask's row."""
+    """{name: parameter} of the trained parameters: all, or adapters and the mask's row."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

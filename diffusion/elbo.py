@@ -1,6 +1,6 @@
-"""Validation by the averaged weights: the likelihood bound with its sampling error, the noise range
-whose losses vary least, answers to held-out problems. A batch gets the same noise at every
-validation and on any number of ranks, so bounds of different steps and runs compare.
+"""Validation of the averaged weights: likelihood bound with sampling error, noise range of least
+variance, accuracy on held-out problems. A batch gets the same noise at every validation and on any
+number of ranks, so bounds of different steps and runs are comparable.
 """
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from diffusion import blocks, dit
 from diffusion.choices import FULL, bound_range, range_fits
 from diffusion.dit import trained
 
-SEARCH_BATCHES = 4  # of a search of the noise range
+SEARCH_BATCHES = 4  # batches per search of the noise range
 
 
 class Average:
@@ -32,7 +32,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, skip=0.0):
-        """Move towards the weights, unless skip (number or 0-d tensor) is 1; no host sync."""
+        """Update the average, unless skip (number or 0-d tensor) is 1; no host sync."""
         self.updates += 1 - skip
         decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
         share = (1 - decay) * (1 - skip)
@@ -41,7 +41,7 @@ class Average:
 
     @torch.no_grad()
     def swap(self):
-        """Exchange the model's weights and the averaged ones, in place. FSDP2: reshard before."""
+        """Swap the model's weights and the averaged ones in place. FSDP2: reshard first."""
         for weight, shadow in self._pairs():
             kept = weight.clone()
             weight.copy_(shadow)
@@ -49,20 +49,20 @@ class Average:
 
 
 class Eval(NamedTuple):
-    """The data of a validation, and how it goes."""
+    """The data and settings of a validation."""
     rows: blocks.Rows
     tokens: object          # problems.Tokens
-    batch_rows: int         # of a batch
+    batch_rows: int         # rows per batch
     repeats: int            # draws of the noise
     seed: int
     bf16: bool
-    widths: tuple = ()      # of the ranges that search_range tries
+    widths: tuple = ()      # widths of the ranges that search_range tries
     weighting: str = "elbo"
-    chosen: tuple = ()      # of choose_problems, for accuracy
+    chosen: tuple = ()      # from choose_problems, for accuracy
 
 
 def validate(world, model, average, how, t_range, asked_to_stop):
-    """(values, t range to train on) by the averaged weights; None: asked to stop. Collective."""
+    """(values, t range for training) of the averaged weights; None if stopped. Collective."""
     dist.reshard(model)
     average.swap()
     model.eval()
@@ -78,8 +78,8 @@ def validate(world, model, average, how, t_range, asked_to_stop):
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of a share of the first batches: equally many on all ranks, the last
-    ones perhaps of padding only."""
+    """Yield (number, Blocks) of this rank's share of the first batches. All ranks get the same
+    number; the last batches may be padding only."""
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
@@ -89,7 +89,7 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
 
 def noised_losses(model, how, batch, purpose, number, t_range, device):
-    """(Inputs, (R,) float64 weighted losses) of Blocks under a draw of the noise; how: Eval."""
+    """(Inputs, (R,) float64 weighted losses) of Blocks for one draw of the noise; how: Eval."""
     draws = blocks.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = how.weighting if purpose == "search" else "elbo"
     inputs = blocks.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
@@ -100,13 +100,13 @@ def noised_losses(model, how, batch, purpose, number, t_range, device):
 
 @torch.no_grad()
 def bound(world, model, how, asked_to_stop):
-    """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
+    """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None if
     asked to stop. asked_to_stop(): collective, called before every batch.
-    eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
-    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ."""
+    eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill).
+    eval/stderr: standard error of eval/nll due to the noise, from the draws of each block."""
     rows, repeats, device = how.rows, how.repeats, world.device
     t_range = bound_range(rows.documents.layout)
-    # of each draw: its sum; at the end the variance of the sums' mean
+    # the sum of each draw, then the variance of the mean of the sums
     sums = torch.zeros(repeats + 1, dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, rows, how.batch_rows):
         if asked_to_stop():
@@ -117,7 +117,7 @@ def bound(world, model, how, asked_to_stop):
                                            t_range, device)
             of_block[repeat].index_add_(0, inputs.group, losses)
         sums[:-1] += of_block.sum(1)
-        if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
+        if repeats > 1 and batch.n_groups:      # 0 groups: padding batch
             sums[-1] += of_block.var(0).sum() / repeats
     *losses, variance = dist.all_reduce(world, sums).tolist()
     total, targets, text = sum(losses) / repeats, *(
@@ -139,7 +139,7 @@ def improved(best, values):
 
 
 def candidates(widths, block_sizes):
-    """[(low, high)] to try: all of (0, 1], and of each width those from 0, 0.05, 0.10 and so on."""
+    """[(low, high)] to try: (0, 1], and for each width the ranges that start at 0, 0.05, ..."""
     found = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
                      for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
     return list(dict.fromkeys(t_range for t_range in found
@@ -148,8 +148,8 @@ def candidates(widths, block_sizes):
 
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
-    """(low, high) of the candidate under which losses of blocks vary least (BD3-LM's var_min), by a
-    forward pass for each and each of the first SEARCH_BATCHES batches; None if asked to stop."""
+    """(low, high) of the candidate with the least variance of block losses (BD3-LM's var_min). Runs
+    each candidate on the first SEARCH_BATCHES batches; None if asked to stop."""
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes)
     # sum, sum of squares, number
@@ -158,7 +158,7 @@ def search_range(world, model, how, asked_to_stop):
         if asked_to_stop():
             return None
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
-        for index, t_range in enumerate(tried):     # under the same random numbers
+        for index, t_range in enumerate(tried):     # with the same random numbers
             inputs, losses = noised_losses(model, how, batch, "search", number, t_range, device)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
             per_block.index_add_(0, inputs.group, losses).div_(sizes)
@@ -169,7 +169,7 @@ def search_range(world, model, how, asked_to_stop):
 
 
 def choose_problems(rows, n, tokens, seed):
-    """[(Problem, its sample_bd3lm.question_state)] of n held-out problems of Rows, by the seed."""
+    """[(Problem, its sample_bd3lm.question_state)] for n held-out problems of Rows, by seed."""
     from diffusion.sample_bd3lm import question_state
     numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
@@ -184,7 +184,7 @@ def accuracy(world, model, how):
     how_sampled = Sampling("confidence", temperature=0.0)
     solver = Solver(model, how.tokens, how.rows.documents.layout, how_sampled, how.bf16)
     (problems, states), mine = zip(*how.chosen), slice(world.rank, None, world.size)
-    # lengths change with every block: compiled layers would be compiled again for each
+    # lengths change with every block, which would recompile compiled layers
     with dist.gathered(model), torch.compiler.set_stance("force_eager"):
         answers = answer(solver, states[mine], how.batch_rows)
     scores = [(score(found["text"], problem.answer), found["forwards"])
@@ -195,7 +195,7 @@ def accuracy(world, model, how):
 
 
 def setups(args, setup, rows, row_tokens):
-    """Setups of `rows` rows a step on all ranks, the fastest first: as few micro-steps as fit."""
+    """Setups of `rows` rows per step on all ranks, fastest (fewest micro-steps) first."""
     from core import memory
     splits = [(max(1, round(rows / setup.ranks)), 1)]
     while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
@@ -209,8 +209,8 @@ def setups(args, setup, rows, row_tokens):
 
 
 def step_of(config, backend):
-    """memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
-    from core import memory         # not of an ordinary run
+    """memory.Step of a network with a Config. backend: --attn_backend, None: the GPU's default."""
+    from core import memory         # not needed in an ordinary run
 
     def loss(model, rows, length, n_noisy, masked):
         every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
@@ -227,8 +227,8 @@ def step_of(config, backend):
 
 
 def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
-    """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
-    `left` steps, UserError with all that it will not fit into."""
+    """With --auto, set the open flags. With an order (PackOrder of rows), print the plan of a run
+    of `left` steps; UserError lists every limit that it exceeds."""
     from core import memory
     step = step_of(config, args.attn_backend)
     setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)

@@ -1,12 +1,12 @@
-"""Likelihoods by a block-diffusion model: a bound for the texts of a file, and lm-eval-harness.
+"""Likelihoods of a block-diffusion model: a bound for the texts of a file, and lm-eval-harness.
 
     python diffusion/evaluate.py --checkpoint out --bound test.jsonl      # nats and bits per token
     python diffusion/evaluate.py --checkpoint out --tasks gsm8k           # pip install lm_eval
 
--log p(text) is at most the mean of the bound's draws, within its standard error; in blocks of one
-token it is equal, and one draw is enough. Tasks that generate (generate_until) get greedy answers;
-of the harness's settings only `until` counts. Tasks that compare likelihoods (loglikelihood) get
-the bound of each text. A model trained with --chat gets a task's text as the user's turn.
+-log p(text) is at most the mean of the bound's draws, within its standard error. With blocks of one
+token it is equal, and one draw is enough. Generation tasks (generate_until) get greedy answers; of
+the harness's settings only `until` is used. Likelihood tasks (loglikelihood) get the bound of each
+text. A model trained with --chat gets a task's text as the user's turn.
 """
 import sys
 from pathlib import Path
@@ -25,11 +25,11 @@ def build_parser():
     one.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
     one.add_argument("--tasks", help="names of lm-eval's tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
-    p.flag("--num_fewshot", 0, "worked examples before each question")
+    p.flag("--num_fewshot", 0, "solved examples before each question")
     return p
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
 
 import json
@@ -46,8 +46,8 @@ from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 
 
 def continuations(solver, pairs):
-    """Documents of (name, ids of a context, ids after it), of which only the latter count: places
-    after the text in its last block stay masked. UserError.
+    """Documents of (name, ids of a context, ids after it); only the latter count. Positions after
+    the text in its last block stay masked. Raises UserError.
     """
     problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
                 for name, context, ids in pairs]
@@ -55,7 +55,7 @@ def continuations(solver, pairs):
     settle(bad)
     rest = documents.region == choices.FILL
     documents.ids[rest] = solver.tokens.mask
-    # --loss_on_question trains the context, too; here it is given
+    # --loss_on_question also trains the context, which is given here
     documents.target[rest | (documents.region == choices.QUESTION)] = False
     return documents
 
@@ -64,7 +64,7 @@ def continuations(solver, pairs):
 def draw_bounds(solver, documents, draws, batch_rows, seed):
     """(n, draws) float64: nats of each document's targets in every draw of the noise."""
     device, t_range = solver.model.embed.weight.device, choices.bound_range(solver.layout)
-    draws = 1 if t_range[0] == t_range[1] else draws        # always all masked: draws are the same
+    draws = 1 if t_range[0] == t_range[1] else draws        # all tokens masked: draws are equal
     how = elbo.Eval(None, solver.tokens, batch_rows, draws, seed, solver.bf16)
     lengths = documents.counts["clean"]
     nats, order = np.zeros((len(documents), draws)), lengths.argsort(kind="stable")
@@ -82,14 +82,14 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
 
 
 def bound_file(args, folder, solver):
-    """Print the bound of a file's answers, as a validation has it -> (file name, results)."""
+    """Print the bound of a file's answers, as in a validation -> (file name, results)."""
     layout, device = solver.layout, solver.model.embed.weight.device
     problems, bad = blocks.read_any(args.bound, "test", layout, folder, solver.tokens)
     documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
                                       bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
-    exact = choices.bound_range(layout)[0] == 1         # then all draws are the same
+    exact = choices.bound_range(layout)[0] == 1         # then all draws are equal
     n, draws = len(documents), 1 if exact else args.draws
     rows = blocks.make_rows(documents, np.arange(n), int(documents.counts["clean"].max()), True)
     found = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
@@ -102,7 +102,7 @@ def bound_file(args, folder, solver):
 
 
 def harness_model(base, solver, batch_size, draws):
-    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by `draws` draws."""
+    """Object of a subclass of `base`, lm_eval's LM. draws: of the noise for each bound."""
     tokens, layout = solver.tokens, solver.layout
 
     def context_ids(text):
@@ -113,7 +113,7 @@ def harness_model(base, solver, batch_size, draws):
         too_long = 0        # without room: an answer is "" then, a context loses its first tokens
 
         def generate_until(self, requests, disable_tqdm=False):
-            """Texts in the order of the requests, whose args are (prompt, {"until": [text]})."""
+            """Texts in the order of the requests; their args are (prompt, {"until": [text]})."""
             states, texts = {}, [""] * len(requests)
             for number, request in enumerate(requests):
                 try:
@@ -129,9 +129,9 @@ def harness_model(base, solver, batch_size, draws):
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            """[(minus the bound of -log p(continuation | context), False)] of the requests; whether
-            greedy decoding would write it is not looked at. A context that is too long loses its
-            first tokens; a continuation without room by itself gets minus infinity.
+            """[(minus the bound of -log p(continuation | context), False)] of the requests. Whether
+            it is the greedy answer is not checked. A context that is too long loses its first
+            tokens; a continuation that is too long gets minus infinity.
             """
             pairs, found = {}, [-math.inf] * len(requests)
             for number, request in enumerate(requests):

@@ -1,12 +1,12 @@
-"""Answer questions with the block-diffusion model in this file's folder. Needs torch, transformers
-and tokenizers only; transformers' generate() would write nonsense.
+"""Answer questions with the block-diffusion model in this file's folder. Needs only torch,
+transformers and tokenizers. Do not use transformers' generate(), which writes nonsense.
 
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
 
-The text is written in blocks, counted from the prompt's first token. A block begins as masks, after
-the prompt's last tokens where the prompt ends inside it. A token sees its block, both ways, and all
-earlier ones, whose keys and values are cached. published.py of flat-trainers puts this file next to
-a converted language model; answers are those of sample_bd3lm.py --order confidence.
+The text is written in blocks, counted from the prompt's first token. A block starts as masks; if
+the prompt ends inside it, they follow the prompt's last tokens. Attention covers the token's block
+in both directions and all earlier blocks, whose keys and values are cached. published.py of
+flat-trainers writes this file. Answers equal those of sample_bd3lm.py --order confidence.
 """
 import argparse
 import inspect
@@ -22,7 +22,7 @@ def load(folder, device="cpu", dtype=torch.float32):
     """(transformers model in eval mode, tokenizers.Tokenizer, form) of an exported folder.
 
     form: block_size, mask_token_id, end_token_id, max_length (tokens of prompt and answer), prompt
-    (text with {question}; "": Question: ... Answer:), begin_token_id of a prompt without such text.
+    (text with {question}; "": Question: ... Answer:), begin_token_id (used if prompt is "").
     """
     given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     kind = given.pop("model_type").replace("sdar", "qwen3")     # SDAR is Qwen3 under another mask
@@ -35,7 +35,7 @@ def load(folder, device="cpu", dtype=torch.float32):
 
 
 def prompt(tokenizer, form, question):
-    """Ids of a question in the form trained on. ValueError for one that holds a special token."""
+    """Ids of a question in the trained form. ValueError if it holds a special token."""
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.special and token.content in question:
             raise ValueError(f"the text holds the special token {token.content}")
@@ -45,7 +45,7 @@ def prompt(tokenizer, form, question):
 
 
 def run(model, ids, first, cache, block_size):
-    """Logits (n, V) of ids (n,) at the places from `first` on, in blocks, after a growing cache."""
+    """Logits (n, V) of ids (n,) at positions from `first` on, in blocks; extends the cache."""
     at = torch.arange(first + len(ids), device=ids.device)
     seen = at[first:, None] // block_size >= at // block_size
     bias = torch.zeros(seen.shape, device=ids.device, dtype=model.dtype)
@@ -58,8 +58,8 @@ def run(model, ids, first, cache, block_size):
 
 @torch.no_grad()
 def generate(model, ids, form, threshold=0.9):
-    """Ids of the answer to a prompt's ids, without the end token, or up to the room there is. A
-    pass writes the tokens of this probability, at least the surest. ValueError without room.
+    """Ids of the answer to a prompt's ids, up to the end token or max_length. A pass writes all
+    tokens above the threshold, at least the most probable one. ValueError without room.
     """
     size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
     device, room = model.device, form["max_length"]
@@ -74,7 +74,7 @@ def generate(model, ids, form, threshold=0.9):
         masked = new == mask
         while masked.any():
             logits = run(model, new, first, cache, size)[masked].double()
-            cache.crop(-size)               # keys of a block that is not finished are not kept
+            cache.crop(-size)               # drop the keys of an unfinished block
             logits[:, mask] = -torch.inf    # the mask is never an answer
             sure, found = logits.softmax(-1).max(-1)
             chosen = sure >= threshold
@@ -84,7 +84,7 @@ def generate(model, ids, form, threshold=0.9):
         written += new[len(given):].tolist()
         if end in written:
             return written[:written.index(end)]
-        run(model, new, first, cache, size)     # once more, now finished, for its keys and values
+        run(model, new, first, cache, size)     # run the finished block for its keys and values
         first, given = first + size, []
     return written
 
@@ -92,7 +92,7 @@ def generate(model, ids, form, threshold=0.9):
 def main():
     parser = argparse.ArgumentParser(description="Answer questions with the model in this folder.")
     parser.add_argument("questions", nargs="+")
-    parser.add_argument("--threshold", type=float, default=0.9, help="probability to be written")
+    parser.add_argument("--threshold", type=float, default=0.9, help="least probability of a token")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, form = load(Path(__file__).resolve().parent, device)

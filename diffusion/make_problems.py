@@ -3,8 +3,8 @@
     python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json
 
 `plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}.
-A rule's plan names the operation of each calculator mark and the words after its result, without
-figures. A teacher's plans (plan_source: "teacher") are better, and take three steps:
+A plan by rule has the operation of each calculator mark and the words after its result, without
+numbers. Plans of a teacher (plan_source: "teacher") are better and take three steps:
 
     python diffusion/make_problems.py lines --input train.jsonl --output lines.txt
     python distill/create_data.py --input_file lines.txt --prompt_file prompts/gsm8k_plan.txt ...
@@ -23,7 +23,7 @@ from core.cli import UserError, require
 
 
 def build_parser():
-    p = cli.Parser("Plans for the problems of GSM8K.")
+    p = cli.Parser("Write plans for the problems of GSM8K.")
     p.add_argument("command", choices=("plans", "lines"), help="plans: GSM8K -> HDP JSON with plans"
                    " by rule or a teacher's; lines: a line for each problem, for create_data.py")
     p.flag("--input", None, "GSM8K JSONL, dataset folder, hub name: its train split", required=True)
@@ -32,7 +32,7 @@ def build_parser():
     return p
 
 
-# parsed before anything else is imported: --help and a mistake in a flag answer at once
+# parsed before other imports: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -47,7 +47,7 @@ STEP = re.compile(r"<<([^<>=]*)=[^<>]*>>\s*\$?[\d,.]*%?([^.;,!?<\n]*)")
 
 
 def rule_plan(solution):
-    """GSM8K's worked answer with calculator marks -> a plan in words, without figures."""
+    """GSM8K's worked answer with calculator marks -> a plan in words, without numbers."""
     sentences = []
     for expression, rest in STEP.findall(solution):
         verb = next((verb for sign, verb in VERBS if sign in expression.lstrip("-")), "Work on")
@@ -57,13 +57,13 @@ def rule_plan(solution):
 
 
 def teacher_line(problem):
-    """One line of text with all that a teacher needs to plan a problem (problems.Problem)."""
+    """One line of text from which a teacher can plan a problem (problems.Problem)."""
     solution = CALCULATOR.sub("", problem.solution.rpartition("####")[0])
     return " ".join(f"Problem: {problem.question} Worked answer: {solution}".split())
 
 
 def read_teacher(path, problems):
-    """Plans of these problems from the chat JSONL that create_data.py made. UserError."""
+    """Plans of these problems from the chat JSONL of create_data.py. UserError."""
     asked, plans = list(map(teacher_line, problems)), {}
     text = json_files.read_text(path, "--teacher ").removesuffix("\n")
     for number, line in enumerate(text.split("\n"), 1):
@@ -87,7 +87,7 @@ NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
 THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "stickers")
 CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# (question, [solution step], plan, answer); a, b and c are drawn, the others follow
+# (question, [solution step], plan, answer); a, b and c are random, the others derived
 KINDS = (
     ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
      ["{name} has {a}+{b} = <<{a}+{b}={plus}>>{plus} {things}."],
@@ -108,7 +108,7 @@ KINDS = (
 
 def draw_problems(n, seed=0):
     """n different problems as dicts {id, question, plan, execution, answer, solution}; UserError
-    when there are fewer. Given numbers are 2 to 6; solution is GSM8K's form of the answer.
+    if there are fewer. Given numbers are 2 to 6; solution is the answer in GSM8K's form.
     """
     rng, found, repeats = random.Random(seed), {}, 0
     while len(found) < n:
@@ -128,7 +128,7 @@ def draw_problems(n, seed=0):
 
 
 def train_tokenizer(texts):
-    """A byte-level BPE of 512 ids at most, <|endoftext|> last, trained on the texts."""
+    """Train a byte-level BPE on the texts: at most 512 ids, <|endoftext|> last."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -139,7 +139,7 @@ def train_tokenizer(texts):
 
 
 def write_demo(folder, n_train=2000, n_test=200):
-    """Write train and test of each system, tokenizer.json, and chat/, one with a template."""
+    """Write train and test files of each system, tokenizer.json, and chat/ with a chat template."""
     folder = Path(folder)
     checkpoint.prepare_folder(folder / "chat", "demo folder")
     problems = draw_problems(n_train + n_test)

@@ -18,12 +18,12 @@ END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",),
            "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
 SDAR_MASK = "<|MASK|>"      # the mask in SDAR's tokenizers (github.com/JetAstra/SDAR)
-NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is not a sign
+NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus in 5-3 is no sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder
 SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet")
-CHAT_HINT = re.compile(r"; give .*--chat_template.*")       # names flags of the chat trainer
+CHAT_HINT = re.compile(r"; give .*--chat_template.*")       # hints at flags of the chat trainer
 
 
 @dataclass
@@ -34,13 +34,13 @@ class Problem:
     solution: str           # gsm8k: worked answer with its last line `#### N`; hdp: the execution
     answer: str
     plan: str = ""          # hdp only, else empty
-    ids: list = None        # of a chat: prompt and answer, tokenised; the first `given` are prompt
+    ids: list = None        # chat: tokenised prompt and answer; the prompt has `given` ids
     given: int = 0
 
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
-    bad: a list that takes those that cannot be used; None: UserError with all of them.
+    bad: list to which unusable problems are added; None: UserError that lists them.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
@@ -57,7 +57,7 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
 
 
 def parse_problem(name, entry, system, strip_calculator):
-    """One JSON object -> Problem; ValueError says the fault and the remedy."""
+    """One JSON object -> Problem; ValueError with fault and remedy."""
     hdp = system == "hdp"
     for key in ("question", "plan", "execution", "answer") if hdp else ("question", "answer"):
         text = entry.get(key) if isinstance(entry, dict) else None
@@ -88,7 +88,7 @@ def read_entries(path, split):
         try:
             place = Path(snapshot_download(str(path), repo_type="dataset",
                                            allow_patterns=["*.json*", "*.parquet"]))
-        except Exception as error:      # of a dozen kinds
+        except Exception as error:      # many kinds
             raise UserError(f"{path}: no such file, nor on the hub ({type(error).__name__}); try: "
                             f"hf download {path} --repo-type dataset --local-dir FOLDER")
     files = [place] if place.is_file() else next(filter(None, (
@@ -107,7 +107,7 @@ def read_entries(path, split):
 
 @dataclass
 class Tokens:
-    """A byte-level BPE tokenizer with a system's special tokens; ids that it has not are -1."""
+    """A byte-level BPE tokenizer with a system's special tokens; missing ids are -1."""
     tokenizer: Tokenizer
     vocab_size: int         # rows of the embedding: GPT-2's with gsm8k's mask 50,258, hdp's 50,262
     bos: int
@@ -119,7 +119,7 @@ class Tokens:
 
     @functools.cached_property
     def markers(self):
-        """{name: id} of the special tokens that follow the tokenizer's vocabulary."""
+        """{name: id} of the special tokens after the tokenizer's vocabulary."""
         ids = {name: self.tokenizer.token_to_id(name) for name in (*MARKERS["hdp"], SDAR_MASK)}
         return {name: number for name, number in ids.items() if number is not None}
 
@@ -143,7 +143,7 @@ class Tokens:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
-        """Ids -> text, special tokens spelled out."""
+        """Ids -> text, including special tokens."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
@@ -156,7 +156,7 @@ def load_tokenizer(name, system, end_token=""):
             from huggingface_hub import hf_hub_download
             path = Path(hf_hub_download(str(name), "tokenizer.json"))
         tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
-    except Exception as error:      # the tokenizers library raises bare Exceptions, the hub a dozen
+    except Exception as error:      # tokenizers raises bare Exceptions, the hub many kinds
         raise UserError(f"--tokenizer {name}: cannot be read "
                         f"({first_line(error):.150}); {hint}")
     end_token = end_token or END
@@ -164,7 +164,7 @@ def load_tokenizer(name, system, end_token=""):
     require(end is not None or system == "hdp",
             f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token, "
             "or --chat where it has a template")
-    # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
+    # a question begins with <|endoftext|>, or with this tokenizer's start token
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
     tokenizer.no_padding()
@@ -186,8 +186,8 @@ def read_tokenizer(folder):
     """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Qwen's and SDAR's older folders: vocabulary and merges alone have neither the added tokens nor
-    # how text is split; without these files or a class transformers makes an empty one, or none
+    # older folders of Qwen and SDAR: vocabulary and merges have neither added tokens nor split
+    # rules; without these files or a class transformers makes an empty tokenizer or fails
     slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
     require(all(path.exists() for path in slow) and '"tokenizer_class"' in
             json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
@@ -200,13 +200,13 @@ def auto_tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-# Every trained answer of a chat is a problem, whose question is all that comes before it in the
-# chat template. A document ends with its answer, since the sampler fills the last block with end
-# tokens. The prompt's ids are proven to begin the whole: training and sampling see the same.
+# Every trained answer of a chat is a problem; its question is all text before it in the chat
+# template. A document ends with its answer, since the sampler fills the last block with end tokens.
+# The prompt's ids are checked to be a prefix, so training and sampling read the same ids.
 def read_chats(path, folder, tokens, bad):
-    """Problems of a chat file or data set, with ids; those of one chat have one name. bad: a list
-    that takes those that cannot be used. UserError where the end token of tokens does not end
-    answers in the chat template of the tokenizer's folder.
+    """Problems of a chat file or data set, with ids; those of one chat share a name. bad: list to
+    which unusable problems are added. UserError if the chat template of the tokenizer's folder
+    does not end answers with the end token of `tokens`.
     """
     from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
@@ -217,7 +217,7 @@ def read_chats(path, folder, tokens, bad):
         for line, record in records:
             places = [i for i, message in enumerate(record["messages"])
                       if message["role"] == "assistant" and message.get("weight", 1)]
-            # without an answer to train the last message, for the encoder to say why
+            # without a trained answer use the last message: the encoder gives the reason
             answers += [(f"{path}:{line}", i, record)
                         for i in places or [len(record["messages"]) - 1]]
         results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],

@@ -1,15 +1,15 @@
-"""Weights in and out: the start of a run (--init_from), and checkpoints as others read them.
+"""Import weights for a run (--init_from), and export checkpoints for other code.
 
     python diffusion/published.py --checkpoint out --output_dir exported
     python diffusion/published.py --checkpoint out --output_dir served --format sdar
 
-In: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model of
-transformers, SDAR, a checkpoint or an export of this trainer. Rows of markers that the source knows
-are kept, new ones get the mean row and a little noise; so are prompt form, end token, block size.
+Import: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model
+of transformers, SDAR, a checkpoint or an export of this trainer. Known marker rows, prompt form,
+end token and block size are kept. New rows get the mean row and a little noise.
 
-Out: averaged weights. A DiT is written in the published layout, which transformers before version 5
-loads with trust_remote_code=True; a converted language model as that model's class or, a Qwen3, as
-SDAR's (github.com/JetAstra/SDAR), with generate.py, which samples it.
+Export: averaged weights. A DiT is written in the published layout, which transformers before
+version 5 loads with trust_remote_code=True. A converted language model is written in its class, or
+a Qwen3 in SDAR's (github.com/JetAstra/SDAR), with generate.py to sample it.
 """
 import dataclasses
 import json
@@ -27,15 +27,15 @@ from diffusion import choices
 
 
 def build_parser():
-    p = cli.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
+    p = cli.Parser("Export a checkpoint in the layout of BD3-LM's models, or as a language model.")
     choices.checkpoint(p)
     p.flag("--output_dir", None, "folder to write, new or empty", required=True)
-    p.flag("--format", "usual", "of a converted Qwen3: sdar, which servers of SDAR read",
+    p.flag("--format", "usual", "sdar: for a converted Qwen3, for servers of SDAR",
            choices=("usual", "sdar"))
     return p
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import torch
@@ -46,15 +46,15 @@ from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, auto_tokenizer, load_tokenizer, read_tokenizer
 
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
-# files next to tokenizer.json that transformers reads: with them a chat template stays usable
+# files that transformers reads besides tokenizer.json, so chat templates stay usable
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # where transformers finds their classes
+HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # has their classes, for transformers
 SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
-SDAR_MASK_ID = 151669       # the first after Qwen3's tokens, by which SGLang knows SDAR's mask
+SDAR_MASK_ID = 151669       # first id after Qwen3's tokens: SDAR's mask in SGLang
 
 
 def load_checkpoint(folder):
-    """(network with averaged weights, adapters merged, in eval mode; config.json). UserError."""
+    """(network in eval mode, with averaged weights and merged adapters; config.json). UserError."""
     folder, kind = Path(folder), dit
     try:
         about = json_files.read_object(folder / "config.json")
@@ -75,7 +75,7 @@ def state_of(folder):
 
 
 def find_checkpoint(name, flag="--checkpoint"):
-    """A checkpoint folder; of an OUTPUT_DIR the best whole one, else the newest. UserError."""
+    """A checkpoint folder; for an OUTPUT_DIR the best intact one, else the newest. UserError."""
     folder = Path(name)
     require(folder.is_dir(), f"{flag} {name}: no such folder")
     listed = [path for _, path in checkpoint.list_checkpoints(folder)]
@@ -92,12 +92,12 @@ class Origin(NamedTuple):
     path: Path
     kind: str           # "ours": a checkpoint of this trainer; "causal": a language model;
     #                     "published": a DiT of BD3-LM or MDLM
-    form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, where it says so
-    source: dict        # config.json of the language model that they come from; {}: of none
+    form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, if given
+    source: dict        # config.json of the original language model; {}: none
 
 
 def find(name):
-    """Origin of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
+    """Origin of --init_from: a folder, an OUTPUT_DIR of this trainer, or a download. UserError."""
     require(not Path(name).is_file(),
             f"--init_from {name}: give a folder; bd3lms' push_to_hf.py makes one of a .ckpt file")
     path = tensor_io.find_folder(str(name), "--init_from")
@@ -135,20 +135,20 @@ def open_start(world, args, layout, tokenizer):
 
 
 def with_form(layout, form):
-    """A Layout with the prompt form and, if it has none, the end token of an Origin's form."""
+    """A Layout with the prompt form of an Origin and, if it has none, its end token."""
     return dataclasses.replace(layout, prompt=form.get("prompt", ""),
                                end_token=layout.end_token or form.get("end_token", ""))
 
 
 def with_chat(layout, folder):
-    """A Layout with questions and ends as in a tokenizer folder's chat template. UserError."""
+    """A Layout with prompt and end token from a tokenizer folder's chat template. UserError."""
     question = [{"role": "user", "content": "{question}"}]
     try:
         tokenizer = auto_tokenizer(folder)
         prompt = tokenizer.apply_chat_template(
             question, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         require(prompt.count("{question}") == 1, "it does not write the question once")
-    except Exception as error:      # a dozen kinds: no files, no template, a template that fails
+    except Exception as error:      # many kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
                         f"({first_line(error):.120})")
     return with_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
@@ -161,7 +161,7 @@ def copy_chat_files(folder, to):
 
 
 def config_for(origin, model_size, tokens, dropout):
-    """Config of a run's network. model_size: of a DiT. Raises UserError."""
+    """Config of a run's network. model_size: for a DiT. Raises UserError."""
     if not origin.source:
         return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
     from diffusion import decoder
@@ -170,8 +170,8 @@ def config_for(origin, model_size, tokens, dropout):
 
 
 def read(origin, config, tokens, seed=0):
-    """({our name: CPU tensor} fit for the vocabulary, hash of an Origin's files, words of the log).
-    UserError when it does not fit. config: of config_for. seed: of new rows.
+    """({our name: CPU tensor} for the vocabulary, hash of an Origin's files, text for the log).
+    UserError if they do not fit. config: from config_for. seed: for new rows.
     """
     path, form = origin.path, origin.form
     if origin.kind == "ours":
@@ -224,8 +224,8 @@ def with_lora(config, origin, bf16, name, lora):
 
 
 def fill(model, tensors, seed, resumed):
-    """Put the weights of read() into a network and begin its adapters, which change nothing yet.
-    resumed: a checkpoint follows, which has all that is trained, not the base under adapters.
+    """Load the weights of read() into a network and initialise its adapters with zero update.
+    resumed: a checkpoint will replace the trained weights, but not the base under adapters.
     """
     lora, weights = model.config.lora, dict(model.named_parameters())
     if lora:
@@ -242,7 +242,7 @@ def fill(model, tensors, seed, resumed):
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
-    """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: row there}."""
+    """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: source row}."""
     count, generator = len(tokens.plain()), torch.Generator().manual_seed(seed)
     new, fitted = [name for name in tokens.markers if name not in markers], {}
     for name, rows in tensors.items():
@@ -254,7 +254,7 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
             for marker, number in tokens.markers.items():
                 if marker in markers:
                     table[number] = rows[markers[marker]]
-                elif rows.ndim == 1:        # a bias is one number a token
+                elif rows.ndim == 1:        # a bias has one number per token
                     table[number] = mean
                 else:
                     noise = torch.randn(rows.shape[1:], generator=generator)
@@ -274,7 +274,7 @@ OTHER = {"condition_in": "sigma_map.mlp.0", "condition_out": "sigma_map.mlp.2",
 
 
 def official_name(name):
-    """Their name of one of our parameters, without prefixes."""
+    """The published name of a parameter, without prefixes."""
     *layer, module, kind = name.split(".")
     if module == "embed":
         return "vocab_embed.embedding"
@@ -282,7 +282,7 @@ def official_name(name):
 
 
 def official_state(tensors, heads, t_range):
-    """{their name: tensor} of {our name: tensor} of a DiT. t_range: trained on."""
+    """{published name: tensor} from {our name: tensor} of a DiT. t_range: trained noise levels."""
     size = tensors["embed.weight"].shape[1] // heads
     # as they write it, to the last bit
     buffers = [1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size)),
@@ -292,7 +292,7 @@ def official_state(tensors, heads, t_range):
 
 
 def from_official(state, config, path):
-    """{our name: tensor} of a state dict with their names, for a DiT of this Config. UserError."""
+    """{our name: tensor} from a published state dict, for a DiT of this Config. UserError."""
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     frequencies, *_ = (plain.pop(name, ()) for name in BUFFERS)
     require(len(frequencies) in (0, config.head_size // 2),
@@ -307,7 +307,7 @@ def export(folder, output, layout_of="usual"):
     model, about = load_checkpoint(folder)
     config, layout = model.config, choices.read_layout(about["layout"])
     tokens, source = load_tokenizer(folder, layout.system, layout.end_token), about.get("source")
-    # what began as SDAR stays it: its config.json names files that are not here
+    # an SDAR source stays SDAR: its config.json names files that are not here
     is_sdar = layout_of == "sdar" or (
         config.mask_id == SDAR_MASK_ID and source and source["model_type"] == "sdar")
     can_be = source and source["model_type"] in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID
@@ -340,7 +340,7 @@ def export(folder, output, layout_of="usual"):
         kinds = {"AutoConfig": "configuration_sdar.SDARConfig",
                  "AutoModel": "modeling_sdar.SDARModel",
                  "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
-        # SDAR's class and SGLang's read the names before transformers 5
+        # the classes of SDAR and SGLang read the keys from before transformers 5
         written = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")} | {
             "model_type": "sdar", "architectures": ["SDARForCausalLM"],
             "tie_word_embeddings": False, "rope_scaling": None, "torch_dtype": "float32",
@@ -353,13 +353,13 @@ def export(folder, output, layout_of="usual"):
         tensor_io.save(state, output / "model.safetensors")
         tokens.tokenizer.save(str(output / "tokenizer.json"))
         copy_chat_files(folder, output)
-        if is_sdar:     # servers know the mask by this name
+        if is_sdar:     # servers find the mask by this name
             for path in output.glob("tokenizer*.json"):
                 text = path.read_text(encoding="utf-8").replace('"<|mask|>"', f'"{SDAR_MASK}"')
                 if path.name == "tokenizer_config.json":
                     text = json.dumps(json.loads(text) | {"mask_token": SDAR_MASK})
                 path.write_text(text, encoding="utf-8")
-        if source:          # servers stop where answers ended in training
+        if source:          # servers stop at the trained end token
             ends = {name: config.source.get(name) for name in ("bos_token_id", "pad_token_id")}
             checkpoint.write_json(output / "generation_config.json",
                                   ends | {"eos_token_id": tokens.end})

@@ -3,11 +3,11 @@
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
 
-hdp writes first the plan, then the execution with <|answer|>. An answer is right (strict) if the
-number after #### (hdp: after <|answer|>) is the same text, as openai/grade-school-math has it.
+An hdp model first writes the plan, then the execution with <|answer|>. An answer is right (strict)
+if the number after #### (hdp: <|answer|>) is the same text, as in openai/grade-school-math.
 
-Blocks are unmasked one after the other, given cached keys and values of the clean tokens before
-them; many problems at a time. Those that reach their end token leave the batch.
+Blocks are unmasked in order, with cached keys and values of the clean tokens before them, for many
+problems at a time. Problems that reach their end token leave the batch.
 """
 import sys
 from pathlib import Path
@@ -25,12 +25,12 @@ def build_parser():
     one = p.add_mutually_exclusive_group(required=True)
     one.add_argument("--test_file", help="problems or chats: file, dataset folder, hub name")
     one.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
-    p.flag("--temperature", 0.0, "0 = the likeliest token, 1 = as the model says")
+    p.flag("--temperature", 0.0, "0 = greedy, 1 = the model's distribution")
     p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers")
     return p
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
 
 import math
@@ -52,20 +52,20 @@ from diffusion.problems import Problem, load_tokenizer
 
 class Generated(NamedTuple):
     """The blocks written for one problem."""
-    ids: list           # whole blocks, pinned ids first, up to that of the end token
-    forwards: int       # network passes (NFE), those that fill the cache aside
-    ended: bool         # whether the end token came
+    ids: list           # whole blocks, pinned ids first, up to the block of the end token
+    forwards: int       # network passes (NFE), without those that fill the cache
+    ended: bool         # True if the end token was generated
 
 
 class Sampling(NamedTuple):
     """Settings of the sampler."""
-    order: str = "first_hitting"    # a pass fills a random token; "confidence": all sure ones
-    threshold: float = 0.9          # confidence: probability a token must have, but the surest
-    temperature: float = 1.0        # 0: the likeliest token
+    order: str = "first_hitting"    # a pass fills a random token; "confidence": all above threshold
+    threshold: float = 0.9          # confidence: least probability, except for the most probable
+    temperature: float = 1.0        # 0: greedy
 
 
 class Solver(NamedTuple):
-    """A model that answers, and how it samples."""
+    """A model and its sampling settings."""
     model: nn.Module
     tokens: object              # problems.Tokens
     layout: Layout
@@ -87,7 +87,7 @@ def prefill(model, tokens, position, block, known):
 
 
 def pick(logits, temperature, generator):
-    """Draw one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,))."""
+    """Sample one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,))."""
     logits = logits.double()
     ids = logits.argmax(-1, keepdim=True)
     if temperature:
@@ -96,7 +96,7 @@ def pick(logits, temperature, generator):
 
 
 def unmask(model, hidden, tokens, masked, how, generator):
-    """Write some of the masked tokens (B, T), in place; hidden (B, T, H). At least one a row."""
+    """Write some of the masked tokens (B, T) in place, at least one per row. hidden (B, T, H)."""
     if how.order == "first_hitting":
         chance = torch.rand(tokens.shape, generator=generator, device=tokens.device)
         chance.masked_fill_(~masked, -1)
@@ -113,18 +113,18 @@ def unmask(model, hidden, tokens, masked, how, generator):
 
 
 def keep(rows, known, past):
-    """(known, past [(keys, values)]) with these rows of the batch alone, a list of numbers."""
+    """(known, past [(keys, values)]) of only these rows of the batch (list of numbers)."""
     rows = torch.tensor(rows, dtype=torch.int64, device=known.device)
     return known[rows], [(k[rows], v[rows]) for k, v in past]
 
 
 @torch.no_grad()
 def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None):
-    """[Generated] of every problem: blocks until `end` comes or its room is used up.
+    """[Generated] of every problem: blocks until the `end` token or its limit of blocks.
 
     model: in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints,
-    ids, positions and block numbers of clean tokens. pinned: ids that the first block begins with,
-    fewer than block_size; first: its position. rooms: blocks each may have.
+    ids, positions and block numbers of clean tokens. pinned: first ids of the first block, fewer
+    than block_size; first: its position. rooms: most blocks of each problem.
     """
     contexts, pinned = zip(*states)
     device, mask = model.embed.weight.device, model.config.mask_id
@@ -156,7 +156,7 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
             written[i] += new[row].tolist()
             ended[i] = stop[row]
         left = [row for row, i in enumerate(active) if not stop[row] and done < rooms[i]]
-        # the finished block once more, now clean, for its keys and values
+        # run the finished, clean block again for its keys and values
         if left:
             new_past = model.extend(new, at, seen, past)[1]
             past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
@@ -167,8 +167,8 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
 
 
 def question_state(problem, tokens, layout):
-    """State before the first generated region of a problem: (context, (pinned ids, position of the
-    first generated block)), as generate takes it. UserError for a question too long.
+    """State before the first generated region of a problem, for generate: (context, (pinned ids,
+    position of the first generated block)). UserError if the question is too long.
     """
     if problem.ids:
         return ids_state(problem.name, problem.ids[:problem.given], layout)
@@ -185,7 +185,7 @@ def question_state(problem, tokens, layout):
 
 
 def ids_state(name, ids, layout):
-    """State after all the ids that come before an answer. UserError without room."""
+    """State after all ids before an answer. UserError without room."""
     require(len(ids) < layout.max_length, f"{name}: its question has {len(ids)} tokens, no room in "
                                           f"--max_length {layout.max_length}")
     whole = len(ids) - len(ids) % layout.block_size
@@ -194,7 +194,7 @@ def ids_state(name, ids, layout):
 
 
 def execution_state(context, plan, tokens, layout):
-    """State before the second region: a context and then the finished plan's ids."""
+    """State before the second region: the context and the finished plan's ids."""
     at = np.arange(len(plan))
     block = context[2].max(initial=-1) + 1 + at // layout.regions[PLAN][2]
     return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
@@ -202,13 +202,13 @@ def execution_state(context, plan, tokens, layout):
 
 
 def room(first_position, region, layout):
-    """Blocks that may be generated in a region whose first block starts at first_position."""
+    """Most blocks of a region whose first generated block starts at first_position."""
     _, most, size = layout.regions[region]
     return (layout.start(region) + most - first_position) // size
 
 
 def finish_region(ids, pinned, end):
-    """Generated ids with only end tokens after the first end token."""
+    """Generated ids, with end tokens in place of everything after the first one."""
     first = ids.index(end, pinned) if end in ids[pinned:] else len(ids)
     return [*ids[:first], *[end] * (len(ids) - first)]
 
@@ -226,7 +226,7 @@ def region_text(ids, pinned, tokens):
 
 
 def load_solver(args, how):
-    """(checkpoint folder, Solver that samples like `how`) of a script's flags. Raises UserError."""
+    """(checkpoint folder, Solver with sampling `how`) for a script's flags. Raises UserError."""
     from diffusion import published
     folder = published.find_checkpoint(args.checkpoint)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -237,13 +237,13 @@ def load_solver(args, how):
 
 
 def answer(solver, states, batch_size, seed=0):
-    """A Solver's answers to problems with these states -> list of dicts: text, hdp's also plan;
-    forwards, the network passes; tokens, generated ones up to and with the end token; ended,
-    whether it came in every region.
+    """A Solver's answers to problems with these states -> list of dicts: text (hdp: also plan);
+    forwards: network passes; tokens: number of generated tokens including the end token; ended:
+    True if every region has its end token.
     """
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
-    # of like length in a batch: less padding
+    # batches of similar lengths need less padding
     order = sorted(range(len(states)), key=lambda i: states[i][0].shape[1])
     for first in range(0, len(order), batch_size):
         batch = order[first:first + batch_size]
@@ -269,8 +269,8 @@ def answer(solver, states, batch_size, seed=0):
 
 
 def score(text, answer):
-    """True if the number after `#### ` in a generated text is the text of the final number, commas
-    removed (openai/grade-school-math).
+    """True if the number after `#### ` in a generated text equals the final number as text, without
+    commas (openai/grade-school-math).
     """
     marked = re.search(r"#### (-?[0-9.,]+)", text)
     return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
@@ -305,7 +305,7 @@ def main(argv=None):
     began = time.monotonic()
     for i, made in zip(states, answer(solver, list(states.values()), args.batch_size, args.seed)):
         answers[i] |= made
-    seconds = time.monotonic() - began      # ids are on the host by now, so the device is done
+    seconds = time.monotonic() - began      # ids are on the host, so the device is done
     for problem, found in zip(problems, answers):
         if problem.answer:
             found["strict"] = score(found["text"], problem.answer)

@@ -5,12 +5,12 @@
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
     torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --init_from Qwen/Qwen3-0.6B --bf16
 
-The loss is a bound on the negative log-likelihood (blocks.py), averaged over every target of the
-whole optimizer step, all ranks and micro-steps; the noise is drawn for the whole step as well, so
-any split of it trains the same model. Validation and early stopping use the averaged weights.
+The loss is a bound on the negative log-likelihood (blocks.py), averaged over all targets of the
+optimizer step on all ranks and micro-steps. The noise is also drawn for the whole step, so any
+split of it trains the same model. Validation and early stopping use the averaged weights.
 
-SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
-OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
+On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
+OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import argparse
 import dataclasses
@@ -38,14 +38,14 @@ choices.data(p)
 flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
-flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, one of this trainer")
+flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
 flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
-flag("--t_range", None, "noise levels trained on, and shares of a block that may be masked "
+flag("--t_range", None, "trained noise levels, and limits for the masked share of a block "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
-flag("--clip_search_widths", (), "train on the range of such a width whose losses vary least",
+flag("--clip_search_widths", (), "train on the range of one of these widths with least variance",
      type=float, nargs="*", metavar="WIDTH")
-flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
-flag("--ema_decay", 0.9999, "of the averaged weights, after its warm-up")
+flag("--loss_weighting", "elbo", "elbo: weights of the bound; ce: 1", choices=("elbo", "ce"))
+flag("--ema_decay", 0.9999, "decay of the averaged weights, after its warm-up")
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
 flag("--lora_rank", 32, "adapter rank")
 flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
@@ -53,7 +53,7 @@ flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
 flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
      type=cli.alias(all="all-linear"))
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
+switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 # batch and length of the run
 flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (default: recommended; "
      "finetune with --init_from): " + "; ".join(f"{name} {n} x {steps}, {lr:g}" for name, (
@@ -61,7 +61,7 @@ flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (defaul
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
-flag("--global_batch_size", 0, "problems per step of all ranks; sets the open ones of two")
+flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of two")
 flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
@@ -74,40 +74,40 @@ flag("--weight_decay", 0.0, "AdamW decay of matrices, not of the embedding")
 flag("--adam_beta2", 0.999, "AdamW decay of the variance")
 flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
 flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
-flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
+flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout")
 # speed and memory
-switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
-flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
-flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs, a node's, or N",
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
+flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
+flag("--parallel", "ddp", "replicas, or shards over all GPUs, each node, or groups of N",
      type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 switch("--bf16", "bfloat16 compute, float32 weights")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 switch("--compile", "torch.compile each layer")
 flag("--gradient_checkpointing", None, "recompute layers in the backward pass; selective: all "
-     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
+     "but attention and matmuls", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
      choices=("flex", "sdpa"))
-flag("--collective_timeout", 600, "seconds without progress before the rank is named and all abort")
+flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
 flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
-flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
-flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
+flag("--output_dir", "./output", "folder for all output; shared by all nodes")
+flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
 flag("--logging_steps", 50, "optimizer steps between log lines")
 flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
-flag("--best_by", "bound", "the best checkpoint; accuracy: of --eval_accuracy, ties by the bound",
+flag("--best_by", "bound", "metric of the best checkpoint; ties of accuracy go by the bound",
      choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints kept next to the best, 0 = all")
-flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
+flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
+flag("--resume", "auto", "auto (newest intact checkpoint in OUTPUT_DIR), none, or a folder",
      type=cli.alias(true="auto", false="none"))
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, lambda args, ranks: choices.check_flags(args, ranks, p))
 dry = args.dry_run is not None
 if dry and os.environ.get("RANK", "0") != "0":
@@ -139,8 +139,8 @@ backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
 require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
         "only: torch has no backward for it on a CPU; drop the flag")
 
-# ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never
-# have to ask each other which rows a step has, or how many targets.
+# ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all of them, so each
+# knows the rows and targets of every step without communication.
 layout, origin, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
@@ -166,7 +166,7 @@ lora = args.use_lora and {
 if lora:
     config = published.with_lora(config, origin, args.bf16, args.init_from, lora)
 chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
-    eval_rows and args.eval_accuracy) else []       # problems that a validation answers
+    eval_rows and args.eval_accuracy) else []       # problems to answer in validations
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
 table, per_row = rows.table, rows.table["samples"].mean()
@@ -178,7 +178,7 @@ if args.auto:
 
 # ---- Resume
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-# what a checkpoint must share with the run that resumes it, and what its validation losses must
+# must be equal in a checkpoint and the run that resumes it; then the same for validation losses
 identity = {**dataclasses.asdict(layout), "seed": args.seed,
             "model": [args.model_size, tokens.vocab_size], "adapters": lora,
             "batch": [batch_rows, rows.length], "training data": rows.fingerprint(),
@@ -195,21 +195,21 @@ if resume:
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
-# bests: lowest bound and share of wrong answers; stale: validations since one of them fell
+# bests: lowest bound and error rate; stale: validations since one of them improved
 bests, stale, best_loss, best_tie, best_step = {}, 0, math.inf, 0.0, None
 if resume and state["validation"] == validation:
     bests, stale, best_step = state["best"], state["stale"], state["best_step"]
     if best_step is not None:
         best_loss, best_tie = state["best_loss"], state.get("best_tie", 0.0)
-# weights that were given are validated first; so is what a signal broke off
+# validate first if the weights are given, or if a signal interrupted a validation
 eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
-# ---- Order of the rows: a function of (seed, epoch) alone, so another number of ranks continues it
+# ---- Order of the rows: a function of (seed, epoch) alone, so any number of ranks continues it
 order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
 per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
 step_problems = step_rows * per_row
-# keeps the noise of Adam's updates as the batch grows
+# keeps the noise scale of Adam's updates for larger batches
 peak_lr = args.learning_rate * math.sqrt(
     step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
@@ -234,7 +234,7 @@ if dry:
 
 # ---- Model
 watch.report_progress("loading the model", args.wait_timeout)
-torch.manual_seed(args.seed)        # equal weights on all ranks
+torch.manual_seed(args.seed)        # same weights on all ranks
 model = config.network(config, backend, args.gradient_checkpointing).to(device)
 if args.compile:        # FlexAttention of unknown lengths is slow
     dist.compile_layers(model.layers, dynamic=False)
@@ -253,7 +253,7 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 parameters = list(model.parameters())
 optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                               (0.9, args.adam_beta2), model.decays)
-torch.manual_seed(args.seed + world.rank)       # other dropout on every rank
+torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 
@@ -261,7 +261,7 @@ if resume:
 
 
 def validate():
-    """Validate the averaged weights, log -> whether they are the best so far; None if stopped."""
+    """Validate the averaged weights, log; True if they are the best so far, None if stopped."""
     global t_range, stale, best_loss, best_tie, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     found = elbo.validate(world, model, average, how, t_range,
@@ -275,11 +275,11 @@ def validate():
             bool(chosen)).format(step, **values))
     if main_rank:
         log.write(step, values)
-    # of equally many right answers, none at first, the better bound decides
+    # at equal accuracy (0 at first) the better bound decides
     score = (values["eval/nll"], 0.0)
     if args.best_by == "accuracy":
         score = (1 - values["eval/accuracy"], values["eval/nll"])
-    # one that is not finite is never the best
+    # a non-finite bound is never best
     if not math.isfinite(sum(score)) or score >= (best_loss, best_tie):
         return False
     (best_loss, best_tie), best_step = score, step
@@ -287,18 +287,18 @@ def validate():
 
 
 def save():
-    """Copy everything off the device; it is written while the next steps run. On every rank."""
+    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # of steps since the last log line
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     checkpoints.wait()      # before the next copies take memory
-    dist.reshard(model)     # after a validation FSDP2's parameters are the gathered ones
+    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
 
     def save_config(path):
         about = {"model": dataclasses.asdict(config), "step": step,
                  "layout": dataclasses.asdict(layout), "source": origin.source if origin else {}}
         (path / "config.json").write_text(json.dumps(about, indent=1))
         tokens.tokenizer.save(str(path / "tokenizer.json"))
-        if origin or templated:     # with these files a chat template stays usable
+        if origin or templated:     # these files keep a chat template usable
             published.copy_chat_files(tokenizer, path)
 
     checkpoints.save(step, model, optimizer, "model", elbo.trained(model), save_config, {
@@ -325,17 +325,17 @@ if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None
         if not (stopping and resume):
-            save()      # again, so that it is not validated twice
+            save()      # again, to record the validation
 
 patience = args.early_stop_patience or math.inf
 while step < total_steps and not stopping and stale < patience:
-    # next batch: which rows the step has on all ranks each rank knows from the order; the loss
-    # divides by their targets
+    # next batch: each rank knows from the order which rows all ranks take in this step; the loss
+    # is divided by their targets
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
     window = order.window(epoch, first_pack, per_step)
     work = {name: int(values[window].sum()) for name, values in table.items()}
-    # noise is drawn for the whole step and then cut: it is the same on any number of ranks
+    # noise is drawn for the whole step and then split: it is the same on any number of ranks
     draws = blocks.draw(args.seed, "train", step, work["groups"], step_rows, rows.length)
     first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
@@ -343,13 +343,13 @@ while step < total_steps and not stopping and stale < patience:
         watch.report_progress(f"loading data for step {step + 1}")
         with timer.waiting():
             batch = next(batches)
-        # compiling takes minutes, in the first step
+        # the first step may compile for minutes
         compiling = args.compile and step == start_step
         watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
-        # rows of this rank in this micro-step; an epoch's last step may have fewer
+        # rows of this rank in this micro-step; fewer at the end of an epoch
         first = (micro * world.size + world.rank) * batch_rows
         mine = window[first:first + batch_rows]
-        # else this rank's loss would be divided by another count than the others'
+        # else ranks would divide their losses by different counts
         assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
         part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
         inputs = blocks.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
@@ -358,7 +358,7 @@ while step < total_steps and not stopping and stale < patience:
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
             with dist.autocast(device, torch.bfloat16 if args.bf16 else None):
                 losses = wrapped(inputs)        # cross-entropy of each masked token
-            weighted = losses * inputs.weights  # so that their sum bounds the likelihood
+            weighted = losses * inputs.weights  # their sum bounds the likelihood
             loss = weighted.sum() / work["targets"]
             # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
             (loss * world.size).backward()
@@ -366,22 +366,22 @@ while step < total_steps and not stopping and stale < patience:
         step_sums[0] += weighted.detach().double().sum()
         step_sums[2] += losses.detach().double().sum()
         step_sums[3] += len(inputs.rows)
-    if main_rank:               # the plan knows those of all ranks
+    if main_rank:               # the table has the counts of all ranks
         step_sums[1] += work["targets"]
 
     # clip
     norm = optim.clip_gradients(parameters, args.max_grad_norm)
 
-    # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
+    # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = peak_lr * optim.lr_factor(step, total_steps, args.warmup_steps, args.lr_scheduler)
     bad = optim.take_step(optimizer, lr, norm)
     average.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the step before: this one is still being computed
+    monitor.poll()      # of the previous step: this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)))
 
-    # log; here the host waits for the device
+    # log: the host waits for the device here
     last = step == total_steps
     timer.count({"tokens": work["tokens"], "samples": work["samples"], "flops": model.flops(
         work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
@@ -406,7 +406,7 @@ while step < total_steps and not stopping and stale < patience:
                 "{train/data_wait_seconds:4.1f} s" + mfu + " | eta {}").format(
                     step, total_steps, left, **values))
 
-    # validate; a request to stop counts one step late, so that no step waits for the device
+    # validate; a stop request takes effect one step late, so no step waits for the device
     eval_due = bool(validation) and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
     saving = last or args.save_steps > 0 and step % args.save_steps == 0
     if eval_due or saving:      # the host waits anyway
@@ -416,10 +416,10 @@ while step < total_steps and not stopping and stale < patience:
         checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
-            # asked to stop meanwhile: the next start validates first
+            # asked to stop during validation: the next start validates first
             eval_due = stopping = improved is None
 
-        # save: at intervals, before the end, and whenever validation is best
+        # save: at intervals, before the end, and at each best validation
         if saving or stopping or improved or stale >= patience:
             save()
 

@@ -241,8 +241,8 @@ class Draw(LogitsProcessor):
 
 @torch.no_grad()
 def generate(model, prompts, tokens, ends, processors=()):
-    """[ids] of an answer to each prompt (ids), the one of `ends` that ends it included; at most
-    `tokens`, greedy unless processors draw. A model's generation_config is for chatting: unused.
+    """[ids] of an answer to each prompt (ids), including its end token; at most `tokens` long,
+    greedy unless processors sample. The model's generation_config is not used.
     """
     device = model.get_input_embeddings().weight.device
     width = max(map(len, prompts))

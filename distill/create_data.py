@@ -47,7 +47,7 @@ def build_parser():
     p.flag("--output_file", "./data/prompt_distillation_lang.jsonl",
            "chat JSONL to write, next to .rejected.jsonl")
     p.flag("--prompt_file", str(PROMPT), f"prompt; role user: contains {teachers.PLACE} once")
-    p.flag("--prompt_role", "user", "where it goes: around the last user message, or in a system "
+    p.flag("--prompt_role", "user", "where to put it: around the last user message, or in a system "
            "message", choices=("user", "system"))
     p.flag("--parser", "language", "form of a label: the language line, --pattern, or the whole "
            "answer, for free-form answers", choices=PARSERS)

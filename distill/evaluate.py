@@ -52,7 +52,7 @@ def build_parser():
     # answers
     p.flag("--max_new_tokens", 128, "most tokens of an answer")
     p.flag("--batch_size", 16, "answers generated together")
-    p.flag("--parser", "whole", "a label: language line, --pattern, whole answer", choices=PARSERS)
+    p.flag("--parser", "whole", "label: language line, --pattern, or whole answer", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, the label as group")
     p.flag("--labels", None, "allowed labels, comma-separated (default: those of the data)")
     p.flag("--follows", None, "regular expression that matches answers that follow the prompt")
@@ -336,14 +336,14 @@ def verdict_clauses(args, found, closed, n):
     for measure, what in SHARES.items():
         if shares := [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
                       if measure in row]:
-            clauses.append(f"{what} of {n} answers not trained: {', '.join(shares)}")
+            clauses.append(f"{what} of {n} held-out answers: {', '.join(shares)}")
     for name, ways in closed.items():
         words = [f"{metrics.percent(part)} of the way in {WAYS[measure]}"
                  for measure, part in ways.items() if part is not None]
         clauses.append(f"the {name} went {' and '.join(words) or 'no way: there is no gap'}")
     if args.unrelated:
         clauses.append("on unrelated questions the student is "
-                       f"{found[STUDENT]['unrelated kl']:.3f} nats a token from the base")
+                       f"{found[STUDENT]['unrelated kl']:.3f} nats per token from the base")
     return clauses
 
 

@@ -134,7 +134,7 @@ class Scorer:
         places = (batch.rows + 1).tolist()      # positions of the predicted tokens
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
                   if any(a < place < b for place in places)]
-        end = time.monotonic() + 2 * self.server.timeout        # of them all: other ranks wait
+        end = time.monotonic() + 2 * self.server.timeout        # for all calls, as other ranks wait
         at = {a + i: row for (a, _), rows in self.server.each(
             lambda part: self.ask(ids[slice(*part)], end), wanted)
             for i, row in enumerate(rows, 1)}
@@ -248,7 +248,7 @@ class Sampler:
             adapters.save_config(model.net, folder)
             for file, write in files.items():
                 write(folder / file)
-            end = time.monotonic() + 2 * self.server.timeout        # of both: other ranks wait
+            end = time.monotonic() + 2 * self.server.timeout        # for both, as ranks wait
             for call, body in (("load", {"lora_name": self.name, "lora_path": str(folder)}),
                                ("unload", {"lora_name": before}))[:2 if before else 1]:
                 self.server.wait(self.server.call(
@@ -266,7 +266,7 @@ class Sampler:
         drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
                    "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                    "ignore_eos": True, "skip_special_tokens": False}
-        end = time.monotonic() + 2 * self.server.timeout        # of them all
+        end = time.monotonic() + 2 * self.server.timeout        # for all calls
 
         async def ask(i):
             found = await self.server.call("/completions", {
@@ -287,9 +287,9 @@ class Sampler:
 
 
 class Keeper:
-    """Every --keep_every steps all ranks take packs of --keep too, the number that a step has,
-    and the loss is that step's plus --keep_weight x KL(base, student), averaged over the tokens of
-    those answers. Their order is a function of seed and step. The base reads what the student does.
+    """Every --keep_every steps all ranks also take a step's number of packs of --keep. The loss
+    adds --keep_weight x KL(base, student), averaged over the tokens of those answers. The order is
+    a function of seed and step. Base and student read the same tokens.
     """
 
     def __init__(self, args, world, table, model):

@@ -31,7 +31,7 @@ given = {"gguf_file": path.name, "trust_remote_code": False}
 model, info = AutoModelForCausalLM.from_pretrained(
     path.parent, dtype=torch.float32, output_loading_info=True, **given)
 cli.require(not any(info.values()), f"{path}: does not hold the model's weights ({info})")
-del model.config.quantization_config    # what came from GGUF is not saved, so another takes over
+del model.config.quantization_config    # the saved weights are not quantised
 plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
 plain.load_state_dict(model.state_dict())
 plain.generation_config = model.generation_config

@@ -96,8 +96,8 @@ def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teache
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The logits of a chunk of rows are made, its loss and the gradient at its logits taken, and
-    both products of the backward pass done at once; so no chunk is computed twice.
+    """The forward pass also computes the gradients. For each chunk it computes logits, loss, the
+    gradient of the logits and both matrix products of the backward pass. No chunk runs twice.
 
     The head's gradient is summed over the chunks in fp32, whatever the weight is stored or computed
     in, and rounded once: summed in bfloat16 it would be 1 % off after 64 chunks.

@@ -1,9 +1,9 @@
-"""transformers' causal language models on packed batches: attention inside each document, loss
-without logits.
+"""transformers' causal language models on packed batches: attention inside each document, loss in
+chunks of rows.
 
-transformers' forward runs, on one flat axis of all conversations and with another attention
-function; check_model refuses what cannot be packed so. The head reads the rows that predict a
-trained token, in pieces, inside the wrapped forward, where FSDP2 has gathered its weight once.
+transformers' forward runs on one flat axis of all conversations, with another attention function;
+check_model refuses models that cannot be packed. The head reads only rows that predict a trained
+token, in chunks, inside the wrapped forward, so FSDP2 gathers its weight once.
 """
 import math
 from typing import NamedTuple
@@ -22,20 +22,20 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
 EVAL_LINE = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
 KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
-# settings that the packed forward would miss, and the value that does nothing
+# settings that the packed forward ignores: {name: values without effect}
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
            "logits_scaling": 1, "lm_head_multiplier": 1, "attention_dropout": 0,
            "attn_pdrop": 0, "attention_chunk_size": None,
-           # with it transformers adds the routers' balancing loss
+           # adds the routers' balancing loss in transformers
            "output_router_logits": False}
 MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout of causal_lm.EXPERTS
 
 
 def check_model(model):
-    """UserError when packed documents would not be independent, or the loss not transformers'."""
+    """UserError if packed documents would not be independent, or the loss not transformers'."""
     name, config = type(model).__name__, model.config
     parameters = [name for name, _ in model.named_parameters()]
-    rope = getattr(config, "rope_parameters", None) or {}       # one, or one for each type of layer
+    rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     mixture = any(".experts." in name for name in parameters)
@@ -60,7 +60,7 @@ def check_model(model):
 
 
 class Sums(NamedTuple):
-    """Sums over a batch: 0-d fp32 tensors, or numbers when summed over batches and ranks."""
+    """Sums over a batch (0-d fp32 tensors), or over batches and ranks (numbers)."""
     loss: object                # the trained loss
     right: object               # targets that were the likeliest token
     targets: object             # trained tokens
@@ -68,51 +68,51 @@ class Sums(NamedTuple):
     divergence: object = None   # from the teacher, of all targets
 
     def stacked(self):
-        """(3,) or (5,) fp32 of those that there are, without gradients, for the log."""
+        """(3,) or (5,) fp32 of the sums that are set, without gradients, for the log."""
         return torch.stack([value.detach() for value in self if value is not None])
 
 
 class PackedLM(nn.Module):
-    """Module that DDP and FSDP2 wrap: forward(batch) -> sums, so that any split of a batch adds up.
+    """Module that DDP and FSDP2 wrap: forward(batch) -> sums, so any split of a batch adds up.
 
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
-    recompute: a mode of kernels.set_mode. prompted: (share in the loss, kind, beta, k) of
-    losses.divergence where a teacher scores the answers: frozen["teacher"], or this model without
-    its adapters. frozen: {name: PackedLM or frozen.Scorer}; "base": for batches that are `kept`.
+    recompute: a mode of kernels.set_mode. prompted: (weight in the loss, kind, beta, k) for
+    losses.divergence if a teacher scores the answers: frozen["teacher"], or this model without
+    adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
         super().__init__()
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
-        self.sums = 5 if prompted else 3        # how many of Sums forward gives
+        self.sums = 5 if prompted else 3        # number of Sums that forward returns
         self.frozen = {}
-        # in a list, torch does not register it again
+        # in a list, where torch does not register it again
         self._native = [net.get_base_model() if self.lora else net]
         kernels.use(self.native)
         if recompute:
             kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
         rows = logits // self.native.get_output_embeddings().out_features
-        self.chunk = max(128, rows // 128 * 128)        # products of whole tiles
+        self.chunk = max(128, rows // 128 * 128)        # whole tiles of matrix products
 
     @property
     def native(self):
-        """transformers' model, adapters inside."""
+        """transformers' model, including adapters."""
         return self._native[0]
 
     def forward(self, batch: PackedChats):
-        """Sums; without a teacher the first three, and the loss is the cross-entropy."""
+        """Sums. Without a teacher only the first three, and the loss is the cross-entropy."""
         prompted = KEPT if batch.kept else self.prompted
         teacher, teacher_head = self.taught(batch) if prompted else ((), None)
         (rows,), head = self.rows(batch)
         loss, right, *taught = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
                                             prompted, teacher_head)
-        # filled on the device: a tensor made of a python number would wait for the GPU
+        # filled on the device: copying a Python number would wait for the GPU
         targets = torch.full_like(right, len(batch.targets))
         return Sums(loss, right, targets, *taught)
 
     def rows(self, batch):
-        """(((R, H) what the head reads where a trained token is predicted,), (weight, bias) of the
-        head).
+        """(((R, H) inputs of the head at positions that predict a trained token,), (weight, bias)
+        of the head).
         """
         embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         bounds, longest = batch.cu_seqlens, batch.longest
@@ -125,7 +125,7 @@ class PackedLM(nn.Module):
 
     @torch.no_grad()
     def taught(self, batch):
-        """(the teacher's rows of the same tokens, without dropout; its head, None: this one's)."""
+        """(the teacher's rows of the same tokens, without dropout; its head, None: this one)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
             return other.rows(batch.teacher)
         from core import adapters
@@ -139,10 +139,10 @@ class PackedLM(nn.Module):
 
 def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
-    UserError when the folder holds other weights, or the architecture cannot be packed.
+    UserError if the folder holds other weights, or the architecture cannot be packed.
 
-    lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): only they are
-    trained. recompute, prompted: of PackedLM. four_bits: the frozen layers in NF4.
+    lora: None, or (rank, alpha, dropout, targets, base name) for adapters.add_lora; then only
+    adapters are trained. recompute, prompted: see PackedLM. four_bits: frozen layers in NF4.
     """
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder,
                                          kernels.packed_documents())
@@ -159,9 +159,9 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
 
 
 def load(model, parts, world, *, sharding=None, compiled=False):
-    """Move build_empty's model to this rank's device and fill it from its files, but for adapters.
+    """Move build_empty's model to this rank's device and load its files, except for adapters.
 
-    sharding: options of dist.shard; None: not sharded. compiled: torch.compile each layer.
+    sharding: options of dist.shard, or None. compiled: torch.compile each layer.
     """
     layers = causal_lm.decoder_layers(model.native)
     if compiled:
@@ -182,7 +182,7 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def loss_report(sums, prefix):
-    """Sums over all ranks -> {metric name: float}, nan where every step was skipped."""
+    """Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
     names = {"loss": sums.loss, "accuracy": sums.right, "ce_loss": sums.ce,
              "kl_loss": sums.divergence}
     return {f"{prefix}/{name}": total / sums.targets if sums.targets else math.nan
@@ -201,14 +201,14 @@ def train_line(step, total_steps, values):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms or embeddings, whose unused rows would shrink."""
+    """True if a parameter gets weight decay: matrices, but not norms or embeddings."""
     return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name
 
 
 def layer_weights(model):
-    """Values of the matrices in the decoder layers that a token is multiplied with, adapters aside.
+    """Number of weights in the decoder layers that multiply a token, without adapters.
 
-    model: transformers'. Of a mixture of experts those of the experts that a token goes to.
+    model: transformers'. For a mixture of experts, only the experts that a token is routed to.
     """
     total = sum(module.in_features * module.out_features for module in model.modules()
                 if hasattr(module, "nf4"))
@@ -222,7 +222,7 @@ def layer_weights(model):
 
 def step_work(table, samples, sizes, lora):
     """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. sizes:
-    [(layer_weights, config)] of the student, and of what reads the teacher's side.
+    [(layer_weights, config)] of the student, and of the model that reads the teacher's version.
     """
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
     own, total = table.own[samples] if table.prompted else lengths, 0
@@ -235,12 +235,12 @@ def step_work(table, samples, sizes, lora):
 
 
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
-    """Model FLOPs of forward and backward, or of forward alone; recomputation, adapters and sliding
-    windows aside.
+    """Model FLOPs of forward and backward, or of forward alone. Ignores recomputation, adapters and
+    sliding windows.
 
-    values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input
-    gradient and, when it is trained, 2N for its gradient; the head runs on trained rows only.
-    pairs: attended ones, each 4 * heads * head_dim forward and twice that backward.
+    values: from layer_weights. A matrix with N weights costs 2N per row forward, 2N for the input
+    gradient and, if it is trained, 2N for its gradient; the head runs on trained rows only. pairs:
+    attended (query, key) pairs, each 4 * heads * head_dim forward and twice that backward.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = tokens * values + targets * config.hidden_size * config.vocab_size

@@ -12,11 +12,11 @@ from distill.chat_data import PackedChats, samples_line
 
 
 def loss(model, tokens, targets, kept=False):
-    """Loss of a PackedLM on this many tokens, of which some are trained. kept: of --keep."""
+    """Loss of a PackedLM on this many tokens with this many targets. kept: True for --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     places, rows, teacher = numbers(tokens), numbers(targets), None
-    if model.prompted or kept:  # the teacher's forward keeps only what the head reads: two tokens
+    if model.prompted or kept:  # the teacher's forward keeps only the head's rows: two tokens
         two = places[:2]
         teacher = PackedChats(two, two, two.int(), rows, rows, 2, (), {})
     return model(PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), {}, teacher,
@@ -24,7 +24,7 @@ def loss(model, tokens, targets, kept=False):
 
 
 def step_of(model):
-    """memory.Step of a PackedLM without its frozen models, which with_frozen counts."""
+    """memory.Step of a PackedLM without its frozen models, which with_frozen adds."""
     if model.frozen:
         model = copy.copy(model)
         model.frozen = {}
@@ -32,10 +32,10 @@ def step_of(model):
 
 
 def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
-    """(memory.Memory, tokens of its pack, the worst one) of some epochs.
+    """(memory.Memory, tokens) of the pack with the highest peak in some epochs.
 
-    model: the empty PackedLM as trained. lengths, targets: (n,) tokens of samples, trained ones.
-    kept: ChatTable of --keep, or None.
+    model: the empty PackedLM as trained. lengths, targets: (n,) tokens and trained tokens of each
+    sample. kept: ChatTable of --keep, or None.
     """
     packs = [(int(np.maximum(plans.pack_sums(order, epochs, lengths), setup.budget).max()),
               int(plans.pack_sums(order, epochs, targets).max()))]
@@ -53,7 +53,7 @@ def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
 
 
 def with_frozen(found, model, setup, pack):
-    """memory.Memory with a PackedLM's frozen models: shards, gathered roots, and a forward each."""
+    """memory.Memory plus a PackedLM's frozen models: shards, gathered roots, one forward each."""
     from distill import frozen
     value, whole, stages = 2 if setup.bf16 else 4, 0, {}
     standing = sum(found.parts[name] for name in ("weights", "optimizer", "average", "fixed"))
@@ -75,7 +75,7 @@ def with_frozen(found, model, setup, pack):
 
 
 def choose(args, world, ranks, model, lengths, targets, kept=None):
-    """--auto: set the open flags; returns whether the model has to be built again."""
+    """--auto: set the open flags; returns True if the model must be rebuilt."""
     return plans.choose_packs(
         args, world, ranks, lengths,
         lambda setup, order: memory(model, setup, lengths, targets, order, kept=kept)[0],
@@ -83,10 +83,10 @@ def choose(args, world, ranks, model, lengths, targets, kept=None):
 
 
 def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
-    """Print the plan of a run; UserError with all that it will not fit into.
+    """Print the plan of a run; UserError lists every limit that it exceeds.
 
-    model: the empty PackedLM as trained. split: (numbers of samples to train, to validate). order:
-    PackOrder. lines: on steps, intervals, start. left: steps to go.
+    model: the empty PackedLM as trained. split: (training, validation) sample numbers. order:
+    PackOrder. lines: about steps, intervals, start. left: remaining steps.
     """
     setup = plans.setup_of(args, ranks)
     lengths, targets = table.lengths[split[0]], table.targets[split[0]]

@@ -1,12 +1,12 @@
 """Teachers that answer conversations: answers = open_teacher(...) takes an iterable of Requests and
-yields (Request, Answer) in any order. Also the teacher's prompt, and the label in an answer.
+yields (Request, Answer) in any order. Also reads the teacher's prompt and the label of an answer.
 
-vllm           in this process; equal beginnings of prompts are computed once
+vllm           in this process, with prefix caching
 openai         any server with OpenAI's /chat/completions, many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
-All send messages and tools through the model's chat template, and draw from a seed of each request:
-an answer does not depend on which others are asked, up to rounding of sums.
+All apply the model's chat template to messages and tools, and use one seed per request. So an
+answer does not depend on other requests, up to rounding of sums.
 """
 import asyncio
 import itertools
@@ -25,11 +25,11 @@ from core import json_files
 from core.cli import UserError, printable, require, require_package
 
 PLACE = "{text}"        # where the line goes in the prompt
-LONGEST = 32768         # tokens of prompt and answer: a model's own 262,144 take a GPU's memory
+LONGEST = 32768         # tokens of prompt and answer: 262,144 positions would fill a GPU's memory
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
-# markdown around it is harmless
+# markdown around it is ignored
 LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"
 ENDINGS = {"length": "cut off at --max_tokens",
            "too_long": "the prompt leaves no room for an answer"}
@@ -44,31 +44,31 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer. text holds thoughts as well, where the engine leaves them there."""
+    """An answer. text includes thoughts unless the engine removes them."""
     text: str
     finish_reason: str          # stop, length (cut off), too_long (prompt), unanswered (text: why)
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    thought: bool = False       # closed thoughts that the engine has taken out of the text
-    tool_calls: list = None     # that a server has taken out of the text
+    thought: bool = False       # the engine removed closed thoughts from the text
+    tool_calls: list = None     # tool calls that a server removed from the text
 
 
 class Sampling(NamedTuple):
     """Sampling settings of answers."""
-    max_tokens: int             # an answer may have, thoughts included
-    temperature: float = 0.0    # 0: always the likeliest token
-    top_p: float = 1.0          # draw from the likeliest tokens of this total probability
-    top_k: int = 0              # draw from this number of tokens, 0: from all
-    thinking: bool = None       # enable_thinking of the chat template; None: nothing is passed
+    max_tokens: int             # most tokens of an answer, including thoughts
+    temperature: float = 0.0    # 0: greedy
+    top_p: float = 1.0          # sample from the likeliest tokens of this total probability
+    top_k: int = 0              # sample from this number of likeliest tokens, 0: all
+    thinking: bool = None       # enable_thinking of the chat template; None: not passed
 
     @property
     def template_flags(self):
-        """Arguments of the chat template, other than messages and tools."""
+        """Arguments of the chat template besides messages and tools."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking}
 
 
 def open_teacher(engine, name, draw, **options):
-    """`answers` of an engine's model. draw: Sampling. options: of open_vllm, ... UserError."""
+    """`answers` of an engine's model. draw: Sampling. options: for open_vllm, ... UserError."""
     return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
         name, draw, **options)
 
@@ -84,7 +84,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompt(path, role="user"):
-    """Prompt of a file; other braces in it than PLACE mean nothing. Raises UserError."""
+    """Prompt from a file, in which only the braces of PLACE have a meaning. Raises UserError."""
     text, where = json_files.read_text(path, "--prompt_file ").rstrip("\n"), f"--prompt_file {path}"
     parts = text.split(PLACE)
     if role == "system":
@@ -98,7 +98,7 @@ def read_prompt(path, role="user"):
 
 
 def with_prompt(prompt, messages):
-    """Messages as the teacher gets them, its system message joined to theirs. ValueError."""
+    """Messages with the teacher's prompt, merged into an existing system message. ValueError."""
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -113,20 +113,20 @@ def with_prompt(prompt, messages):
     return [*messages[:-1], messages[-1] | {"content": text}]
 
 
-# ---- Labels. One counts only if the teacher ended it, and if it is an allowed one after
-# the last closing thinking tag, on the last line that has the wanted form as a whole. A quoted
-# example of the form, a thought that was cut off and a line of two labels give none.
+# ---- Labels. The label is read after the last closing thinking tag, from the last line that fully
+# matches the form. It must be an allowed label, and the answer must have ended by itself. Quoted
+# examples of the form, unfinished thoughts and lines with two labels do not count.
 
 
 class Parser(NamedTuple):
-    """Conditions of an answer: form of the label's line (None: all of it), labels (None: any)."""
+    """Conditions for a label: form of its line (None: whole answer), allowed labels (None: any)."""
     line: re.Pattern | None
     labels: tuple | None = None
     lower: bool = False
 
 
 def make_parser(name, pattern=None, labels=None):
-    """Parser by its name. pattern (regex): the line's form, group 1 the label; labels: allowed."""
+    """Parser by name. pattern: regex of the line, whose group 1 is the label. labels: allowed."""
     require((pattern is not None) == (name == "regex"), "--parser regex needs --pattern, its only "
             "group the label; no other parser takes one")
     if name == "whole":
@@ -143,7 +143,7 @@ def make_parser(name, pattern=None, labels=None):
 
 
 def read_label(parser, text, finish_reason, must_think=False):
-    """(label of one answer, "") or (None, why). must_think: without a closed thought it is none."""
+    """(label, "") of one answer, or (None, why). must_think: require a closed thought."""
     if finish_reason == "unanswered":
         return None, text
     if finish_reason != "stop":
@@ -171,19 +171,19 @@ def read_label(parser, text, finish_reason, must_think=False):
 
 
 def longest_of(config):
-    """Tokens of prompt and answer that a model is used for: its positions, at most LONGEST."""
+    """Limit for the tokens of prompt and answer: the model's positions, at most LONGEST."""
     return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
 
 
 def in_chunks(requests, size, tokenizer, flags, limit, complete):
-    """Yield (request, Answer), `size` requests together. limit: tokens of a prompt.
+    """Yield (request, Answer), in chunks of `size` requests. limit: most tokens of a prompt.
 
-    complete: of prompts (ids, shortest first) and seeds; yields (text, finish_reason, tokens).
+    complete(prompts, seeds): prompts are ids, shortest first; yields (text, finish_reason, tokens).
     """
     def prompt_of(messages, tools=None, **more):
         return tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, **more, **flags)
-    # a thought that the template opens is not in the answer's text
+    # the opening tag of a thought may be in the template, not in the answer
     question = prompt_of([{"role": "user", "content": "x"}], tokenize=False)
     begin = "<think>" if question.rstrip().endswith("<think>") else ""
     requests = iter(requests)
@@ -201,9 +201,9 @@ def in_chunks(requests, size, tokenizer, flags, limit, complete):
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
-    """`answers` by vLLM on the GPUs that this process sees, of a model folder or hub name.
+    """`answers` from vLLM on this process's GPUs; name: model folder or hub name.
 
-    chunk_size: requests given to vLLM together. options: of vllm.LLM, tensor_parallel_size say.
+    chunk_size: requests per call of vLLM. options: for vllm.LLM, such as tensor_parallel_size.
     """
     from transformers import AutoConfig
     try:
@@ -224,13 +224,13 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
         for out in llm.generate(prompts, drawn, use_tqdm=False) if prompts else ():
             best = out.outputs[0]
             yield best.text, best.finish_reason, len(best.token_ids)
-    limit = llm.llm_engine.model_config.max_model_len - 1   # a longer prompt would end the call
+    limit = llm.llm_engine.model_config.max_model_len - 1   # a longer prompt would raise an error
     return lambda requests: in_chunks(requests, chunk_size, tokenizer, draw.template_flags, limit,
                                       complete)
 
 
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
-    """`answers` by generate(), on the GPU or the CPU. The others: of answers_of."""
+    """`answers` from generate(), on the GPU or the CPU. Other arguments: see answers_of."""
     import torch
 
     from core import chat
@@ -247,9 +247,9 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
 
 
 def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
-    """`answers` of a loaded causal LM of transformers, adapters inside or not.
+    """`answers` of a loaded causal LM of transformers, with or without adapters.
 
-    ends: ids that end an answer. batch_size: of those generated together, of chunk_size by length.
+    ends: ids that end an answer. Batches of batch_size are sorted by length within chunk_size.
     """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -273,21 +273,21 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
                                       complete)
 
 
-# ---- On a server: httpx, one loop that repeats
+# ---- On a server: httpx with retries
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
-WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
+WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: affects all lines
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 NOTICE_S = 10           # seconds between notices of calls that failed
-# what a server would else take from generation_config, at the value that changes nothing; the seed
+# neutral values of settings that a server would take from generation_config; and the seed
 NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # of an answer of another form
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # errors from a malformed answer
 
 
 class ServerError(UserError):
-    """A call that failed. why: without the address. status: of HTTP; 0: no answer, or one that is
-    not of the API's form.
+    """A failed call. why: reason without the address. status: of HTTP; 0: no answer, or one in the
+    wrong form.
     """
 
     def __init__(self, where, why, status=0):
@@ -296,17 +296,17 @@ class ServerError(UserError):
 
 
 class Server:
-    """An address with its client. The calls run in an event loop of a daemon thread: a time limit
-    there holds for a whole call, and waiting for the server does not delay the end of the process.
+    """An address with its client. Calls run in the event loop of a daemon thread. So a time limit
+    covers a whole call, and a pending call does not delay the exit of the process.
     """
 
     def __init__(self, base_url, timeout, flag="--base_url"):
-        """timeout: seconds that one attempt of a call may take. flag: that gave the address."""
+        """timeout: most seconds of one attempt of a call. flag: the flag with the address."""
         require_package("httpx", flag)
         import httpx
         self.url, self.timeout, self.noticed = address(base_url, flag), timeout, -math.inf
         self.name, self.failures = f"{flag} {self.url}", (httpx.HTTPError, httpx.InvalidURL)
-        # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
+        # uncompressed: nested gzip could expand to gigabytes before bytes are counted
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
             require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
@@ -322,11 +322,11 @@ class Server:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def wait(self, coroutine):
-        """The result of a coroutine that the thread runs."""
+        """Run a coroutine in the thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def each(self, ask, jobs, limit=64):
-        """Yield (job, result of the coroutine ask(job)) as they end, `limit` under way at once."""
+        """Yield (job, result of the coroutine ask(job)) as they finish, at most `limit` at once."""
         jobs, under_way = iter(jobs), {}
         try:
             while True:
@@ -341,8 +341,8 @@ class Server:
                 future.cancel()
 
     async def fetch(self, path, body=None, read=json_files.loads, end=math.inf):
-        """read(bytes) of a GET, or a POST of a JSON body, before time.monotonic() is `end`. Raises
-        ServerError, also for a redirection: the key must not go there.
+        """read(bytes) of a GET, or of a POST with a JSON body, before time.monotonic() is `end`.
+        Raises ServerError, also for a redirection, which must not get the key.
         """
         def fail(why, status=0):
             raise ServerError(self.name + path, why, status)
@@ -370,8 +370,8 @@ class Server:
             fail(f"its answer is not what OpenAI's API gives ({error!r:.100})")
 
     async def call(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
-        """fetch(...), tried again until twice the timeout or `end` is over where it failed for a
-        reason that may pass. hint: added where the server refuses.
+        """fetch(...), retried after temporary failures until twice the timeout or `end` has passed.
+        hint: added to the message if the server refuses.
         """
         pause, until = 0.5, min(end, time.monotonic() + 2 * self.timeout)
         while True:
@@ -390,7 +390,7 @@ class Server:
 
 
 def address(base_url, flag):
-    """The address of a flag. Raises UserError, which shows no part that may be secret."""
+    """The address of a flag. Raises UserError without parts that may be secret."""
     try:
         parts = urllib.parse.urlsplit(base_url)
     except ValueError as error:
@@ -402,7 +402,7 @@ def address(base_url, flag):
 
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
-    """`answers` by a server that knows the model as `name`; the rest: create_data.py's flags."""
+    """`answers` from a server that has the model as `name`. Others: flags of create_data.py."""
     server, refused = Server(base_url, request_timeout), set()
     try:
         models = server.wait(server.fetch("/models", read=lambda data: [
@@ -416,12 +416,12 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
 
 
 async def ask_server(server, name, draw, refused, request):
-    """Answer to one request; for a line that the server refuses, or does not answer in time, one
-    that says so. UserError when the server is gone, or refuses more than the line.
+    """Answer to one request; finish_reason "unanswered" if the server refuses the line or is too
+    slow. UserError if the server is gone, or refuses more than the line.
 
-    refused: fields that the server takes no requests with; grows. "max_tokens": by that name.
+    refused: fields that the server does not accept; grows. "max_tokens": the field of that name.
     """
-    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())   # what the user sets is sent
+    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())   # values of the user are sent
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
         body = {"model": name, "messages": list(map(as_sent, request.messages)),
@@ -458,7 +458,7 @@ async def ask_server(server, name, draw, refused, request):
 
 
 def as_sent(message):
-    """A message as OpenAI's API has it: arguments of tool calls are texts there."""
+    """A message in the form of OpenAI's API, with the arguments of tool calls as text."""
     found = {name: message[name] for name in ("role", "content", "tool_call_id", "name")
              if name in message}
     for number, call in enumerate(message.get("tool_calls") or []):
@@ -478,9 +478,9 @@ def read_answer(data):
     calls = [{"type": "function", "function": {
         "name": call["function"]["name"], "arguments": json_files.loads(
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
-    # a call ends an answer
+    # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    # of a text or its parts; no file can hold half a character
+    # a text or its parts; drop half characters, which no file can hold
     text = "".join(part if isinstance(part, str) else part["text"]
                    for part in message["content"] or "")
     return Answer(json_files.HALF_CHARACTER.sub("\ufffd", text), reason,

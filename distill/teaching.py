@@ -1,15 +1,15 @@
-"""A teacher that scores the student's answers: the flags for it, and what it reads.
+"""A teacher that scores the student's answers: its flags and its inputs.
 
-It reads the student's very tokens of an answer, after the conversation, or the "teacher_messages"
-of the record, by its template, with --prompt_file around them. So both must have one
-vocabulary, which is proven token by token. Imports no torch: flags come first.
+The teacher reads the conversation, or the record's "teacher_messages", in its template with
+--prompt_file, and then the exact tokens of the student's answer. So both must have the same
+vocabulary, which is checked token by token. Does not import torch: flags are parsed first.
 """
 from pathlib import Path
 
 from core import cli
 from core.cli import UserError, require
 
-# {flag: those of which it needs one}
+# {flag: flags of which it needs one}
 NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",
           "keep_every": "keep", "request_timeout": "base_url teacher_url", **dict.fromkeys((
               "divergence", "js_beta", "distill_topk", "distill_weight", "on_policy",
@@ -17,7 +17,7 @@ NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_wei
 
 
 def check_flags(args, parser):
-    """UserError for what would fail, or do nothing, later. A prompt alone: the base reads it."""
+    """UserError for flags that would fail later or do nothing. The base is the default teacher."""
     def given(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
@@ -25,7 +25,7 @@ def check_flags(args, parser):
         require(not given(flag) or any(getattr(args, other) for other in others.split()),
                 f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
-        require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name loads weights
+        require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would download
                 "--teacher_url needs --teacher_path, a folder with the server's config.json and "
                 "tokenizer: they prove that the student has its vocabulary")
         require(args.distill_topk, "--teacher_url needs --distill_topk, as servers give no others")
@@ -62,7 +62,7 @@ def check_flags(args, parser):
 
 
 def check_same(ours, theirs, rows, name):
-    """UserError unless two tokenizers have the same token at each id below `rows`. name: in it."""
+    """UserError unless two tokenizers agree on each id below `rows`. name: for the message."""
     a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
             for tokenizer in (ours, theirs))
     if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):
@@ -73,8 +73,8 @@ def check_same(ours, theirs, rows, name):
 
 
 def open_side(args, config, tokenizer):
-    """(Prompt, chat.Encoder of the teacher or None where that is the student's, the config with
-    fewer positions). config, tokenizer: the student's. Raises UserError.
+    """(Prompt, the teacher's chat.Encoder or None if it equals the student's, the config with fewer
+    positions). config, tokenizer: the student's. Raises UserError.
     """
     from core import chat
     from distill import causal_lm
@@ -102,10 +102,10 @@ def open_side(args, config, tokenizer):
 
 
 def check_lesson(args, table, numbers):
-    """UserError where the base would learn what it already says: the divergence is 0 for good.
+    """UserError if teacher and student are the same model with the same input: divergence 0.
 
-    numbers: of the samples trained. With the data's targets (--distill_weight) it is a pull back
-    to the base.
+    numbers: of the trained samples. With the data's targets (--distill_weight) the divergence
+    is a useful pull towards the base.
     """
     same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
     if same and not args.teacher_url and not args.prompt_file and args.distill_weight == 1:
@@ -117,7 +117,7 @@ def check_lesson(args, table, numbers):
 
 
 def context(record):
-    """The messages that the teacher gets before the last answer. ValueError."""
+    """The teacher's messages before the last answer. ValueError."""
     from core.chat import check_messages
     if (given := record.get("teacher_messages")) is None:
         return record["messages"][:-1]
@@ -128,13 +128,13 @@ def context(record):
     if (role := given[-1]["role"]) not in ("user", "tool"):
         raise ValueError(f'its "teacher_messages" end with a message of the {role}, and have to '
                          "end with the user's question")
-    # answers among them are context: only the last one is learned
+    # answers among them are context; only the last one is learned
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given]
 
 
 def after_prompt(prompt, encoder, records, results):
-    """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
-    each followed by the teacher's, which has its context and the very tokens of the answers.
+    """[(ids, mask, number of the student's tokens)] or ValueErrors: each student's result of
+    encoder.encode, then the teacher's context with exactly the same tokens of the answers.
     """
     from core.chat import attempt
     from distill.teachers import with_prompt

@@ -5,12 +5,12 @@
     torchrun ... --use_lora --prompt_file system.txt --prompt_role system
 
 It reads top to bottom: flags, data, model, resume, validation, saving, then the loop. The loss is
-the cross-entropy of the trained tokens (core/chat.py proves which), averaged over all of them in
-an optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the answers
-(of the data, or drawn by the student), and the student learns its distribution (losses.py).
+the cross-entropy of the trained tokens (found by core/chat.py), averaged over all of them in an
+optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the answers
+(from the data, or sampled by the student), and the student learns its distribution (losses.py).
 
-SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
-OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
+On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
+OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import argparse
 import os
@@ -41,40 +41,40 @@ flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
 flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
+switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern of such files;"
      " forms: docs/distillation.md", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
-flag("--validation_split", 0.0, "share of groups held out, by seeded shuffle")
-flag("--group_size", 1, 'neighbours by "id" or line that are held out together')
+flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle")
+flag("--group_size", 1, 'number of neighbours by "id" or line that are held out together')
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
-flag("--enable_thinking", "template", "of the template", choices=("template", "true", "false"))
+flag("--enable_thinking", "template", "template setting", choices=("template", "true", "false"))
 flag("--train_turns", "all", "answers trained, each as at its turn", choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
-flag("--max_length", 0, "tokens a sample may have, the teacher's too; 0 = the model's positions")
+flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the model's positions")
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
      f"or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
-flag("--teacher_path", None, "model that scores the answers (default for a prompt: base)")
+flag("--teacher_path", None, "model that scores the answers (default with a prompt: the base)")
 flag("--teacher_url", None, "vLLM server that scores; --teacher_path: its config and tokenizer")
-flag("--teacher_name", None, "the server's name for it (default: --teacher_path)")
-flag("--prompt_file", None, "text that the teacher reads and the student does not")
-flag("--prompt_role", "user", "in whose last message it goes", choices=("user", "system"))
+flag("--teacher_name", None, "the teacher's name on the server (default: --teacher_path)")
+flag("--prompt_file", None, "prompt that only the teacher reads")
+flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
 flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or Jensen-Shannon",
      choices=("forward", "reverse", "js"))
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
-flag("--on_policy", 0.0, "share of the samples whose answer the student draws at each step")
-flag("--max_new_tokens", 128, "tokens an answer drawn for --on_policy may have")
-flag("--base_url", None, "vLLM server that draws them, by adapters (frozen.py)")
-flag("--request_timeout", 240.0, "seconds of one request; a step's are repeated for twice as long")
-flag("--distill_topk", 0, "compare the teacher's K likeliest tokens, others as one", metavar="K")
-flag("--distill_weight", None, "share of the divergence in the loss (default: 1)", type=float)
-flag("--keep", None, "chats whose answers are to stay as likely as the base makes them")
-flag("--keep_weight", 1.0, "weight of that divergence in the loss, every --keep_every 4 steps")
+flag("--on_policy", 0.0, "share of samples whose answer the student generates at each step")
+flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_policy")
+flag("--base_url", None, "vLLM server that generates them with the adapters (frozen.py)")
+flag("--request_timeout", 240.0, "seconds per request; a step retries for twice as long")
+flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; others are one", metavar="K")
+flag("--distill_weight", None, "weight of the divergence in the loss (default: 1)", type=float)
+flag("--keep", None, "chats on which the loss keeps the student close to the base")
+flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
 flag("--keep_every", 4, argparse.SUPPRESS)
 # batch and length of the run
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
@@ -83,7 +83,7 @@ flag("--per_device_eval_batch_size", 16, "samples per validation batch")
 flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size)")
 flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
 flag("--num_train_epochs", 4, "passes over the training samples")
-flag("--max_steps", 0, "stop after this many optimizer steps, 0 = by epochs")
+flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
 # optimization
 flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
 flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
@@ -94,36 +94,36 @@ flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
 flag("--adam_beta2", 0.95, "AdamW decay of the variance")
 flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
 flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
-flag("--seed", 42, "of weights, data order, hold-out and dropout")
+flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
 # speed and memory
-switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
-flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
-flag("--parallel", None, "copies of the model; or one sharded over all GPUs, each node's or N each "
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
+flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
+flag("--parallel", None, "replicas, or shards over all GPUs, over each node, or over groups of N "
      "(default: one GPU ddp, else fsdp)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
-flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
+flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights after the forward pass; "
      "no-: faster, more memory", action=argparse.BooleanOptionalAction)
-switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
+switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
 switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
-switch("--float8", "lora with --compile: products with frozen weights in float8")
+switch("--float8", "lora with --compile: multiply by frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers backward: all, or selective (all but "
-     "attention and products)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
+flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
+     "but attention and matmuls)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
      "data preparation, validation and saves after --wait_timeout 21600")
 flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
-flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
-flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
+flag("--output_dir", "./output", "folder for all output; shared by all nodes")
+flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
 flag("--logging_steps", 10, "optimizer steps between log lines")
 flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 2, "newest checkpoints kept besides the best, 0 = all")
-flag("--resume", "auto", "auto (newest whole checkpoint), none, or the folder of a checkpoint",
+flag("--save_total_limit", 2, "newest checkpoints to keep besides the best, 0 = all")
+flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
      type=cli.alias(true="auto", false="none"))
 DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
               "on_policy max_new_tokens base_url request_timeout distill_topk distill_weight keep "
@@ -131,8 +131,8 @@ DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role div
 
 
 def check_flags(args, world_size):
-    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
-    if args.parallel is None:       # one GPU has nothing to shard with
+    """Raise UserError for flags that would fail later or have no effect; set derived values."""
+    if args.parallel is None:       # one GPU does not shard
         alone = world_size == 1 or args.fp16 or args.float8 or args.base_dtype == "nf4"
         asked = args.cpu_offload or not args.reshard_after_forward
         args.parallel = "fsdp" if asked or not alone else "ddp"
@@ -169,7 +169,7 @@ def check_flags(args, world_size):
         args.gradient_accumulation_steps = samples // per_micro_step
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
 dry = args.dry_run is not None
 if dry and os.environ.get("RANK", "0") != "0":
@@ -201,10 +201,10 @@ if args.tf32:
 dtype = causal_lm.half_dtype(args)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
-# have to ask each other which samples a step has, or how many targets.
+# ---- Data: rank 0 tokenises; all ranks map the same table and know the whole order. So each rank
+# knows the samples and targets of every step without communication.
 for path in filter(None, (args.train_data_file, args.eval_data_file, args.keep)):
-    dist.rank0(world, chat.files_of, path)      # is it there at all?
+    dist.rank0(world, chat.files_of, path)      # do the files exist?
 dist.rank0(world, causal_lm.find_model, args.model_path)        # one rank downloads for all
 if args.teacher_path:
     dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
@@ -258,7 +258,7 @@ args.compile = dist.choose_compile(world, args, "shapes change with --keep and a
     args.keep or args.teacher_path))
 
 # ---- Resume
-identity = None     # what a checkpoint must share with the run that resumes it
+identity = None     # must be equal in a checkpoint and the run that resumes it
 if main_rank:
     trained = ("full", "lora", "lora on nf4")[args.use_lora + (args.base_dtype == "nf4")]
     identity = {"base model": causal_lm.fingerprint_weights(folder), "seed": args.seed,
@@ -266,7 +266,7 @@ if main_rank:
                 "teacher": frozen.fingerprint(args, kept) if prompt or kept else None,
                 "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch
                 else f"{args.per_device_train_batch_size} samples"}
-validation = table.fingerprint(eval_ids)        # losses on other data do not compare
+validation = table.fingerprint(eval_ids)        # losses on other data are not comparable
 checkpoints = checkpoint.CheckpointManager(
     world, args.output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
@@ -291,7 +291,7 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validate
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
-    if resume and args.use_lora:      # onto the meta device nothing is copied, shapes are compared
+    if resume and args.use_lora:      # on the meta device this only compares shapes
         adapters.load_adapters(model.net, resume)
     elif resume:
         empty_model(resume)
@@ -302,7 +302,7 @@ if dry:
 held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, train_ids, eval_ids,
                       prompt)
 
-# ---- Model: sharded while it takes no memory, then filled; no process holds more than its part
+# ---- Model: sharded on the meta device, then loaded; no process holds more than its shard
 watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     model, parts = empty_model(resume)
@@ -320,16 +320,16 @@ if args.float8:
     quantized.to_float8(causal_lm.decoder_layers(model.native))
 model.train()
 wrapped = model if sharding else dist.wrap_ddp(model, world)
-new_ends = causal_lm.stop_at(model.native, ends)        # generate stops where trained answers end
+new_ends = causal_lm.stop_at(model.native, ends)        # generate stops at trained end tokens
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), packed_lm.decays)
 scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
-torch.manual_seed(args.seed + world.rank)       # other dropout on every rank
+torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
-sampler = frozen.Sampler(args, world) if args.base_url else None        # draws instead
+sampler = frozen.Sampler(args, world) if args.base_url else None        # generates answers instead
 sizes = [(packed_lm.layer_weights(net), net.config) for net in (
     model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
 
@@ -337,7 +337,7 @@ sizes = [(packed_lm.layer_weights(net), net.config) for net in (
 # ---- Validation and checkpoints
 @torch.no_grad()
 def evaluate():
-    """Exact token-weighted {eval/...: float}; None, on all ranks, when one was asked to stop."""
+    """Exact token-weighted {eval/...: float}; None on all ranks if one was asked to stop."""
     held_out = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size,
                          shuffle=False)
     packs = [[int(eval_ids[i]) for i in pack]
@@ -345,7 +345,7 @@ def evaluate():
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     for i, batch in enumerate(packing.iterate(loader)):
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # seldom: it takes time
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # rarely: it takes time
             return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
@@ -353,7 +353,7 @@ def evaluate():
 
 
 def validate():
-    """Validate, log -> whether the loss is the best so far; None if stopped."""
+    """Validate and log; return True if the loss is the best so far, None if stopped."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     model.eval()        # no dropout
@@ -364,23 +364,23 @@ def validate():
     print0(packed_lm.EVAL_LINE.format(step, **values))
     if main_rank:
         log.write(step, values)
-    if not values["eval/loss"] < best_loss:     # never one that is not finite
+    if not values["eval/loss"] < best_loss:     # a non-finite loss is never best
         return False
     best_loss, best_step = values["eval/loss"], step
     return True
 
 
 def save():
-    """Copy everything off the device; it is written while the next steps run. On every rank."""
+    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # of steps since the last log line
-    dist.reshard(model)     # after a validation FSDP2's parameters are the gathered ones
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
+    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
     stem, named = "model", dict(model.native.named_parameters())
     if args.use_lora:
         stem, named = "adapter_model", adapters.adapter_weights(model.net)
 
     def save_config(path):
-        tokenizer.save_pretrained(path)     # which holds the chat template
+        tokenizer.save_pretrained(path)     # includes the chat template
         if args.use_lora:
             return adapters.save_config(model.net, path)
         return causal_lm.save_config(model.native, path)
@@ -405,7 +405,7 @@ packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
 loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                prefetch_factor=4, pad_to=pad_to)
 batches = packing.iterate(loader)
-eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
+eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted that validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
@@ -423,19 +423,19 @@ def next_batch():
     watch.report_progress(f"loading data for step {step + 1}")
     with timer.waiting():
         batch = next(batches).to(device)
-    compiling = args.compile and step == start_step     # which takes minutes
+    compiling = args.compile and step == start_step     # takes minutes
     watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
     return batch
 
 
 while step < total_steps and not stopping:
-    # next batch: of which samples the step consists on all ranks, each rank knows from the order
+    # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
     window = train_ids[order.window(epoch, first_pack, per_step)]
     work = packed_lm.step_work(table, window, sizes, args.use_lora)
     drawn = None
-    if args.on_policy:      # before the first loss: all are divided by the tokens of all answers
+    if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
         given = [next_batch() for _ in range(accumulation)]
         drawn, work["targets"] = frozen.own_answers(
             args, world, model, table, given, ends, step, sampler)
@@ -443,7 +443,7 @@ while step < total_steps and not stopping:
     for micro in range(accumulation):
         batch = drawn[micro] if drawn else next_batch()
         mine = list(batch.samples)
-        # a batch that differs from the plan would divide by another count than the other ranks'
+        # a batch that differs from the plan would make ranks divide by different counts
         assert drawn or batch.counts["targets"] == table.targets[mine].sum()
         assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
 
@@ -464,7 +464,7 @@ while step < total_steps and not stopping:
         scaler.unscale(trainable)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
-    # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
+    # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
     bad = optim.take_step(optimizer, lr, norm).to(device)
@@ -472,13 +472,13 @@ while step < total_steps and not stopping:
         scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the step before: this one is still being computed
+    monitor.poll()      # of the previous step: this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(work["targets"]))
 
-    # log; here the host waits for the device
+    # log: the host waits for the device here
     last = step == total_steps
-    # an epoch whose packs do not fill the last step ends with packs of one token of padding
+    # the last step of an epoch is filled up with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * pad_to or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
@@ -493,7 +493,7 @@ while step < total_steps and not stopping:
             log.write(step, values)
         print0(packed_lm.train_line(step, total_steps, values))
 
-    # validate; a request to stop counts one step late, so that no step waits for the device
+    # validate; a stop request takes effect one step late, so no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
     saving = last or args.save_steps > 0 and step % args.save_steps == 0
     if eval_due or saving:      # the host waits anyway
@@ -505,7 +505,7 @@ while step < total_steps and not stopping:
             improved = validate()
             eval_due = stopping = improved is None      # asked to stop: the next start validates
 
-        # save: every --save_steps, before a stop, and whenever validation is best
+        # save: every --save_steps, before a stop, and at each best validation
         if saving or stopping or improved:
             save()
 

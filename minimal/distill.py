@@ -7,11 +7,11 @@
     python minimal/distill.py --model_path Qwen/Qwen2.5-0.5B-Instruct --prompt_file prompt.txt \
         --questions_file questions.txt
 
-The model answers the questions with the prompt; a copy without the prompt learns these answers
-(--loss ce) or the whole distribution of each of their tokens (--loss kl). Questions that were held
-out judge it: the copy and the model with and without its prompt. A test holds losses and
-gradients of ce equal to those of distill/train_sft.py on the same answers, which is this script
-made fast (packing, FSDP2, LoRA, vLLM) and hard to kill.
+The model answers the questions with the prompt. A copy without the prompt learns these answers
+(--loss ce), or the full distribution of each of their tokens (--loss kl). Held-out questions
+evaluate the copy, and the model with and without its prompt. distill/train_sft.py adds speed
+(packing, FSDP2, LoRA, vLLM) and fault tolerance. A test checks that losses and gradients of ce are
+equal in both for the same answers.
 """
 import argparse
 import json
@@ -29,14 +29,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 p = argparse.ArgumentParser(description="Distil a prompt into the model.")
 p.add_argument("--model_path", required=True, help="chat model, folder or hub name")
-p.add_argument("--prompt_file", required=True, help="text of the system message to do without")
-p.add_argument("--questions_file", required=True, help="one question a line")
-p.add_argument("--held_out", type=float, default=0.2, help="share of questions that judge")
+p.add_argument("--prompt_file", required=True, help="text of the system message to distil")
+p.add_argument("--questions_file", required=True, help="one question per line")
+p.add_argument("--held_out", type=float, default=0.2, help="share of questions for evaluation")
 p.add_argument("--output_dir", default="output")
 p.add_argument("--loss", choices=("ce", "kl"), default="ce")
-p.add_argument("--temperature", type=float, default=0.0, help="of its answers; 0 = greedy")
-p.add_argument("--max_new_tokens", type=int, default=128, help="tokens of an answer")
-p.add_argument("--per_device_train_batch_size", type=int, default=8, help="answers a micro-step")
+p.add_argument("--temperature", type=float, default=0.0, help="of the answers; 0 = greedy")
+p.add_argument("--max_new_tokens", type=int, default=128, help="most tokens of an answer")
+p.add_argument("--per_device_train_batch_size", type=int, default=8, help="answers per micro-step")
 p.add_argument("--gradient_accumulation_steps", type=int, default=1)
 p.add_argument("--max_steps", type=int, default=200, help="optimizer steps")
 p.add_argument("--learning_rate", type=float, default=2e-5)
@@ -44,7 +44,7 @@ p.add_argument("--warmup_steps", type=int, default=20)
 p.add_argument("--bf16", action="store_true", help="autocast")
 p.add_argument("--logging_steps", type=int, default=10)
 p.add_argument("--save_steps", type=int, default=100)
-p.add_argument("--seed", type=int, default=42, help="of order, hold-out and drawn answers")
+p.add_argument("--seed", type=int, default=42, help="seed of order, hold-out and sampled answers")
 args = p.parse_args()
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,7 +54,7 @@ tokenizer = AutoTokenizer.from_pretrained(args.model_path, trust_remote_code=Fal
 prompt = Path(args.prompt_file).read_text().strip()
 questions = [line.strip() for line in open(args.questions_file) if line.strip()]
 special = set(tokenizer.all_special_ids)
-PAD = tokenizer.eos_token_id        # what fills rows; masks leave it out
+PAD = tokenizer.eos_token_id        # fills rows; masks exclude it
 
 
 def load(source):
@@ -64,7 +64,7 @@ def load(source):
 
 
 def write(path, text):
-    """A file of this name is whole: written under another name, then renamed."""
+    """Write a file under a temporary name, then rename it, so that it is always complete."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
@@ -74,14 +74,14 @@ def write(path, text):
 
 
 def request(question, system=""):
-    """Ids of a chat that waits for its answer."""
+    """Ids of a chat up to the start of its answer."""
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def labelled(question, answer, system=""):
-    """(ids, number of them that are not trained): trained are the answer and its end-of-turn token.
+    """(ids, number of untrained ids before the answer); the answer and its end token are trained.
 
     What the template puts after that token, such as a line break, is cut off.
     """
@@ -96,7 +96,7 @@ def labelled(question, answer, system=""):
 
 
 def logits_of(model, rows):
-    """[(ids, n_before)] -> logits (R, V) that predict all trained tokens, and these tokens (R,)."""
+    """[(ids, n_before)] -> logits (R, V) that predict the trained tokens, and these tokens (R,)."""
     ids = pad_sequence([torch.tensor(ids) for ids, _ in rows], True, PAD).to(device)
     lengths = torch.tensor([len(ids) for ids, _ in rows], device=device)[:, None]
     before = torch.tensor([n for _, n in rows], device=device)[:, None]
@@ -112,7 +112,7 @@ def logits_of(model, rows):
 
 @torch.no_grad()
 def answers_of(model, questions, system, temperature=0.0):
-    """[answer, or None where it was cut off]; in batches, padded on the left for generation."""
+    """[answer, or None if it was cut off], in batches, left-padded for generation."""
     answers = []
     for first in range(0, len(questions), 32):
         rows = [request(question, system) for question in questions[first:first + 32]]
@@ -127,7 +127,7 @@ def answers_of(model, questions, system, temperature=0.0):
                                    max_new_tokens=args.max_new_tokens, **how)
         for row in drawn[:, longest:].tolist():
             text = tokenizer.decode(row, skip_special_tokens=True).strip()
-            answers.append(text if special & set(row) else None)    # such a token is its end
+            answers.append(text if special & set(row) else None)    # a special token ends it
     return answers
 
 
@@ -139,7 +139,7 @@ teacher = load(args.model_path)
 torch.manual_seed(args.seed)
 chats = {}
 for name, asked in (("answers", train_questions), ("held_out", eval_questions)):
-    path = out / f"{name}.jsonl"        # a later start takes the answers that are there
+    path = out / f"{name}.jsonl"        # a later start reuses existing answers
     if not path.exists():
         found = zip(asked, answers_of(teacher, asked, prompt, args.temperature))
         turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -159,7 +159,7 @@ checkpoints = [folder for folder in out.iterdir() if re.fullmatch(r"checkpoint-\
 checkpoints.sort(key=lambda folder: int(folder.name.split("-")[1]))
 step = 0
 student = load(checkpoints[-1] if checkpoints else args.model_path).train()
-decay = {True: [], False: []}           # of matrices; not of norms and embeddings
+decay = {True: [], False: []}           # True for matrices, False for norms and embeddings
 for name, parameter in student.named_parameters():
     decay[parameter.ndim > 1 and "embed" not in name].append(parameter)
 optimizer = torch.optim.AdamW([{"params": decay[True], "weight_decay": 0.01},
@@ -172,7 +172,7 @@ if checkpoints:
 
 
 def loss_of(chosen):
-    """Sum over trained tokens: cross-entropy, or KL(teacher with its prompt, student)."""
+    """Sum over trained tokens of cross-entropy, or of KL(teacher with prompt, student)."""
     logits, targets = logits_of(student, [rows[i] for i in chosen])
     if args.loss == "ce":
         return F.cross_entropy(logits, targets, reduction="sum")
@@ -182,13 +182,13 @@ def loss_of(chosen):
 
 
 def save():
-    """checkpoint-N, whole or not at all: temporary name, sync, rename; the one before goes."""
+    """Write checkpoint-N atomically (temporary name, sync, rename); delete the previous one."""
     building, final = out / f"checkpoint-{step}.building", out / f"checkpoint-{step}"
     shutil.rmtree(building, ignore_errors=True)
-    student.save_pretrained(building)       # what from_pretrained loads
+    student.save_pretrained(building)       # loads with from_pretrained
     tokenizer.save_pretrained(building)
     torch.save({"step": step, "optimizer": optimizer.state_dict()}, building / "trainer_state.pt")
-    os.sync()                               # on the disk before it has its name
+    os.sync()                               # to disk before the rename
     os.rename(building, final)
     checkpoints.append(final)
     while len(checkpoints) > 1:
@@ -225,12 +225,12 @@ while step < args.max_steps:
     if step % args.save_steps == 0 or step == args.max_steps:
         save()
 
-# ---- 3. Questions that nobody trained on judge
+# ---- 3. Evaluate on held-out questions
 
 
 @torch.no_grad()
 def judge(model, system):
-    """Held-out questions: share of answers equal to the teacher's, nats a token of the latter."""
+    """Held-out questions: share of answers equal to the teacher's; nats per token of those."""
     asked, wanted = zip(*chats["held_out"])
     equal = np.mean([a == b for a, b in zip(answers_of(model, asked, system), wanted)])
     total, n = 0.0, 0

@@ -6,8 +6,8 @@
 
     python minimal/train_bd3lm.py --train_data_file train.jsonl --eval_data_file test.jsonl
 
-A test holds its losses and gradients equal to those of diffusion/train_bd3lm.py --no-pack, which is
-this script made fast (sparse attention, packed rows, several GPUs) and hard to kill.
+A test checks that losses and gradients equal those of diffusion/train_bd3lm.py --no-pack, which
+adds speed (sparse attention, packed rows, several GPUs) and fault tolerance.
 """
 import argparse
 import json
@@ -31,18 +31,18 @@ p.add_argument("--layers", type=int, default=12)
 p.add_argument("--heads", type=int, default=12)
 p.add_argument("--cond_size", type=int, default=128, help="width of the noise level's embedding")
 p.add_argument("--dropout", type=float, default=0.1)
-p.add_argument("--block_size", type=int, default=16, help="tokens that are denoised together")
-p.add_argument("--max_length", type=int, default=512, help="tokens of a problem, or it stays out")
+p.add_argument("--block_size", type=int, default=16, help="tokens per block")
+p.add_argument("--max_length", type=int, default=512, help="longer problems are left out")
 p.add_argument("--per_device_train_batch_size", type=int, default=32, help="problems a micro-step")
 p.add_argument("--gradient_accumulation_steps", type=int, default=4)
 p.add_argument("--max_steps", type=int, default=10_000, help="optimizer steps")
 p.add_argument("--learning_rate", type=float, default=5e-4, help="constant after the warm-up")
 p.add_argument("--warmup_steps", type=int, default=1000)
-p.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights")
+p.add_argument("--ema_decay", type=float, default=0.9999, help="decay of the average")
 p.add_argument("--bf16", action="store_true", help="autocast")
 p.add_argument("--logging_steps", type=int, default=10)
-p.add_argument("--save_steps", type=int, default=1000, help="between bounds, samples, checkpoints")
-p.add_argument("--seed", type=int, default=42, help="of weights, order, noise and dropout")
+p.add_argument("--save_steps", type=int, default=1000, help="steps between checkpoints")
+p.add_argument("--seed", type=int, default=42, help="for weights, order, noise, dropout")
 args = p.parse_args()
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,7 +67,7 @@ def head_of(question):
 def read(path):
     """File -> tokens (n, L) and is_target (n, L); -1 is padding.
 
-    The end token is repeated to the end of its block and trained there: a sampler fills blocks.
+    The end token is repeated to the end of its block and trained, as a sampler fills blocks.
     """
     tokens, is_target, n_long = [], [], 0
     for line in open(path):
@@ -85,7 +85,7 @@ def read(path):
 
 
 def blocks_of(is_target):
-    """(n, L) -> number of each token's block among the blocks with targets of these rows, else -1.
+    """(n, L) -> index of each token's block among the blocks with targets in these rows, else -1.
 
     All tokens of such a block share one noise level.
     """
@@ -103,7 +103,7 @@ def draw(purpose, number, groups, rows):
     rng = np.random.default_rng((args.seed, purpose, *number))
     strata = rng.permutation(groups)
     level = (strata + rng.random(groups)) / groups
-    rng.random(groups)          # the big trainer has a use for them
+    rng.random(groups)          # drawn as in the big trainer
     return 1e-3 + (1 - 1e-3) * level, rng.random((rows, L))
 
 
@@ -121,10 +121,10 @@ def diffuse(tokens, is_target, level, uniform):
 
 
 def attention_mask(tokens):
-    """(n, L) clean tokens -> (n, 1, 2L, 2L) bool: who (rows) sees whom (columns).
+    """(n, L) clean tokens -> (n, 1, 2L, 2L) bool: queries (rows) may attend to keys (columns).
 
-    A noisy token sees its noisy block and the clean blocks before it; a clean token its
-    clean block and those before it. Nobody sees padding, which sees itself.
+    A noisy token attends to its noisy block and the clean blocks before it, a clean token to its
+    clean block and those before it. Padding attends only to itself and is otherwise masked.
     """
     block = torch.arange(L, device=tokens.device).repeat(2) // args.block_size
     clean = torch.arange(2 * L, device=tokens.device) >= L
@@ -170,7 +170,7 @@ class Layer(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding: halves of x (..., D) turn by an angle that grows with position."""
+    """Rotary position embedding: rotate halves of x (..., D) by angles that grow with position."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
@@ -190,9 +190,9 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, noisy, clean, where):
-        """noisy, clean (n, L), where (n, L) bool -> logits (R, V) of the noisy tokens there."""
+        """noisy, clean (n, L), where (n, L) bool -> logits (R, V) of those noisy tokens."""
         x = self.embed(torch.cat([noisy, clean], 1).clamp(min=0))
-        # no time conditioning: the noise level's embedding is that of 0, all cosines 1, all sines 0
+        # no time conditioning: the embedding of noise level 0, with cosines 1 and sines 0
         wave = (torch.arange(256, device=x.device) < 128).float()
         condition = F.silu(self.condition_out(F.silu(self.condition_in(wave))))
         half = args.hidden_size // args.heads // 2
@@ -223,7 +223,7 @@ def weighted_loss(network, tokens, is_target, level, uniform):
 
 @torch.no_grad()
 def bound(network, tokens, is_target, repeats=4):
-    """Nats per trained token: a bound on the negative log-likelihood, the same noise each time."""
+    """Bound on the negative log-likelihood in nats per trained token; always the same noise."""
     network.eval()
     total = 0.0
     for number, first in enumerate(range(0, len(tokens), 32)):
@@ -239,7 +239,7 @@ def bound(network, tokens, is_target, repeats=4):
 
 @torch.no_grad()
 def sample(network, question):
-    """The answer to a question: block by block, in each the tokens in random order, one a pass."""
+    """The answer to a question, block by block; a pass fills one random token of the block."""
     network.eval()
     ids = head_of(question)
     stop, generator = len(ids), torch.Generator().manual_seed(args.seed)
@@ -273,7 +273,7 @@ if checkpoint.exists():
 size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
 steps_per_epoch = math.ceil(len(tokens) / size / accumulation)
 while step < args.max_steps:
-    # order and noise are functions of seed and step, so a resumed run sees what it would have seen
+    # order and noise are functions of seed and step, so resume is exact
     epoch, place = divmod(step, steps_per_epoch)
     order = np.random.default_rng((args.seed, epoch, 1)).permutation(len(tokens))
     rows = order[place * size * accumulation:(place + 1) * size * accumulation]
@@ -294,7 +294,7 @@ while step < args.max_steps:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     step += 1
-    decay = min(args.ema_decay, (1 + step) / (10 + step))       # follows quickly at first
+    decay = min(args.ema_decay, (1 + step) / (10 + step))       # lower at first
     with torch.no_grad():
         for slow, fast in zip(average.parameters(), model.parameters()):
             slow.lerp_(fast, 1 - decay)
@@ -317,5 +317,5 @@ while step < args.max_steps:
                  "model": model.state_dict(),
                  "average": average.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, out / "checkpoint.tmp")
-        os.sync()                       # on the disk before it has its name
+        os.sync()                       # to disk before the rename
         os.replace(out / "checkpoint.tmp", checkpoint)

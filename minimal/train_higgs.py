@@ -7,9 +7,9 @@
     torchrun --nproc_per_node=8 minimal/train_higgs.py --model_path MODEL \
         --audio_tokenizer_path CODEC --train_data_file train.json --use_lora --bf16
 
-With --parallel fsdp (FSDP2) each rank keeps a share of the weights, gradients and moments. A test
-holds its losses and gradients equal to those of train_v2_ddp.py --normalize_text off, which is this
-script made fast (packed batches, fused layers) and hard to kill.
+With --parallel fsdp (FSDP2) each rank keeps a shard of weights, gradients and moments. A test
+checks that losses and gradients equal those of train_v2_ddp.py --normalize_text off, which adds
+speed (packed batches, fused layers) and fault tolerance.
 """
 import argparse
 import contextlib
@@ -43,7 +43,7 @@ p.add_argument("--audio_tokenizer_path", required=True, help="its codec, folder 
 p.add_argument("--train_data_file", required=True, help="ChatML, .json or .jsonl")
 p.add_argument("--output_dir", default="output")
 p.add_argument("--validation_split", type=float, default=0.05, help="share of samples held out")
-p.add_argument("--per_device_train_batch_size", type=int, default=2, help="samples a micro-step")
+p.add_argument("--per_device_train_batch_size", type=int, default=2, help="samples per micro-step")
 p.add_argument("--gradient_accumulation_steps", type=int, default=1)
 p.add_argument("--max_steps", type=int, default=1000, help="optimizer steps")
 p.add_argument("--learning_rate", type=float, default=5e-5)
@@ -54,10 +54,10 @@ p.add_argument("--bf16", action="store_true", help="autocast; a frozen base is s
 p.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp")
 p.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
 p.add_argument("--logging_steps", type=int, default=10)
-p.add_argument("--save_steps", type=int, default=200, help="between validations and checkpoints")
-p.add_argument("--seed", type=int, default=42, help="of adapters, order and hold-out")
+p.add_argument("--save_steps", type=int, default=200, help="steps between checkpoints")
+p.add_argument("--seed", type=int, default=42, help="seed of adapters, order and hold-out")
 args = p.parse_args()
-# torchrun sets these three; one process alone is rank 0 of 1
+# torchrun sets these three; a single process is rank 0 of 1
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 local_rank = int(os.environ.get("LOCAL_RANK", 0))
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -71,23 +71,23 @@ out = Path(args.output_dir)
 (out / "codes").mkdir(parents=True, exist_ok=True)
 
 
-def all_sum(tensor):        # over ranks, in place
+def all_sum(tensor):        # sum over ranks, in place
     if world_size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-# ---- Model: transformers' own forward, and losses as sums, so that any split over ranks adds up
+# ---- Model: transformers' forward, with losses as sums, so any split over ranks adds up
 
 
 class Higgs(torch.nn.Module):
     def __init__(self, net, native):
         super().__init__()
         self.net = net                  # the trained model: native, or PEFT around it
-        self._native = [native]         # in a list, or its weights would be registered twice
+        self._native = [native]         # in a list, so its weights are not registered twice
 
     def forward(self, batch):
-        """Sums over a batch's targets: audio (K,), one a codebook, and text ()."""
+        """Sums over a batch's targets: audio (K,), one per codebook, and text ()."""
         native, tokens, rows = self._native[0], batch["input_ids"], batch["audio_ids"]
         hidden = native.model(
             input_ids=tokens.clamp(min=0), attention_mask=tokens >= 0,          # padding is < 0
@@ -127,7 +127,7 @@ elif args.use_lora:
 # ---- Data: conversation -> pieces of text and clips -> tokens and rows of codes, with labels
 
 INSTRUCTION = re.compile(r"\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
-CONTROL = re.compile(r"<\|(?!scene_desc_(?:start|end)\|>)")     # in a text it would be a token
+CONTROL = re.compile(r"<\|(?!scene_desc_(?:start|end)\|>)")     # would become a token
 path = Path(args.train_data_file)
 conversations = (list(map(json.loads, open(path))) if path.suffix == ".jsonl"
                  else json.load(open(path)))
@@ -139,7 +139,7 @@ def parts_of(content):
     for item in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if item["type"] == "text":
             parts.append(item["text"].strip())
-        else:       # without an offset, the duration is a note on the whole file
+        else:       # without an offset, the duration describes the whole file
             length = item.get("duration") if item.get("offset") is not None else None
             parts.append((str(path.parent / item["audio_url"]), item.get("offset") or 0, length))
     assert not any(CONTROL.search(part) for part in parts if isinstance(part, str)), parts
@@ -147,7 +147,7 @@ def parts_of(content):
 
 
 def pieces_of(conversation):
-    """[(text or clip, trained)] by the model's chat template; the last spoken turn is trained."""
+    """[(text or clip, trained)] as in the chat template; the last spoken turn is trained."""
     pieces, turns, messages = [("<|begin_of_text|>", False)], [], conversation["messages"]
     roles = [message["role"] for message in messages]
     assert set(roles) <= {"system", "user", "assistant"}, f"these roles are not read here: {roles}"
@@ -162,7 +162,7 @@ def pieces_of(conversation):
             parts = [INSTRUCTION.sub("", parts[2])]
         if role == "assistant" and clips:
             spoken = len(turns)
-            if turns[-1][1] == parts[:-1]:      # its text only repeats what was asked for
+            if turns[-1][1] == parts[:-1]:      # its text only repeats the request
                 parts = clips
         turns.append((role, parts))
     if turns[0][0] != "system":
@@ -180,7 +180,7 @@ def pieces_of(conversation):
 
 
 pieces = [pieces_of(conversation) for conversation in conversations]
-codes_of = {}       # clip -> file of its codes: it is encoded once, by whichever run comes first
+codes_of = {}       # clip -> file of its codes, which the first run writes
 for clip in (piece for sample in pieces for piece, _ in sample if isinstance(piece, tuple)):
     key = f"{os.path.abspath(clip[0])} {clip[1:]} {os.stat(clip[0])[6:9]}"      # size and times
     codes_of[clip] = out / "codes" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".npy")
@@ -197,15 +197,15 @@ for clip in share:
         codes = codec.encode(wave[None, None], max(codec.config.target_bandwidths)).audio_codes[0]
     temporary = codes_of[clip].with_suffix(f".{rank}.npy")
     np.save(temporary, codes[:K].T.to(torch.int16).cpu().numpy())
-    os.replace(temporary, codes_of[clip])       # a file of this name is whole
-all_sum(torch.zeros(1))                 # every clip is there
+    os.replace(temporary, codes_of[clip])       # so that the file is complete
+all_sum(torch.zeros(1))                 # barrier: all clips are encoded
 
 
 def sample_of(pieces):
     """Pieces -> arrays: input_ids and text_labels (n,), audio_ids (a, K), audio_labels (n, K).
 
-    A clip of T frames takes T + K + 1 rows. Codebook k is delayed by k rows, begin-of-stream above
-    it, end-of-stream below. Trained are its T codes and one end-of-stream, never the fill.
+    A clip of T frames takes T + K + 1 rows. Codebook k is delayed by k rows, after begin-of-stream
+    and before end-of-stream. Targets are its T codes and one end-of-stream, never the fill.
     """
     input_ids, text_labels, audio_labels, audio_ids = [], [], [], []
     for piece, trained in pieces:
@@ -216,7 +216,7 @@ def sample_of(pieces):
         else:
             codes = np.load(codes_of[piece]).astype(np.int64)     # (T, K)
             T = len(codes)
-            # the rows' embeddings take the place of these tokens; the last K - 1 mark the tail
+            # row embeddings replace these tokens; the last K - 1 mark the tail
             tokens = np.full(T + K + 1, config.audio_token_id)
             tokens[T + 2:] = config.audio_delay_token_id
             text_labels.append(np.full(T + K + 1, IGNORE))
@@ -245,7 +245,7 @@ steps_per_epoch = math.ceil(len(train_ids) / size / batches_per_step)
 
 
 def batches_of(step):
-    """All ranks' batches by seed and step: arrays of sample numbers, empty after an epoch."""
+    """Batches of all ranks by seed and step: arrays of sample numbers, empty after an epoch."""
     epoch, place = divmod(step, steps_per_epoch)
     order = train_ids[np.random.default_rng((args.seed, epoch, 1)).permutation(len(train_ids))]
     first = place * batches_per_step
@@ -253,7 +253,7 @@ def batches_of(step):
 
 
 def load(numbers):
-    """Sample numbers -> {name: (B, longest, ...)}; none give a sample that weighs nothing."""
+    """Sample numbers -> {name: (B, longest, ...)}; no numbers give a sample of zero weight."""
     batch = {name: pad_sequence([torch.from_numpy(samples[i][name]) for i in numbers or [0]],
                                 batch_first=True, padding_value=IGNORE) for name in samples[0]}
     for name in () if numbers else ("text_labels", "audio_labels"):
@@ -266,7 +266,7 @@ def load(numbers):
 for layer in native.model.layers if args.compile else ():
     layer.compile()
 model = Higgs(net, native).train()
-if args.parallel == "fsdp":     # weights are gathered layer by layer, then freed
+if args.parallel == "fsdp":     # gathers weights layer by layer, then frees them
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.bf16 else None,
                                   reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in native.model.layers:
@@ -275,7 +275,7 @@ if args.parallel == "fsdp":     # weights are gathered layer by layer, then free
 wrapped = model = model.to(device)
 if args.parallel == "ddp" and world_size > 1:
     wrapped = DistributedDataParallel(model)
-decay = {True: [], False: []}           # of matrices; not of norms and embeddings
+decay = {True: [], False: []}           # True for matrices, False for norms and embeddings
 for name, parameter in model.named_parameters():
     if parameter.requires_grad:
         decay[parameter.ndim > 1 and "embed" not in name].append(parameter)
@@ -290,11 +290,11 @@ if resume:
 
 @torch.no_grad()
 def evaluate():
-    """Loss over all held-out targets; every rank takes a share."""
+    """Loss over all held-out targets; each rank takes a share."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(rank, math.ceil(len(eval_ids) / world_size) * world_size, world_size):
-        # one without weight where none is left: FSDP2's ranks run every forward together
+        # a sample of zero weight if none is left: FSDP2's ranks run every forward together
         batch = {name: tensor.to(device) for name, tensor in load(list(eval_ids[i:i + 1])).items()}
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             audio, text = model(batch)
@@ -305,8 +305,8 @@ def evaluate():
 
 
 def save():
-    """checkpoint-N, whole or not at all: temporary name, sync, rename. On every rank."""
-    weights = states.get_model_state_dict(net, options=whole)       # whole on rank 0, of any ranks
+    """Write checkpoint-N atomically: temporary name, sync, rename. Call on every rank."""
+    weights = states.get_model_state_dict(net, options=whole)       # full tensors on rank 0
     moments = states.get_optimizer_state_dict(model, optimizer, options=whole)
     if rank:
         return
@@ -315,7 +315,7 @@ def save():
     net.save_pretrained(building, state_dict=weights)       # PEFT's or transformers' own files
     tokenizer.save_pretrained(building)
     torch.save({"step": step, "optimizer": moments}, building / "trainer_state.pt")
-    os.sync()                               # on the disk before it has its name
+    os.sync()                               # to disk before the rename
     os.rename(building, final)
     checkpoints.append(final)
     while len(checkpoints) > 3:
@@ -337,7 +337,7 @@ while step < args.max_steps and not stopping:
     total = torch.zeros((), device=device)
     for micro in range(args.gradient_accumulation_steps):
         batch = {name: tensor.to(device) for name, tensor in next(loader).items()}
-        last = micro == args.gradient_accumulation_steps - 1    # gradients are exchanged once
+        last = micro == args.gradient_accumulation_steps - 1    # reduce gradients once
         if args.parallel == "fsdp":
             model.set_requires_gradient_sync(last)
         with wrapped.no_sync() if wrapped is not model and not last else contextlib.nullcontext():
@@ -356,7 +356,7 @@ while step < args.max_steps and not stopping:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     step += 1
-    stopping = all_sum(torch.tensor(len(stop), device=device)).item() > 0    # all ranks alike
+    stopping = all_sum(torch.tensor(len(stop), device=device)).item() > 0    # the same on all ranks
     saving, values = stopping or step == args.max_steps or step % args.save_steps == 0, {}
     if step % args.logging_steps == 0 or saving:
         values = {"train/loss": all_sum(total).item(), "train/grad_norm": norm.item(), "lr": lr}

@@ -153,7 +153,7 @@ def cut_wave(part, rate, offset=None, length=None):
 
 
 def check_seconds(there, offset=None, length=None):
-    """ValueError unless the `there` seconds found for a cut are neither too many nor too few."""
+    """ValueError if the `there` seconds found for a cut are too many or too few."""
     where = f" from offset {offset} s" if offset else ""
     if there > LONGEST_CLIP_S:
         raise ValueError(f"lasts {there / 60:.1f} minutes{where}; at most {LONGEST_CLIP_S // 60} "
@@ -271,7 +271,7 @@ class Encoding:
     codec_dir: Path
     cache_dir: Path
     num_codebooks: int
-    processes: int = 0                  # that decode, on this node
+    processes: int = 0                  # decoding processes on this node
     wait_limit_s: float = 6 * 3600      # for another run that fills the cache
 
 
@@ -457,7 +457,7 @@ def ensure_codes(world, clips, how):
         shares = [({}, work is None)]
         if work:
             failed = encode_share(world, work, folder, how)
-            torch.cuda.empty_cache()        # of the codec
+            torch.cuda.empty_cache()        # free the codec's memory
             shares = all_gather(world, (failed, bool(watchdog.stop_requested())))
         if any(stop for _, stop in shares):
             raise watchdog.Stopped("asked to stop while audio was being encoded; finished clips "

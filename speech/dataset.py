@@ -349,7 +349,7 @@ class TableBuilder:
         (used, offsets), trained = self.used_clips(), self.trained.array()
         frames = where[used, 2]
 
-        def per_sample(values):      # of its clips; it may have none
+        def per_sample(values):      # sums over a sample's clips, if any
             return np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
 
         tokens = np.diff(self.tokens.offsets.array())

@@ -32,7 +32,7 @@ flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda",
 flag("--dtype", "auto", "base's dtype; adapters stay float32; auto: bfloat16 on a GPU, "
      "float16 on a T4 or V100", choices=("auto", "bfloat16", "float16", "float32"))
 choices.base_dtype(p, "nf4 keeps the base's layers in four bits, for GPUs of 8 to 12 GB")
-# what to say
+# texts to speak
 flag("--text", None, "one or more texts", nargs="+")
 flag("--prompts", None, "file: one text per line, or ChatML, which may name a reference clip")
 flag("--reference_audio", None, "clip of the voice to clone, for texts and lines")

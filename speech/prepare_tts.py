@@ -115,7 +115,7 @@ def find_problems(builder, where, measures, least, most):
         ("dc_offset", np.abs(dc) > DC, "its mean is {:.3f}, not 0", dc))
     usable = np.diff(offsets) > 0
     usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
-    low, high = np.full(len(builder), -np.inf), np.full(len(builder), np.inf)   # of usual pace
+    low, high = np.full(len(builder), -np.inf), np.full(len(builder), np.inf)   # usual pace
     for language in np.unique(facts["language"]):
         mine = usable & (facts["letters"] > 0) & (facts["language"] == language)
         if mine.sum() >= ENOUGH:
@@ -170,7 +170,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     lists all errors in the data, unless they are dropped.
     """
     out, noted, drop = Path(output_dir), [], sources.drop
-    found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
+    found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound, in one list
 
     def finish(builder, cache, shards, where, measures, lost):
         refused = found.counts.total()

@@ -48,7 +48,7 @@ TERMS = """For research and non-commercial use only: the base is under the Boson
 Research and Non-Commercial License, which goes with derived models. No voice may be cloned
 without its owner's consent."""       # of a model card
 LORA_TARGETS = "all-linear"     # default of --lora_target_modules: seven linear layers
-# of sglang-omni's speech endpoint
+# defaults of sglang-omni's speech endpoint
 DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}
 ROPE_THETA = 1e6        # config.json may hold null, for which transformers has another default
 TEXT_TABLE = "tied.embedding.text_embedding.weight"
