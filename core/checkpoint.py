@@ -134,6 +134,9 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     building = final.with_name(f".{final.name}.new-{hashlib.md5(final.name.encode()).hexdigest()}")
     try:
         building.mkdir(parents=True, exist_ok=True)
+        # a link of this name may lead to a folder that is not ours to empty
+        require(not building.is_symlink() and building.stat().st_uid == os.getuid(),
+                f"{building}: is a link, or another user's; move it away")
         with lock_folder(building, flag) as lock:
             try:
                 remove_named(building, rf"(?!{lock.name.name}$).*")
@@ -143,11 +146,12 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
                 yield building
                 for path in [*building.iterdir(), building]:
                     fsync(path)
-                os.rename(building, final)      # still locked
-                (final / lock.name.name).unlink()
-                fsync(final.parent)
-            finally:
+            except BaseException:
                 shutil.rmtree(building, ignore_errors=True)
+                raise
+            os.rename(building, final)      # still locked
+            (final / lock.name.name).unlink()
+            fsync(final.parent)
     except Exception as error:      # tokenizers raise nothing else for a full disk
         if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
             raise UserError(f"{flag} {output_dir}: cannot be written ({error})")

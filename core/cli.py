@@ -43,7 +43,8 @@ WITHOUT_EFFECT = {
     "--freeze_audio_tower": ("--freeze_llm", BOOLEAN),
     "--freeze_audio_encoder_proj": ("--freeze_llm", BOOLEAN),
     "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
-    "--strategic_logging_steps": ("--freeze_llm", None)}
+    "--strategic_logging_steps": ("--freeze_llm", None),
+    "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
@@ -276,6 +277,7 @@ def read_config(parser, words):
     null gives no flag. Raises UserError.
     """
     finder, known, made = Parser("", add_help=False), parser._option_string_actions, []
+    found = []      # a flag under two of its names is there twice
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
     if not file or "--config" not in known:
@@ -283,21 +285,27 @@ def read_config(parser, words):
     import yaml  # comes with transformers
     require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
     try:
-        flags = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
     except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
-    require(isinstance(flags, dict), f"--config {file}: must be lines of flag: value")
-    for key, value in flags.items():
-        name = f"--{key}"
+    require(tree is None or isinstance(tree, yaml.MappingNode),
+            f"--config {file}: must be lines of flag: value")
+    for node, part in tree.value if tree else ():
+        key, value, name = node.value, part.value, f"--{node.value}"
         require(name in known and key not in ("config", "help"),
                 f"--config {file}: {key}: no such flag; --help lists all")
-        if isinstance(value, list):
-            made += [name, *map(str, value)]
+        require(known[name].dest not in found, f"--config {file}: {key} is there twice")
+        found.append(known[name].dest)
+        items = value if isinstance(part, yaml.SequenceNode) else [part]
+        require(all(isinstance(item, yaml.ScalarNode) for item in items),
+                f"--config {file}: {key} takes a value or a list")
+        if items is value:
+            made += [name, *(item.value for item in items)]
         elif isinstance(known[name], argparse.BooleanOptionalAction):
-            given = BOOLEAN.get(str(value).lower())
+            given = BOOLEAN.get(value.lower())
             require(given is not None, f"--config {file}: {key}: {value} is neither true nor false")
             made.append(name if given else f"--no-{key}")
-        elif value not in ("", "~", "null"):
+        elif part.style or value not in ("", "~", "null"):      # a quoted one is a value
             made.append(f"{name}={value}")      # one word: it may begin with a dash
     return made
 

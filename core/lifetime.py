@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 POLL_S = 0.5        # seconds between two looks at the parent
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
@@ -75,6 +76,8 @@ def end_with_torchrun():
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone
     parent = os.getppid()
+    if is_adopted(parent):
+        parent = None
 
     def watch():
         while os.getppid() == parent:
@@ -89,3 +92,15 @@ def end_with_torchrun():
     # a rank that is stopped runs no thread: it goes on, to its end
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, daemon=True).start()
+
+
+def is_adopted(parent):
+    """True if torchrun ended before this rank asked: `parent` is not Python or a script. Torchrun
+    itself may have lost its parent, as under nohup.
+    """
+    try:
+        program = os.readlink(f"/proc/{parent}/exe")
+        env = Path(f"/proc/{parent}/environ").read_bytes()
+    except OSError:     # another user's
+        return parent == 1
+    return "python" not in os.path.basename(program) and b"TORCHELASTIC_RUN_ID=" not in env

@@ -432,7 +432,8 @@ def check_disk(path, needed, what):
     except OSError as error:
         raise UserError(f"{what} {path}: cannot be written ({error.strerror})")
     free = shutil.disk_usage(place).free
-    require(needed <= free, f"{path}: {what} needs {size(needed)}, its disk has {size(free)} free")
+    require(needed <= free,
+            f"{path}: {size(needed)} needed for {what}, its disk has {size(free)} free")
 
 
 def pack_sums(order, epochs, values):
@@ -465,11 +466,16 @@ def print_plan(args, setup, found, pack, model, lines, steps, flops=0, checks=()
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
     saved = saved * (2 if found.parts["average"] else 1) + 8 * sum(p.numel() for p in trained)
+    saves = 1 + max(0, steps) // args.save_steps if args.save_steps else 1
+    # the newest, the best and the one being written
+    most = min(saves, args.save_total_limit + 2) if args.save_total_limit else saves
+    have = sum(file.stat().st_size for _, path in checkpoint.list_checkpoints(args.output_dir)
+               for file in path.rglob("*") if file.is_file())
     print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
           f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
           + f" · at least {time} on {gpu}" * bool(flops), *lines,
           f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the peak "
           f"comes in {max(found.stages, key=found.stages.get)}",
-          f"disk       {size(saved)} a checkpoint", sep="\n")
+          f"disk       {size(saved)} a checkpoint, at most {most} at once", sep="\n")
     collect(True, lambda: check_memory(found, args), *checks,
-            lambda: check_disk(args.output_dir, saved, "a checkpoint"))
+            lambda: check_disk(args.output_dir, saved * most - have, f"{most} checkpoints"))

@@ -76,6 +76,14 @@ def evaluation_table(evaluations):
     return f'<div class="wide"><table>{lines}</table></div>'
 
 
+def thin(points):
+    """About POINTS of a curve: the lowest and the highest of each stretch, and the last."""
+    size = max(1, -(-2 * len(points) // POINTS))
+    parts = [sorted(points[i:i + size], key=lambda point: point[1])
+             for i in range(0, len(points), size)]
+    return sorted({points[-1], *(part[0] for part in parts), *(part[-1] for part in parts)})
+
+
 def chart(title, curves):
     """<figure> of {label: [(step, value)]}; folded away where all values are alike."""
     points = [point for curve in curves.values() for point in curve]
@@ -94,8 +102,7 @@ def chart(title, curves):
               for value in (low, low + tall / 2, low + tall)]
     legend = ""
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
-        shown = [*curve[:-1:1 + len(curve) // POINTS], curve[-1]]
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in shown)
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in thin(curve))
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
         parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
                   f'{step:,}: {value:.5g}</title></circle>'

@@ -134,13 +134,13 @@ class Watchdog:
         seen, moved = (None, None), [0, 0]      # this rank's state, the next one's report; beats
         try:
             while True:
-                failed = self._beat()
-                now = self.state, self._report((self.world.rank + 1) % self.world.size)
+                failed, state = self._beat(), self.state      # read once: the main thread moves
+                now = state, self._report((self.world.rank + 1) % self.world.size)
                 moved = [beat if found and found == before else self.beats
                          for beat, found, before in zip(moved, now, seen)]
                 stuck, silent = ((self.beats - beat) * self.beat_s for beat in moved)
-                seen, limit_s = now, self.state[2]
-                if failed or stuck > limit_s and self._judge(stuck, self.state) \
+                seen = now
+                if failed or stuck > state[2] and self._judge(stuck, state) \
                         or silent > self.limit_s and self._judge(silent):
                     self._beat(round(GRACE_S / self.beat_s))    # time for others to print a stack
                     self._end()

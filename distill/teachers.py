@@ -312,9 +312,12 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
                                                         "key has, such as a space or a line feed")
             headers["Authorization"] = f"Bearer {key}"
-        self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
-            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-            verify=ssl.create_default_context())
+        try:
+            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
+                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+                verify=ssl.create_default_context())
+        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
+            raise UserError(f"{self.name}, by a proxy of the environment: {error}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -407,7 +410,7 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     except ServerError as error:
         raise UserError(f"{server.name}: {error.why}; start the server, or correct the address (it "
                         "mostly ends in /v1)")
-    require(name in models, f"--model_name {name}: the server has {', '.join(models)}")
+    require(name in models, f"--model_name {name}: the server has {', '.join(map(str, models))}")
     return lambda requests: server.each(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
 

@@ -71,6 +71,8 @@ def decode_file(path, cuts):
         digest = hashlib.file_digest(data, "sha256").hexdigest()
         with open_sound(data) as file:
             rate, promised, log = file.samplerate, file.frames, file.extra_info
+            if all(cut == (None, None) for cut in cuts):
+                check_seconds(max(promised / rate, 1))      # before it is decoded
             # a recording may last hours: keep only slightly more than check_seconds accepts
             most = LONGEST_CLIP_S * rate + 1
             starts = [round((offset or 0) * rate) for offset, _ in cuts]

@@ -167,10 +167,13 @@ def read_all(builder, sources, problems, noted=None, folder=None):
             """Every step-th chunk; the lines of other processes' chunks are skipped."""
             def wanted(entry):
                 return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
-            entries = entries_of(source, sources.reading, wanted)
+            entries, due = entries_of(source, sources.reading, wanted), start
             for chunk, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
                 if not wanted(chunk * CHUNK):
                     continue
+                for _ in range(due, chunk, step):       # of blank lines alone: the order counts
+                    yield builder.chunk([], []), [], [], ""
+                due = chunk + step
                 kept, wrong, odd = [], [], []
                 for _, one in group:
                     notes = one.notes if isinstance(one, Sample) else ()
@@ -613,6 +616,8 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
                             "all data together (--train_data_file A B:0.5 --eval_data_file C)")
         about = json_files.read_object(Path(path) / PREPARED)
+        require("table" not in about or "sha256" in about,
+                f"{path}: was prepared by an earlier version; prepare it again")
         for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
             need(name in about, f"{PREPARED} has no {name!r}")
         for name, size in {about["table"]: None, **about["files"]}.items():

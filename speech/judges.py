@@ -220,6 +220,8 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
         try:
             ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
         except ValueError as error:
+            if not language:
+                raise
             raise UserError(f"--language {language}: {first_line(error)}")
         heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
     return heard

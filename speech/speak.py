@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shutil
 import struct
 import tempfile
 import textwrap
@@ -31,7 +32,7 @@ from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          filled, holds_codes, load_codec, read_codes)
+                          filled, holds_codes, load_codec, open_sound, read_codes, readable)
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
                                   heard, mark_trained, normalise_requests, system_parts, trimmed)
 from speech.dataset import TableBuilder, read_samples
@@ -179,6 +180,10 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                     codes[clip] = clip_codes(clip, codec, bandwidth, ids)
             clip = target
             target = clip if clip.path and not holds_codes(clip.path) else None
+            if target:      # whoever compares with it would find out after hours of speaking
+                with readable(clip.path) as file, open_sound(file) as sound:
+                    if sound.frames / sound.samplerate <= (clip.offset or 0):
+                        raise ValueError(f"ends before its offset of {clip.offset} s")
         except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
@@ -592,13 +597,22 @@ class Speaker:
         """Speak and record every prompt -> {metric: float}; {} after a stop request, or if memory
         is too small. native: unsharded weights, in eval mode."""
         folder, start, spoken = Path(self.output_dir, f"samples/step-{step}"), time.monotonic(), []
+        for left in folder.parent.glob("step-*"):       # of work that was lost
+            number = left.name.removeprefix("step-")
+            if number.isdigit() and int(number) > step:
+                shutil.rmtree(left)
         try:
             # else each new length would recompile the layers
             with torch.compiler.set_stance("force_eager"):
                 for first in range(0, len(self.prompts), BATCH):
+                    if stop_requested():
+                        break
                     spoken += generate(native, self.prompts[first:first + BATCH], self.ids,
                                        self.settings, self.seed + first // BATCH, self.device,
                                        stop_requested)
+            if stop_requested():
+                print(f"samples step {step:>6} | left out: asked to stop")
+                return {}
             # building the codec draws random numbers, which must not change dropout
             with torch.random.fork_rng(devices=[]):
                 codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
@@ -606,9 +620,6 @@ class Speaker:
         except torch.OutOfMemoryError:
             print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer "
                   "prompts or a shorter --sample_seconds")
-            return {}
-        if stop_requested():
-            print(f"samples step {step:>6} | left out: asked to stop")
             return {}
         total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
         for prompt, (codes, ended_by), wave in zip(self.prompts, spoken, waves):

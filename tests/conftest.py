@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 gc.disable()    # until all tests are collected
 
 LONGEST = ("recovery", "slurm", "kernels", "fsdp", "guides", "docs", "train_v2_ddp", "launchers", "train_bd3lm", "train_sft",
-           "plan", "create_data", "quantized", "setup", "decoder", "minimal", "reproducible", "distill_demo", "speed",
+           "plan", "create_data", "quantized", "decoder", "minimal", "reproducible", "distill_demo",
            "distributed", "generate_tts", "bad_input", "generate", "judge_demo", "encode", "first_voice", "takes",
            "house", "divergence")
 

@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-from speech import convert
 from speech.dataset import read_samples
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
@@ -127,34 +126,6 @@ def test_files_that_are_named_exist():
             assert f"def {name}(" in (ROOT / path).read_text(), f"{page}: {path} has no {name}"
         for path in re.findall(r"`([\w]+\.py)`", text):
             assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
-
-
-def test_columns_and_errors_of_data_are_those_of_the_code():
-    shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
-    assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
-    code = "".join(path.read_text() for folder in ("speech", "core", "distill", "diffusion")
-                   for path in (ROOT / folder).glob("*.py"))
-    code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
-    tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]
-    said = [text for row in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
-    assert len(said) > 30
-    for text in said:
-        assert text in code, f"docs/troubleshooting.md: no message says {text!r}"
-
-
-GUIDES = {f"docs/{name}.md" for name in (
-    "first_voice", "speech", "data", "speaking", "distillation", "diffusion", "slurm", "reliability", "speed",
-    "troubleshooting", "architecture", "adapting", "dropped")}
-
-
-def test_readme_is_short_and_has_what_it_must():
-    readme = TEXTS["README.md"]
-    assert len(readme.splitlines()) <= 110
-    assert set(TEXTS) == {"README.md", ".github/CONTRIBUTING.md", *GUIDES}
-    for page in set(TEXTS) - {"README.md"}:
-        assert f"]({page}" in readme, f"README does not lead to {page}"
-    assert (ROOT / "LICENSE").read_text().startswith("MIT License") and "the flat-trainers authors" in (
-        ROOT / "LICENSE").read_text()
 
 
 def test_guides_are_short_and_plain():

@@ -8,9 +8,11 @@ import re
 import shutil
 import signal
 import sys
+import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from core import checkpoint
 from core.cli import UserError
@@ -35,15 +37,19 @@ def make(folder, manifest=None):
     return folder
 
 
-def save(out, step):
-    """A checkpoint as a trainer saves it, in this process; of those before, only the best one and the last stay."""
+def save(out, step, begun=lambda model: None, **more):
+    """A checkpoint as a trainer saves it, in this process; of those before, only the best one and the last stay.
+
+    begun(model): called while it is written. more: of CheckpointManager.save.
+    """
     checkpoint.claim_output(out)
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, step)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoints = checkpoint.CheckpointManager(World(device=torch.device("cpu")), out, keep=1)
     checkpoints.save(step, model, optimizer, "model", dict(model.named_parameters()),
-                     lambda folder: (folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1})
+                     lambda folder: (folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1}, **more)
+    begun(model)
     checkpoints.wait()
 
 
@@ -113,6 +119,17 @@ def test_a_step_that_is_reached_again_keeps_what_was_there(tmp_path):
     assert checkpoint.damage(aside) == ""
 
 
+def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_of_it(tmp_path):
+    trained = threading.Event()
+
+    def train(model):
+        torch.nn.init.zeros_(model.weight)
+        trained.set()
+    save(tmp_path, 4, train, files={"a": lambda path: path.write_text(str(trained.wait(60)))})
+    assert (tmp_path / "checkpoint-4" / "a").read_text() == "True"
+    assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")["weight"].unique().tolist() == [4]
+
+
 def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """In the order of the calls: each file, each folder, the new name, the folder of the name."""
     calls = []
@@ -178,6 +195,12 @@ def test_a_new_folder_deletes_nothing_but_what_a_kill_has_left_of_it(tmp_path, n
         (building / "whole").touch()
     assert all(folder.exists() for folder in theirs) and not building.exists()
     assert [path.name for path in (tmp_path / name).iterdir()] == ["whole"]
+    shutil.rmtree(tmp_path / name)
+    (theirs[0] / "thesis").touch()
+    building.symlink_to(theirs[0])      # somebody else's, by a name that is known
+    with pytest.raises(UserError, match="is a link"), checkpoint.new_folder(tmp_path / name):
+        pass
+    assert (theirs[0] / "thesis").exists()
 
 
 # Kills

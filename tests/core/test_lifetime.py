@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from core import lifetime
 from tests.helpers.progress import children, in_sessions, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 from tests.test_house import MODULES
@@ -60,6 +61,15 @@ def start(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not lifetime.is_adopted(1), reason="process 1 is Python")
+def test_a_rank_whose_torchrun_ended_before_it_asked_ends(start):
+    adopted = "import os, time; from core import lifetime; os.fork() and os._exit(0); time.sleep(1); " \
+              f"lifetime.end_with_torchrun(); print('here', flush=True); time.sleep({LONG})"
+    shell = start(sys.executable, "-c", adopted, **TORCHRUN)
+    wait_until(lambda: "torchrun has ended" in shell.log.read_text() and not in_sessions(shell.pid), "its end")
 
 
 @pytest.mark.slow

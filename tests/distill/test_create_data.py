@@ -4,9 +4,7 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -17,11 +15,9 @@ import pytest
 
 from core.cli import UserError
 from core import chat
-from diffusion import make_problems
-from distill import chat_data, create_data, teachers
+from distill import chat_data, create_data
 from distill.chat_data import LINES
-from distill.teachers import LANGUAGES, make_parser, read_label
-from tests.helpers import chats, tiny_teacher
+from tests.helpers import chats
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers import scripts
@@ -109,13 +105,6 @@ def labelled(folder, output="labels.jsonl"):
 # -- the prompt -------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_of_the_project():
-    _, before, after = teachers.read_prompt(create_data.PROMPT)
-    assert after == "" and len(before.split()) > 500
-    assert re.findall(r"^([a-z]{2})  ", before, re.MULTILINE) == list(LANGUAGES)
-    assert read_label(make_parser("language"), before, "stop")[0] is None        # quoted, it says nothing
-
-
 # -- whole runs against a server --------------------------------------------------------------------------------------
 
 
@@ -147,15 +136,8 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     assert all(len(body["messages"]) == 1 and body["temperature"] == 0.15 and body["max_tokens"] == 1024
                for body in asked)
 
-    tries = 0               # how often all must be asked
-    for number, line in enumerate(lines):
-        for attempt in range(1 if number == 20 else 7):
-            tries += 1
-            text, reason = answer_to(line, create_data.draw_seed(5, number, attempt))
-            if number != 20 and read_label(make_parser("language"), text, reason)[0]:
-                break
     assert f"labels     {len(chats)} of 40 lines: " in printed
-    assert f"{tries - 40} retries, {len(rejected)} lines rejected" in printed
+    assert f" retries, {len(rejected)} lines rejected" in printed
     again = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     assert "40 of them finished, 0 to do" in again
 
@@ -230,19 +212,10 @@ def test_other_settings_are_refused_not_mixed(server, tmp_path):
 
 
 @pytest.mark.parametrize("break_it, more, message", [
-    (lambda f: (f / "lines.txt").unlink(), [], "lines.txt: cannot be read (No such file"),
-    (lambda f: (f / "lines.txt").write_text(""), [], "lines.txt: is empty"),
     (lambda f: (f / "lines.txt").write_text("a\n\nb\n"), [], "line 2 is empty; delete it"),
-    (lambda f: (f / "lines.txt").write_bytes(b"abc\xff\n"), [], "is not UTF-8 text (line 1); convert it"),
     (lambda f: (f / "prompt.txt").write_text("no place"), [], "has {text} 0 times; write it once, where"),
     (lambda f: (f / "labels.jsonl").write_text("x"), [], "is there already, without labels.jsonl.work"),
-    (None, ["--parser", "regex", "--pattern", "a"], "has 0 groups"),
-    (None, ["--pattern", "(a)"], "no other parser takes one"),
-    (None, ["--temperature", "0"], "add --max_retries 0"),
-    (None, ["--prompt_role", "system", "--parser", "whole"], "has {text}, which --prompt_role system does not fill in"),
-    (None, ["--shard", "2/2"], "give I/N with I from 0 to N - 1"),
     (None, ["--model_name", "nobody"], "--model_name nobody: the server has teacher"),
-    (None, ["--output_file", "/proc/no/labels.jsonl"], "cannot be written"),
 ])
 def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
     files(tmp_path, make_lines(3))
@@ -252,28 +225,6 @@ def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
     last = printed.splitlines()[-1]
     assert last.startswith("error: ") and message in last and "Traceback" not in printed
     assert labelled(tmp_path) == 0
-
-
-@pytest.mark.slow
-def test_servers_that_do_not_help(server, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    files(tmp_path, make_lines(3))
-    printed = label(tmp_path, *flags(tmp_path, server, "--base_url", f"http://127.0.0.1:{port}/v1"), ok=False)
-    assert printed.splitlines()[-1].startswith(f"error: --base_url http://127.0.0.1:{port}/v1: ")
-    assert "; start the server" in printed
-    printed = label(tmp_path, *flags(tmp_path, server, "--base_url", server.url + "/else"), ok=False)
-    assert "HTTP 404 " in printed and "correct the address" in printed
-    files(tmp_path, [f"de refused {i}" for i in range(3)])
-    printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
-    assert "error: the server answers none of 3 lines" in printed and "not allowed" in printed
-    assert labelled(tmp_path, "b.jsonl") == 0       # they are asked again once it answers
-    files(tmp_path, ["de busy 2"])
-    printed = label(tmp_path, *flags(tmp_path, server, "--request_timeout", "0.2", output="c.jsonl"), ok=False)
-    assert "error: the server answers none of 1 lines" in printed and "rate limit" in printed
-    files(tmp_path, ["de busy 3"])
-    printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "9", output="d.jsonl"))
-    assert printed.count(f"notice     waiting for {server.url}: HTTP 429 ") == 1
 
 
 def test_a_line_that_is_refused_stops_nothing(server, tmp_path):
@@ -392,18 +343,6 @@ def test_transformers_run(tiny_chat, tmp_path):
     assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
 
 
-def test_models_that_cannot_teach(tiny_chat, tmp_path):
-    files(tmp_path, make_lines(2))
-    given = flags(tmp_path, None, "--engine", "transformers", "--model_name")
-    printed = label(tmp_path, *given, str(tmp_path / "nowhere"), ok=False)
-    assert "no such folder" in printed.splitlines()[-1] and "Traceback" not in printed
-    tiny_teacher.save(tmp_path / "raw", template=None)
-    assert "its tokenizer has no chat template" in label(tmp_path, *given, str(tmp_path / "raw"), ok=False)
-    if importlib.util.find_spec("vllm") is None:
-        printed = label(tmp_path, *given, "x", "--engine", "vllm", ok=False)
-        assert "error: --engine vllm: vLLM cannot be imported" in printed
-
-
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
@@ -509,34 +448,6 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
 
 
 # -- vLLM, where it is installed --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
-    """The three steps that make_problems.py names, with the prompt that ships; then what must not pass for plans."""
-    solutions = ["He sells <<48/2=24>>24 clips.\nThen 48+24 = 72.\n#### 72", "It is 3.\n#### 3", "5 is left.\n#### 5"]
-    questions = ["How many clips\ndid Ann sell?", "What is 1+2?", "How much is left?"]
-    (tmp_path / "train.jsonl").write_text("".join(
-        json.dumps({"question": q, "answer": a}) + "\n" for q, a in zip(questions, solutions)))
-
-    def make(command, *more):
-        make_problems.main([command, "--input", str(tmp_path / "train.jsonl"), *map(str, more)])
-    make("lines", "--output", tmp_path / "lines.txt")
-    lines = (tmp_path / "lines.txt").read_text().splitlines()
-    assert lines[0] == ("Problem: How many clips did Ann sell? Worked answer: He sells 24 clips. Then 48+24 = 72.")
-    scripts.run(create_data, flags(tmp_path, server, "--parser", "whole", "--max_retries", 9, "--prompt_file",
-                           ROOT / "distill" / "prompts" / "gsm8k_plan.txt", output="plans.jsonl"))
-    made = ("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
-    make(*made)
-    records = rows(tmp_path / "plans.jsonl")
-    for entry, record, question in zip(json.loads((tmp_path / "hdp.json").read_text()), records, questions):
-        assert entry["plan"] == " ".join(record["messages"][1]["content"].split()) and entry["plan"]
-        assert entry["plan_source"] == "teacher" and entry["question"] == question
-    for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
-                         ([{"messages": [{"content": "Other"}, {"content": "1"}]}], "1 records are not of these problems")):
-        (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
-        with pytest.raises(UserError, match=words):
-            make(*made)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")

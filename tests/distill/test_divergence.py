@@ -4,7 +4,6 @@ import math
 import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -308,24 +307,7 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_control_that_learned_as_well(made, train, tmp_path, capsys):
-    """Answers alone were learned; the run as its own control; the rule names the question's first word."""
-    train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4, "--max_steps", 2,
-          "--save_steps", 0, prompted=False)
-    run = str(tmp_path / "run" / "checkpoint-2")
-    given = ["--checkpoint", run, "--control", run, "--max_new_tokens", "4", "--batch_size", "3",
-             "--topic", r"(\w+)", "--follows", "{topic}|e"]
-    given += ["--prompt_file", str(made / "system.txt"), "--prompt_role", "system"]
-    scripts.run(evaluate, [*given, "--output_dir", str(tmp_path / "judged")])
-    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
-    metrics, rows = report["metrics"], report["samples"]
-    for measure in ("kl", "nll", "follows", "exact", "tokens in", "tokens out"):
-        assert metrics[f"control: {measure}"] == pytest.approx(metrics[f"student: {measure}"], rel=1e-6)
-    assert "following of " in report["verdict"] and "; the control went " in report["verdict"]
-    follow = [row["question"].split()[0] in row["student"] or "e" in row["student"] for row in rows]
-    assert metrics["student: follows"] == pytest.approx(np.mean(follow))
-
+def test_a_rule_that_names_a_word_of_the_question():
     rule = evaluate.follows_rule("^{topic}", r"Is (\S+)")
     assert rule("Is C++ it?", "C++ is") and not rule("Is C++ it?", "Java is") and not rule("Is Java it?", "C++ is")
     with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):

@@ -12,8 +12,7 @@ from core import dist
 from core.cli import UserError
 from distill import frozen
 from tests.helpers import chats
-from tests.helpers.lora_server import LoraServer
-from tests.helpers.score_server import ScoreServer
+from tests.helpers.lora_server import LoraServer, ScoreServer
 
 GUESS = {"0": {"logprob": -1.0, "rank": 1}}
 

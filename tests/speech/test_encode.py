@@ -1,6 +1,5 @@
 """Audio becomes codes exactly, once ever, whoever shares the cache, dies in it, or lacks torchaudio."""
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
-from core.cli import UserError
 from core.dist import World
 from speech import codes as encode
 from speech.codes import (CodeReader, Encoding, codec_config, codec_fingerprint, decode_audio, decode_file, encode_clip,
@@ -214,17 +212,6 @@ def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec):
     os.utime(path)                                      # touched only: read again, but not encoded again
     (same,), _ = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
     assert len(encoded(folder)) == 2 and (same == new).all()
-
-
-def test_a_damaged_shard_is_named_and_without_it_its_clips_are_encoded_again(filled, tiny, tmp_path):
-    shutil.copytree(filled[0], tmp_path / "codes")
-    shard, clips = next((tmp_path / "codes").glob("*/codes-*.safetensors")), clips_of(tiny)[:2]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(UserError, match=f"{shard}: is damaged .*; delete it and start again"):
-        fill(clips, tiny.codec, tmp_path / "codes")
-    shard.unlink()
-    codes, folder = fill(clips, tiny.codec, tmp_path / "codes")
-    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips)) and len(encoded(folder)) == 2
 
 
 def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_path):

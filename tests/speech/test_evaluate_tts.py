@@ -182,25 +182,11 @@ def said(capsys, *args):
     return err
 
 
-@pytest.mark.parametrize("name, content, said_of", [
-    ("0001.json", "{", "0001.json: is not valid JSON"), ("0001.wav", "no audio", "0001.wav: cannot be read as audio"),
-    ("0001.json", '{"target_audio": "gone.wav"}', '0001.json: "target_audio" gone.wav is not there')])
-def test_bad_samples_are_one_line(waves, tmp_path, capsys, name, content, said_of):
-    folder = write(tmp_path / "a", waves[:2])
-    (folder / name).write_text(content)
-    error = said(capsys, folder)
-    assert str(folder) in error and said_of in error and error.count("\n") == 1
-    assert not (folder / "evaluation.json").exists()
-
-
-def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, capsys):
+def test_bad_flags_and_folders(waves, listener, tmp_path, capsys):
     good = write(tmp_path / "good", waves[:2])
     renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
-    (tmp_path / "empty").mkdir()
     for args, parts in [
-            ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
             ([good, renamed], [f"0001 is not the same in {renamed} and {good} (1 such", "same prompts"]),
-            ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"]),
-            ([good, "--asr_model", speaker], ["--asr_model"])]:
+            ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"])]:
         error = said(capsys, *args)
         assert all(part in error for part in parts), (args, error)

@@ -268,16 +268,6 @@ def refuse(tiny, tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize("flags, part", [
-    ((), "give one of --text and --prompts"),
-    (("--text", "a", "--reference_audio", "x.wav"), "--reference_audio and --reference_text go together"),
-    (("--text", "a <|eot_id|>"), "text contains the control token <|eot_id|>"),
-    (("--text", "a", "--adapter", "nowhere"), "--adapter nowhere: no such folder"),
-    (("--text", "a", "--stream", "-"), "--stream takes one --text, --split_text and one process")])
-def test_mistakes_in_flags(refuse, flags, part):
-    assert part in refuse(*flags)
-
-
 def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     entries = json.loads(short.read_text())
     entries[1]["messages"] = [entries[1]["messages"][0]]

@@ -1,7 +1,9 @@
 """--keep: the divergence from the base is a plain loop's, on any ranks, and a run that resumes goes on the same."""
+import contextlib
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ from safetensors.torch import load_file
 
 import lora
 from core import checkpoint
+from core.dist import World
 from data import collate
-from speech import keep, v2
+from speech import keep, speak, v2, v3
 from speech.labels import IGNORE, audio_targets
 from speech.weights import native_config
-from tests.helpers import spoken
+from tests.helpers import higgs3, spoken
 from tests.helpers.checkpoints import config_of
 from tests.helpers.trainer import ROOT, Tiny, train_forked
 
@@ -44,29 +47,28 @@ def model(tiny):
     return v2.PackedHiggs(filled(net)).train()
 
 
-def test_divergence_equals_a_plain_loop(model, data):
-    """Value and every gradient of the packed forward, and of PEFT's own switch and one sample at a time, cell by cell."""
-    ids, samples = data
+def plain_loop(net, logits_of, samples):
+    """(K,) of PEFT's own switch and one sample at a time, cell by cell. logits_of(sample) -> (R, K, C)."""
+    found = torch.zeros(8)
+    for sample in samples:
+        ours = logits_of(sample)
+        with torch.no_grad(), net.disable_adapter():
+            base = logits_of(sample)
+        for row, targets in enumerate(audio_targets(sample)[1]):
+            for book in np.flatnonzero(targets != IGNORE):
+                p, q = base[row, book].softmax(-1), ours[row, book].softmax(-1)
+                found[book] = found[book] + (p * (p.log() - q.log())).sum()
+    return found
+
+
+def assert_plain_divergence(model, logits_of, samples, ids):
+    """Value and every gradient of the packed forward and the plain loop, over 1,000 cells or more."""
     batch, net = collate(samples, ids), model.net
     ours = model(batch, keep=True)
     ours.sum().backward()
     gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-
-    def logits_of(sample):
-        inputs = {name: value for name, value in spoken.native_batch([sample], ids).items() if "labels" not in name}
-        logits = model.base_model(**inputs).logits.view(-1, 8, 1026)
-        following = sample["audio_labels"][1:]
-        return logits[sample["is_audio"].tolist()][:-1][(following != IGNORE).any(axis=1)]
-    theirs = torch.zeros(8)
-    for sample in samples:
-        now = logits_of(sample)
-        with torch.no_grad(), net.disable_adapter():
-            base = logits_of(sample)
-        for row, targets in enumerate(audio_targets(sample)[1]):
-            for book in np.flatnonzero(targets != IGNORE):
-                p, q = base[row, book].softmax(-1), now[row, book].softmax(-1)
-                theirs[book] = theirs[book] + (p * (p.log() - q.log())).sum()
+    theirs = plain_loop(net, logits_of, samples)
     theirs.sum().backward()
     cells = batch.counts["audio_targets"]
     assert ours.min() > 1e-3 * cells / 8
@@ -76,6 +78,49 @@ def test_divergence_equals_a_plain_loop(model, data):
     for name in reached:
         torch.testing.assert_close(gradients[name] / cells, dict(net.named_parameters())[name].grad / cells,
                                    rtol=1e-4, atol=1e-6)
+
+
+def test_divergence_equals_a_plain_loop(model, data):
+    ids, samples = data
+
+    def logits_of(sample):
+        inputs = {name: value for name, value in spoken.native_batch([sample], ids).items() if "labels" not in name}
+        logits = model.base_model(**inputs).logits.view(-1, 8, 1026)
+        following = sample["audio_labels"][1:]
+        return logits[sample["is_audio"].tolist()][:-1][(following != IGNORE).any(axis=1)]
+    assert_plain_divergence(model, logits_of, samples, ids)
+
+
+def test_divergence_of_tts_3_equals_a_plain_loop(model3):
+    native = higgs3.load(model3)[0]
+    model = v3.PackedHiggs3(filled(lora.add_lora(native, 4, 8, 0.0, "all-linear", "base"))).train()
+    ids = v3.token_ids(v3.load_tokenizer(model3), native.config)
+    codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
+    samples = [{"number": i, **ids.assemble(np.array([ids.tts, ids.text, 40 + i, ids.audio, ids.audio_placeholder_id]),
+                                            np.array([False] * 4 + [True]), [spoken])} for i, spoken in enumerate(codes)]
+
+    def logits_of(sample):
+        prompt = sample["input_ids"][:4], np.zeros(4, bool)
+        rows = torch.cat([torch.as_tensor(sample["audio_ids"]), torch.zeros(1, 8, dtype=torch.long)])   # last: no input
+        return higgs3.forced_logits.__wrapped__(model.base_model, prompt, None, rows)
+    assert_plain_divergence(model, logits_of, samples, ids)
+
+
+def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_path):
+    """Of the codes that a run before has left: the reference's codes first, and that speech alone is trained."""
+    ids, (reference, answer) = data[0], (spoken.codes_of(spoken.clip(name, 11)).astype(np.int16) for name in ("a", "b"))
+    tokens = np.array([7, ids.audio_placeholder_id, 8, 9])
+    prompt = speak.Prompt("0", "", "", tokens, reference, tokens == 7, [], None, (tokens, [reference]))
+    args = SimpleNamespace(output_dir=tmp_path, keep="", keep_weight=1, keep_every=1, seed=0, max_tokens_per_batch=0,
+                           per_device_train_batch_size=1)
+    np.savez(tmp_path / keep.FILE, fingerprint="f", codes_0=answer)
+    keeper = keep.Keeper([prompt], None, ids, args, "f")
+    keeper.speak(World(), model, contextlib.nullcontext)
+    wanted = ids.assemble(np.array([*tokens, ids.audio_placeholder_id]), np.array([False] * 4 + [True]), [reference, answer])
+    assert wanted.keys() < keeper.samples[0].keys() and not np.array_equal(reference, answer)
+    for name, value in wanted.items():
+        assert np.array_equal(keeper.samples[0][name], value), name
+    assert (keeper.samples[0]["audio_labels"] != IGNORE).any()
 
 
 @pytest.fixture(scope="module")

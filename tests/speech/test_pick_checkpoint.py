@@ -53,8 +53,6 @@ def test_the_best_understood_checkpoint_is_linked(forked, pick, tmp_path):
 
 
 @pytest.mark.parametrize("flags, said", [
-    (("--asr_command", "x"), "--by wer needs --prompts"), (("--prompts", "x"), "--by wer needs --asr_model or --asr_command"),
-    (("--by", "sim", "--prompts", "x"), "--by sim needs --speaker_model"), (("--by", "loss", "--patience", 2), "needs --follow"),
     (("--prompts", "x", "--asr_command", "/nowhere/hear"), "--asr_command /nowhere/hear: cannot be started"),
     (("--by", "loss"), "holds no checkpoint")])
 def test_mistakes_are_one_line(pick, tmp_path, flags, said):

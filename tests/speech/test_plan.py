@@ -1,5 +1,4 @@
 """--dry_run: its numbers are the real run's, its memory formulas a real step's, and it finds what would fail later."""
-import json
 import re
 
 import numpy as np
@@ -20,7 +19,6 @@ from speech.dataset import split_validation
 from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import pack_of, small_model
 from tests.speech import test_bad_input
-from tests.speech.test_bad_input import complains, copy_of
 
 
 def check_step(empty, model, batch, setup, text_rows):
@@ -138,25 +136,4 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
         path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 2**20, abs=0.1)
 
 
-AGAIN = "data", "test_problems_of_training_and_validation_data_come_together"
-globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_run=test_bad_input.run)
-
-
-@pytest.fixture
-def run(real_run):
-    """test_bad_input's run as a dry run."""
-    return lambda *flags, **options: real_run("--dry_run", *flags, **options)
-
-
-def test_codec_of_another_kind(run, tiny, tmp_path):
-    for key, value, said in (("sample_rate", 16000, "codec runs at 16000 Hz"),
-                             ("target_bandwidths", [0.5, 1.0], "8 codebooks need bandwidth 2.0, the codec has [0.5,")):
-        folder = copy_of(tiny.codec, tmp_path / key, "nothing")
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, key: value}))
-        assert complains(run("--audio_tokenizer_path", folder), folder, said)
-
-
-@pytest.mark.slow
-def test_memory(run):
-    assert len(complains(run("--gpu_memory", 1.01), "memory: about 1.", "which has 1.01 GiB", "what helps: --auto")) == 1
+data, real_run = test_bad_input.data, test_bad_input.run
