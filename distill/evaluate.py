@@ -177,7 +177,7 @@ def read_chats(path):
 
 
 def read_rows(args, run):
-    """([record {"id", "messages", ...}] to evaluate on, their file, JSON-able dict about them).
+    """([record {"id", "messages", ...}] to evaluate on, JSON-able dict about them and their file).
     UserError for questions that were also trained, or that the run did not hold out.
     """
     if args.eval_data_file:
