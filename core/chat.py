@@ -130,9 +130,9 @@ def as_messages(record, answered=True):
 
 
 def as_message(message):
-    """A message as templates want it, or as check_messages refuses it: ShareGPT's has our keys, one
-    that is nothing but calls an empty text, and arguments of calls are JSON values, which servers
-    send as text. ValueError.
+    """A message in the form that templates take; check_messages refuses others. ShareGPT's keys
+    become ours, a message that only has calls gets an empty text, and arguments of calls, which
+    servers send as text, become JSON values. ValueError.
     """
     if isinstance(message, dict) and message.keys() - {"weight"} == {"from", "value"}:
         names = {"from": "role", "value": "content"}

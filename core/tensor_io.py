@@ -254,7 +254,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
 
     def write(path):
         bad = sorted(name for name, tensor in share.items() if not is_finite(tensor))
-        # or rotation would leave nothing but checkpoints that nobody can use
+        # or rotation would delete the last checkpoint that can be used
         require(not bad, f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "
                          f"{', '.join(bad[:5])}")
         save(share, path)

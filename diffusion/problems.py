@@ -18,7 +18,7 @@ END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",),
            "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
 SDAR_MASK = "<|MASK|>"      # the mask in SDAR's tokenizers (github.com/JetAstra/SDAR)
-NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus in 5-3 is no sign
+NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus in 5-3 is not a sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder

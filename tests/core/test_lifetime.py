@@ -69,7 +69,7 @@ def test_a_rank_whose_torchrun_ended_before_it_asked_ends(start):
     adopted = "import os, time; from core import lifetime; os.fork() and os._exit(0); time.sleep(1); " \
               f"lifetime.end_with_torchrun(); print('here', flush=True); time.sleep({LONG})"
     shell = start(sys.executable, "-c", adopted, **TORCHRUN)
-    wait_until(lambda: "torchrun has ended" in shell.log.read_text() and not in_sessions(shell.pid), "its end")
+    assert wait_until(lambda: "torchrun has ended" in shell.log.read_text() and not in_sessions(shell.pid), "its end")
 
 
 @pytest.mark.slow

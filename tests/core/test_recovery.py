@@ -102,7 +102,7 @@ class Job:
         return wait_until(ready, "such a moment", lambda: self.statuses() == [None, None], self.text)
 
     def end(self, *statuses):
-        """Wait for it to end with these statuses of the ranks; no process may be left behind."""
+        """Wait for it to end with these statuses of the ranks; no process may be left."""
         wait_until(lambda: None not in self.statuses() and not self.pids(), "end of every process",
                    progress=lambda: (self.statuses(), self.pids(), self.text()))
         assert self.statuses() == list(statuses), self.text()
@@ -323,7 +323,7 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path):
                                          (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the other ranks have "
                                              r"waited for \d+ s")])
 def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
-    """By the other one of two, while a checkpoint is written beside training; when it goes on it finds that one, or the
+    """By the other one of two, while a checkpoint is written during training; when it goes on it finds that one, or the
     store, gone.
     """
     out = tmp_path / "out"
@@ -346,7 +346,7 @@ def test_a_pause_of_all_is_no_hang(launch, tmp_path):
     time.sleep(2 * LIMIT_S)
     job.signal(signal.SIGCONT, *pids)
     end = time.monotonic() + LIMIT_S
-    job.wait_for(lambda: job.seen(seen + 10) and time.monotonic() > end)
+    assert job.wait_for(lambda: job.seen(seen + 10) and time.monotonic() > end)     # trains on, for longer than a limit
 
 
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
