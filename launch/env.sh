@@ -167,23 +167,24 @@ kill_marked() {
 # a first INT become ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the
 # first signal.
 supervise() {
-    local ask=$1 end=$2 pid='' early='' reminder='' status signalled
+    local ask=$1 end=$2 pid='' early='' status signalled
     asked=''
     stop() {                # without `return`: in a trap that interrupts wait, bash would leave
         signalled=1
         if [ -z "$pid" ]; then early=$1; elif [ -z "$asked" ]; then
             asked=$1
             say "$1: asking what runs to save and stop"
-            set -m      # a process group, so that its sleep ends with it; bounded, as we may die
-            (trap '' USR1 TERM HUP INT
-             for _ in {1..200}; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
-            reminder=$!
-            disown "$reminder"
-            set +m
+            (trap '' USR1 TERM HUP INT      # bounded, as we may die; it holds no output open
+             for _ in {1..200}; do
+                 kill -0 "$pid" || exit
+                 "$ask" "$pid" || true
+                 sleep "$REPEAT_S"
+             done) >/dev/null 2>&1 &
         fi
     }
     trap 'stop USR1' USR1; trap 'stop TERM' TERM; trap 'stop HUP' HUP
-    trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
+    # a failure in a trap would end this shell and leave the trainers
+    trap 'if [ -n "$asked" ]; then "$end" "$pid" || true; fi; stop INT' INT
     set -m                  # in another process group: Ctrl-C comes to this shell alone
     (trap '' USR1; exec "${@:3}") &     # ignored until the child listens, or an early one kills it
     pid=$!
@@ -192,6 +193,5 @@ supervise() {
     # a signal ends wait, too
     while signalled='' status=0; wait "$pid" || status=$?; [ -n "$signalled" ]; do :; done
     trap '' USR1 TERM HUP INT
-    if [ -n "$reminder" ]; then kill -KILL -- "-$reminder"; fi
     return $status
 }
