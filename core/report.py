@@ -20,17 +20,11 @@ from core import cli, json_files, metrics
 from core.cli import UserError, require
 
 WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 1000
-BEFORE = "before", "base"   # how names of what was spoken before training begin
+BEFORE = "before", "base"   # names of what comes first begin so
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
-FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "similarity {:.2f}",
-         "dnsmos": "DNSMOS {:.1f}", "seconds": "{:.2f} s", "seed": "seed {}"}      # of a sample
-SECTIONS = {        # of the page: its curves
-    "Loss": r"(train|eval)/(loss|nll|audio_loss|text_loss|audio_loss_codebook_\d+)",
-    "Speech": r"eval/.*|train/(eos_accuracy|stop_recall)",
-    "Optimisation": r"train/(learning_rate|grad_norm)",
-    "Speed and memory": r"train/(throughput|step_seconds|data_wait_seconds|memory_gib)|system/.*",
-    "Other": ".*"}
+# of a sample's .json
+FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <link rel="icon" href="data:,">
 <meta http-equiv="Content-Security-Policy"
@@ -85,21 +79,22 @@ def thin(points):
 
 
 def chart(title, curves):
-    """<figure> of {label: [(step, value)]}; folded away where all values are alike."""
+    """<figure> of {label: [(step, value)]}; a line of text where all values are alike."""
     points = [point for curve in curves.values() for point in curve]
     (first, last), (low, high) = ((min(found), max(found)) for found in zip(*points))
-    tall, title = high - low or 1, escape(title)
+    if low == high:
+        return f"<figcaption>{escape(title)}: {low:.4g} at every step</figcaption>"
 
     def x(step):
         return round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1)
 
     def y(value):
-        return round(10 + (high - value) / tall * (HEIGHT - 40), 1)
+        return round(10 + (high - value) / (high - low) * (HEIGHT - 40), 1)
     parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
              f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
     parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
               f'y="{y(value) + 4}" text-anchor="end">{value:.4g}</text>'
-              for value in (low, low + tall / 2, low + tall)]
+              for value in (low, (low + high) / 2, high)]
     legend = ""
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
         line = " ".join(f"{x(step)},{y(value)}" for step, value in thin(curve))
@@ -108,28 +103,22 @@ def chart(title, curves):
                   f'{step:,}: {value:.5g}</title></circle>'
                   for step, value in curve if len(curve) <= 60]
         legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
-    drawn = (f'<figure><b>{title}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
-             f'role="img" aria-label="{title}">{"".join(parts)}</svg></figure>')
-    flat = f"<details><summary>{title}: {low:.4g} at every step</summary>{drawn}</details>"
-    return drawn if low < high else flat
+    return (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg role="img" '
+            f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>')
 
 
 def charts(rows):
-    """{section: HTML} of metrics.jsonl. train/x and eval/x share a chart; x_0, x_1 have another."""
-    curves, sections = {}, {name: [] for name in SECTIONS}
+    """HTML of metrics.jsonl. train/x and eval/x share a chart; x_0, x_1 have another."""
+    curves = {}
     for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
         prefix, _, rest = name.rpartition("/")
         stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
-        section = next(section for section, pattern in SECTIONS.items()
-                       if re.fullmatch(pattern, name, re.DOTALL))
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
-            curves.setdefault((section, title), {})[number or prefix] = curve
-    for (section, title), lines in curves.items():
-        sections[section].append(chart(title.replace("_", " "), lines))
-    # drawn figures first, then the folded ones
-    return {name: f'<div class="grid">{"".join(sorted(found, key=lambda one: one[1] == "d"))}</div>'
-            for name, found in sections.items() if found}
+            curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
+    drawn = [chart(title, lines) for title, lines in curves.items()]
+    drawn.sort(key=lambda html: html.startswith("<figcaption>"))     # after the figures
+    return drawn and f'<div class="grid">{"".join(drawn)}</div>'
 
 
 def read_samples(folder, label):
@@ -140,10 +129,8 @@ def read_samples(folder, label):
     for path in waves[:SAMPLES]:
         notes = path.with_suffix(".json")
         about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
-        words = [text.format(about[key]) for key, text in FACTS.items()
-                 if isinstance(about.get(key), (int, float))]
-        words += [f"cut off by {about.get('ended_by')}"] * (about.get("ended_by", "eos") != "eos")
-        words += [f"heard: {about.get('heard')}"] * ("heard" in about)
+        words = [f"{name} {found:.3g}" if isinstance(found, float) else f"{name} {found}"
+                 for name in FACTS if (found := about.get(name)) is not None]
         sound = base64.b64encode(path.read_bytes()).decode()
         yield path.stem, str(about.get("text", "")), (
             f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="metadata" '
@@ -185,7 +172,7 @@ def write_report(run, rows, folders):
     last = max((row["step"] for row in rows), default=0)
     parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
              f"{', '.join(sorted(saved, key=natural)) or 'none yet'}",
-             "Settings": f'<ul class="settings">{flags}</ul>', **charts(rows), "Samples": samples,
+             "Settings": f'<ul class="settings">{flags}</ul>', "Curves": charts(rows), "Samples": samples,
              "Evaluation": evaluations and evaluation_table(evaluations)}
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
