@@ -4,7 +4,7 @@ One step runs on fake tensors, which have shapes but no memory, and the bytes al
 peak was within 0.94 GiB of the real one in 6 of 6 runs on an H200. W weights, T of them trained, on
 N GPUs that share them (1 under DDP), take on each W / N in their stored dtype, 4 T / N of gradients
 (under FSDP2 4 T more where they accumulate), 8 T / N of Adam's moments and 4 T / N of a moving
-average; --cpu_offload keeps all that on the host. Then come what FSDP2 gathers, the activations,
+average; --cpu_offload keeps all that on the host. To that add what FSDP2 gathers, the activations,
 and a guess for the CUDA context, cuBLAS and NCCL. Fragmentation is not modelled.
 """
 import contextlib
@@ -328,13 +328,13 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     sample that is not among them. A step has the samples of --global_batch_size, or an epoch at
     least EPOCH_STEPS steps.
     """
-    setup, samples, given = setup_of(args, ranks), args.global_batch_size, named(args)
+    setup, given = setup_of(args, ranks), named(args)
+    samples = args.global_batch_size or len(lengths) / EPOCH_STEPS      # of a step
     fixed = "gradient_accumulation_steps" in given
-    step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
-    each = step / (ranks * (setup.accumulation if fixed else 1))
+    most = samples * lengths.mean() / (ranks * (setup.accumulation if fixed else 1))
     longest = max(longest, int(lengths.max()))
     room = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
-    budgets = [budget for budget in room if budget <= each] or room[-1:]
+    budgets = [budget for budget in room if budget <= most] or room[-1:]
     if given & {"max_tokens_per_batch", "per_device_train_batch_size"}:
         budgets = [setup.budget]
     large = [budget for budget in budgets if budget >= LARGE] or budgets[:1]
@@ -348,7 +348,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          group_by_length=getattr(args, "group_by_length", False))
 
     def accumulated(way):
-        if not (samples and way.budget) or fixed:
+        if fixed or not (args.global_batch_size and way.budget):
             return way
         packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
         return replace(way, accumulation=max(1, round(packs / ranks)))
@@ -390,6 +390,10 @@ def earlier_choice(args, ranks):
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
+    for flag, value, words in ("cpu_offload", True, ""), ("base_dtype", "nf4", " nf4"):
+        # --auto chose these as well, once
+        require(earlier.get(flag) != value or getattr(args, flag, None) == value,
+                f"--auto: give --{flag}{words}, as in the run that is resumed")
     chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named(args)}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in named(args):

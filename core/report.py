@@ -19,25 +19,24 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 from core.cli import UserError, require
 
-WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 1000
+WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 70, 1000
 BEFORE = "before", "base"   # names of what comes first begin so
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
-# of a sample's .json
-FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"
+FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"  # of a sample
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<link rel="icon" href="data:,">
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
-:root {{ color-scheme: light dark }} small, figcaption, summary {{ color: #808894 }}
-body {{ font: 15px/1.5 system-ui; max-width: 1300px; margin: auto; overflow-wrap: anywhere }}
-h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
+:root {{ color-scheme: light dark }} small, figcaption {{ color: #808894 }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
+  overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
 audio {{ display: block; width: 100% }} .wide {{ overflow-x: auto }}
 blockquote {{ margin: 0 0 8px; white-space: pre-line }}
-.settings {{ columns: 340px; padding: 0; list-style: none }}
+pre {{ columns: 340px; white-space: pre-wrap }}
 </style><h1>{title}</h1><small>made {made}</small>{body}</html>
 """
 
@@ -164,16 +163,14 @@ def write_report(run, rows, folders):
     evaluations, (n_samples, samples) = read_evaluations(run), spoken(run, folders)
     saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
     config = run / cli.CONFIG
-    text = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
-    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>"
-                    for name, value in re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
+    flags = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
     clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
                       for clause in metrics.verdict(rows, evaluations))
     last = max((row["step"] for row in rows), default=0)
     parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
              f"{', '.join(sorted(saved, key=natural)) or 'none yet'}",
-             "Settings": f'<ul class="settings">{flags}</ul>', "Curves": charts(rows), "Samples": samples,
-             "Evaluation": evaluations and evaluation_table(evaluations)}
+             "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
+             "Samples": samples, "Evaluation": evaluations and evaluation_table(evaluations)}
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))

@@ -86,17 +86,18 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
         max_length:
         drop_bad: []
         output_dir: -odd
-        logging_dir: "null"
+        code_cache: null
+        host_memory: 64
         """, "--learning_rate", "1e-3", "--report_to", "none")
     assert (args.model_path, args.audio_tokenizer_path, args.train_data_file) == ("model", "co dec", ["007"])
     assert args.learning_rate == 1e-3 and args.bf16 and not args.reshard_after_forward and args.output_dir == "-odd"
     assert args.normalize_text == "on" and args.report_to == [] and args.max_length == 0 and "invalid" in args.drop_bad
-    assert args.logging_dir == "null"
+    assert args.code_cache is None
 
 
 @pytest.mark.parametrize("text, said", [
     ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
-    ("seed: 1\nseed: 2", "seed is there twice"),
+    ("lora_rank: 1\nlora_r: 2", "lora_r is there twice"),
     ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
     ("reshard_after_forward: perhaps", "perhaps is neither true nor false")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):

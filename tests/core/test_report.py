@@ -113,7 +113,7 @@ def test_the_page(run):
                   "<i>step 40<i>: speech is understood (word errors 12.5 %).", "ended_by length",
                   "last logged step 40; checkpoints: checkpoint-20, checkpoint-40", "memory gib: 1.5 at every step",
                   "base <i>step 40<i>", "wer 0.5 0.125 similarity 0.75 –", "train 3.175 eval 4.2", "spread<b>",
-                  *(f"{name} {json.dumps(value)}" for name, value in {**FLAGS, "base_url": "http://host/v1?"}.items())):
+                  *(f"{name}: {json.dumps(value)}" for name, value in {**FLAGS, "base_url": "http://host/v1?"}.items())):
         assert " ".join(words.split()) in shown, words
     rows = read_metrics(run / "metrics.jsonl")
     points = [f"step {step}: {value:.5g}" for name in ("train/loss", "eval/loss") for step, value in curve(rows, name)]
