@@ -165,17 +165,14 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-def load_option(flag, name):
-    """speech/NAME.py's load(); None if the flag is off, which imports nothing."""
-    if flag:
-        return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
-
-
 # a run ends at the first mistake, a dry run lists all; data comes last, as encoding takes hours
+setting = args, tokenizer, ids, config, codec_dir, world
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
-    lambda: load_option(args.sample_prompts, "speak"), lambda: load_option(args.keep, "keep"),
+    # an option that is off is None, and imports nothing
+    lambda: args.sample_prompts and import_module("speech.speak").load(*setting),
+    lambda: args.keep and import_module("speech.keep").load(*setting),
     lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
@@ -340,8 +337,7 @@ def validate():
 def save():
     """Copy the state to the host; it is written while the next steps run. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    # saved, so that the log of a resumed run misses no step's losses
-    unlogged = dist.all_reduce(world, sums.clone()).tolist()
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     dist.reshard(model)     # after a validation FSDP2's parameters are gathered
     stem, named = "model", module.weight_names(native)      # under transformers' names
     if args.use_lora:
@@ -350,10 +346,11 @@ def save():
     def save_config(path):
         # speaking with this checkpoint normalises texts as training did
         conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
-                                        args.base_dtype)
+                                   args.base_dtype)
         if args.use_lora:
-            return adapters.save_config(net, path)
-        return module.save_config(native, tokenizer, path, folder)
+            adapters.save_config(net, path)
+        else:
+            module.save_config(native, tokenizer, path, folder)
 
     checkpoints.save(step, model, optimizer, stem, named, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
