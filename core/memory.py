@@ -173,12 +173,10 @@ def gpu_kernels(live, more):
 @functools.cache
 def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
     """{stage: most bytes} of a micro-step with one pack, or, without `train`, of a validation.
-
-    gpu=False: with a CPU's kernels. count: of the layers that are run. Of many layers, all alike
-    but the last, 2 and then 4 are run.
+    gpu=False: with a CPU's kernels. Of many layers, all alike but the last, `count` are run.
     """
     every = len(step.layers(step.model))
-    if not count and every > 4:
+    if not count and every > 4:     # run 2, then 4; each other layer adds as much
         two, four = (step_bytes(step, setup, pack, train, gpu, few) for few in (2, 4))
         return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (every - 4) for stage in four}
     model = with_layers(step, count or every)
@@ -323,10 +321,10 @@ def ways(args, setup):
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     """choose() among packs of tokens: large ones in all ways(), then smaller ones in the last way.
+    A step has the samples of --global_batch_size, or an epoch at least EPOCH_STEPS steps.
 
     lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of a
-    sample that is not among them. A step has the samples of --global_batch_size, or an epoch at
-    least EPOCH_STEPS steps.
+    sample that is not among them.
     """
     setup, given = setup_of(args, ranks), named(args)
     samples = args.global_batch_size or len(lengths) / EPOCH_STEPS      # of a step
@@ -357,7 +355,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
 
 
 def choose(args, world, ranks, setups, memory_of):
-    """Set the flags FLAGS that are open, alike on all ranks; returns whether any has changed.
+    """Set the flags FLAGS that are open, alike on all ranks; True if any has changed.
 
     setups: the fastest first. memory_of(setup): Memory. UserError when none fits; a dry run takes
     the last one, and print_plan refuses it.
@@ -459,8 +457,8 @@ def data_lines(args, setup, model, order, lengths):
 def print_plan(args, setup, found, pack, model, lines, steps, flops=0, checks=()):
     """Print a headline, then the plan; UserError with all that the run will not fit into.
 
-    found: Memory; pack: how large the worst one is. model: as trained. lines: of the plan. steps:
-    to go. flops: a lower bound for a GPU at RATES, 0: unknown. checks: more of them, functions.
+    found: Memory; pack: the size of the worst one, in words. model: as trained. lines: of the plan.
+    steps: to go. flops: a lower bound on RATES' GPUs, 0: unknown. checks: more of them, functions.
     """
     limit = gpu_memory(args)
     gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"
