@@ -97,9 +97,7 @@ def check_flags(args, world_size):
 
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None
-if dry and os.environ.get("RANK", "0") != "0":
-    sys.exit(0)     # one process plans for all
+dry = args.dry_run is not None      # one process plans for all
 
 import math
 from functools import partial

@@ -232,6 +232,8 @@ def parse(parser, check=None, argv=None):
         sys.exit(0)
     if getattr(args, "dry_run", 0) is None:
         lifetime.catch_signals()
+    elif "dry_run" in args and os.environ.get("RANK", "0") != "0":
+        sys.exit(0)     # one process plans for all
     return args
 
 

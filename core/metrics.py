@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path, PurePath
 
 from core import json_files
@@ -29,8 +30,7 @@ UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is und
 
 def duration(seconds):
     """Seconds as 1:02:03."""
-    seconds = int(seconds)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    return str(timedelta(seconds=int(seconds)))
 
 
 def model_text(model, adapters):

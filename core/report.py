@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 from core.cli import UserError, require
 
-WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 70, 1000
+WIDTH, HEIGHT, LEFT = 420, 200, 70
 BEFORE = "before", "base"   # names of what comes first begin so
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
@@ -69,14 +69,6 @@ def evaluation_table(evaluations):
     return f'<div class="wide"><table>{lines}</table></div>'
 
 
-def thin(points):
-    """About POINTS of a curve: the lowest and the highest of each stretch, and the last."""
-    size = max(1, -(-2 * len(points) // POINTS))
-    parts = [sorted(points[i:i + size], key=lambda point: point[1])
-             for i in range(0, len(points), size)]
-    return sorted({points[-1], *(part[0] for part in parts), *(part[-1] for part in parts)})
-
-
 def chart(title, curves):
     """<figure> of {label: [(step, value)]}; a line of text where all values are alike."""
     points = [point for curve in curves.values() for point in curve]
@@ -96,7 +88,7 @@ def chart(title, curves):
               for value in (low, (low + high) / 2, high)]
     legend = ""
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in thin(curve))
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
         parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
                   f'{step:,}: {value:.5g}</title></circle>'

@@ -82,9 +82,7 @@ flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 
 flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, lambda args, ranks: choices.check_flags(args, ranks, p))
-dry = args.dry_run is not None
-if dry and os.environ.get("RANK", "0") != "0":
-    sys.exit(0)     # one process plans for all
+dry = args.dry_run is not None      # one process plans for all
 
 import json
 import math
