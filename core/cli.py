@@ -521,10 +521,13 @@ def set_intervals(args, total_steps, before, validates, **own):
             setattr(args, flag, before.get(flag, steps))
     saves, evals = (f"every {steps} steps" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
-    late = {"warmup_steps": "the learning rate never reaches its peak", "save_steps": "no "
-            "checkpoint before the end", "eval_steps": "no validation before the end"}
-    return "\n".join([
-        f"intervals  checkpoints {saves}{f'; validation {evals}' * bool(validates)}",
-        *(f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
-          f"steps: {what}" for flag, what in late.items()
-          if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps"))])
+    lines = [f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates]
+    late = {"warmup_steps": "the learning rate never reaches its peak",
+            "save_steps": "no checkpoint before the end"}
+    if validates:
+        late["eval_steps"] = "no validation before the end"
+    for flag, what in late.items():
+        if getattr(args, flag, 0) > total_steps:
+            lines.append(f"note       --{flag} {getattr(args, flag)} is longer than the run of "
+                         f"{total_steps} steps: {what}")
+    return "\n".join(lines)
