@@ -29,7 +29,6 @@ cli.trainer_flags(p)
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
-flag("--lora_rank", 16, "adapter rank")
 flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or module name endings "
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
@@ -46,7 +45,6 @@ flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positio
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
      f"or found by {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
-flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # batch and length of the run
 flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
@@ -58,18 +56,12 @@ flag("--num_train_epochs", 3, "passes over the training samples")
 flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
 # optimization
 flag("--learning_rate", 5e-5, "peak learning rate")
-flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
-     type=cli.alias(constant_with_warmup="constant"))
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
-flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
-flag("--adam_beta2", 0.999, "AdamW decay of the variance")
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; the loss keeps the adapter close to them")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 10 steps")
 flag("--keep_every", 10, argparse.SUPPRESS)
 # speed and memory
-flag("--parallel", "ddp", "replicas, or shards over all GPUs, in each node, or in groups of N",
-     type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
      action=argparse.BooleanOptionalAction)
 switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
@@ -77,10 +69,8 @@ switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16"
 switch("--float8", "lora, compiled: multiply by frozen weights in float8")
 cli.compile_flag(p)
 # logging, validation, checkpoints
-flag("--logging_steps", 10, "optimizer steps between log lines")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names

@@ -342,7 +342,9 @@ recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(
 
 
 def trainer_flags(p):
-    """The flags that every trainer has, with the same meaning and default."""
+    """The flags that every trainer has. Defaults are those of train_v2_ddp.py; the others call
+    p.set_defaults after this.
+    """
     flag, switch = p.flag, p.switch
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
@@ -350,11 +352,16 @@ def trainer_flags(p):
          "and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
     # adapters
     switch("--use_lora", "train adapters on a frozen base instead of all weights")
+    flag("--lora_rank", 16, "adapter rank")
     flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
     flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
     switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
     switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
     # optimization
+    flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
+         type=alias(constant_with_warmup="constant"))
+    flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
+    flag("--adam_beta2", 0.999, "AdamW decay of the variance")
     flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
     flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
     flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout")
@@ -362,17 +369,22 @@ def trainer_flags(p):
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
     flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)",
          type=float)
+    flag("--parallel", "ddp", "replicas, or shards over all GPUs, in each node, or in groups of N",
+         type=sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
     flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
          "but attention and matmuls)", nargs="?", const="all", type=recomputation, metavar="WHAT")
+    flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
     flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and "
          "abort; in data preparation, validation and saves after --wait_timeout 21600")
     flag("--wait_timeout", 21600, argparse.SUPPRESS)
     # logging and checkpoints
     flag("--output_dir", "./output", "folder for all output; shared by all nodes")
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
+    flag("--logging_steps", 10, "optimizer steps between log lines")
+    flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
     flag("--report_to", ["tensorboard"], f"{', '.join(TRACKERS)}, none", nargs="+", metavar="NAME")
     flag("--wandb_project", "flat-trainers", "project at W&B")
     flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",

@@ -30,9 +30,10 @@ p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
 # of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
 cli.trainer_flags(p)
+p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
+               num_workers=min(16, cli.cpus_per_rank()))
 # data
 choices.data(p)
-flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
@@ -43,7 +44,6 @@ flag("--clip_search_widths", (), "train on the range of one of these widths with
      type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "elbo: weights of the bound; ce: 1", choices=("elbo", "ce"))
 flag("--ema_decay", 0.9999, "decay of the averaged weights, after its warm-up")
-flag("--lora_rank", 32, "adapter rank")
 flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
      type=cli.alias(all="all-linear"))
 # batch and length of the run
@@ -58,20 +58,13 @@ flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
 flag("--learning_rate", None, "peak (default: preset's; 10 times that with --use_lora)", type=float)
-flag("--lr_scheduler", "constant", "after warm-up", choices=("cosine", "linear", "constant"),
-     type=cli.alias(constant_with_warmup="constant"))
 flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
 flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems / N), 0 = off", metavar="N")
-flag("--weight_decay", 0.0, "AdamW decay of matrices, not of the embedding")
-flag("--adam_beta2", 0.999, "AdamW decay of the variance")
 # speed and memory
-flag("--parallel", "ddp", "replicas, or shards over all GPUs, each node, or groups of N",
-     type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 switch("--compile", "torch.compile each layer")
 flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
      choices=("flex", "sdpa"))
 # logging, validation, checkpoints
-flag("--logging_steps", 50, "optimizer steps between log lines")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
@@ -79,7 +72,7 @@ flag("--best_by", "bound", "metric of the best checkpoint; ties of accuracy go b
      choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
+
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, lambda args, ranks: choices.check_flags(args, ranks, p))
 dry = args.dry_run is not None      # one process plans for all
