@@ -186,9 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. given: their values before check_flags derived others; named: the names of
-    those on the command line or in its --config file. Neither is in vars().
-    """
+    """Parsed flags. Not in vars(): given, before check_flags derived values; named, by the user."""
     __slots__ = ("given", "named")
 
 
@@ -202,7 +200,7 @@ def stored(args):
 
 
 def parse(parser, check=None, argv=None):
-    """The namespace of a command line, argv or the process's own. check(args, world_size) may raise
+    """Args of a command line, argv or the process's own. check(args, world_size) may raise
     UserError. A mistake ends the process with one line, printed by rank 0: status 2 for a flag that
     does not exist, 1 for a value. From here on SIGTERM and SIGUSR1 are noted instead of killing
     (lifetime.stop_requested), and a rank dies with torchrun.
@@ -342,9 +340,7 @@ recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(
 
 
 def trainer_flags(p):
-    """The flags that every trainer has. Defaults are those of train_v2_ddp.py; the others call
-    p.set_defaults after this.
-    """
+    """Flags of every trainer, with train_v2_ddp.py's defaults; the others call p.set_defaults."""
     flag, switch = p.flag, p.switch
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
@@ -367,8 +363,7 @@ def trainer_flags(p):
     flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout")
     # speed and memory
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
-    flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)",
-         type=float)
+    flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
     flag("--parallel", "ddp", "replicas, or shards over all GPUs, in each node, or in groups of N",
          type=sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
     flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
@@ -377,9 +372,8 @@ def trainer_flags(p):
     flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
          "but attention and matmuls)", nargs="?", const="all", type=recomputation, metavar="WHAT")
     flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
-    flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and "
-         "abort; in data preparation, validation and saves after --wait_timeout 21600")
-    flag("--wait_timeout", 21600, argparse.SUPPRESS)
+    flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
+    flag("--wait_timeout", 21600, argparse.SUPPRESS)    # in data preparation, validation and saves
     # logging and checkpoints
     flag("--output_dir", "./output", "folder for all output; shared by all nodes")
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")

@@ -456,7 +456,6 @@ def data_lines(args, setup, model, order, lengths):
 
 def print_plan(args, setup, found, pack, model, lines, steps, flops=0, checks=()):
     """Print a headline, then the plan; UserError with all that the run will not fit into.
-
     found: Memory; pack: the size of the worst one, in words. model: as trained. lines: of the plan.
     steps: to go. flops: a lower bound on RATES' GPUs, 0: unknown. checks: more of them, functions.
     """

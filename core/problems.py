@@ -78,9 +78,8 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
 
 
 def collect(dry, *works):
-    """[what work() returns for each of works, none of which needs another's].
-
-    A run ends at the first UserError; a dry run does all, and then raises one with all problems.
+    """[what work() returns for each of works, none of which needs another's]. A run ends at the
+    first UserError; a dry run does all, and then raises one with all problems.
     """
     results, problems = [], {}
     for work in works:
