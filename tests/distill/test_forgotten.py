@@ -77,5 +77,6 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ho
         assert all(torch.equal(first[key], second[key]) for key in first)
         train(1, tmp_path / "again", "--parallel", "ddp", *flags, "--keep_weight", 3, fails="teacher")
         return
-    hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags, "--keep_weight", 50)
-    assert hard[5]["train/keep_kl"] < 0.5 * found[5]
+    hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 50)
+    loose = train(1, tmp_path / "loose", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 1e-9)
+    assert hard[5]["train/keep_kl"] < 0.5 * loose[5]["train/keep_kl"]
