@@ -163,4 +163,5 @@ if __name__ == "__main__":
         report(function)
     # the planted fault
     kernels._compiled = lambda function: torch.compile(function, dynamic=True)
-    report(kernels.swiglu_kernel, ", every size symbolic")
+    for function in (kernels.swiglu_kernel, kernels.rotate_kernel):
+        report(function, ", every size symbolic")
