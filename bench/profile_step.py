@@ -138,11 +138,11 @@ def rows_of(found, steps, seconds, kind):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=SCRIPTS, help="whose step")
-    parser.add_argument("--shape", help="size of the model, as speed.py has it")
-    parser.add_argument("--lora", action="store_true", help="speech, chats: adapters")
-    parser.add_argument("--compile", action="store_true", help="as the trainer's flag")
-    parser.add_argument("--steps", type=int, default=2, help="steps to time, and to profile")
+    parser.add_argument("name", choices=SCRIPTS, help="system to profile")
+    parser.add_argument("--shape", help="size of the model, as in speed.py")
+    parser.add_argument("--lora", action="store_true", help="speech, chats: train adapters")
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
+    parser.add_argument("--steps", type=int, default=2, help="steps to time and to profile")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available()

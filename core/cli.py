@@ -143,12 +143,12 @@ def without_secrets(value):
 
 
 class Help(argparse.HelpFormatter):
-
     def _get_help_string(self, action):
         """A flag's help with its default, unless there is none or the help has it in words."""
         if not action.default or action.default == argparse.SUPPRESS or "default:" in action.help:
             return action.help
-        return f"{action.help} (default: %(default)s)"
+        listed = isinstance(action.default, list)
+        return f"{action.help} (default: {action.default[0] if listed else '%(default)s'})"
 
 
 def switch(parser, name, help):

@@ -39,7 +39,7 @@ flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
-flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
+flag("--dropout", 0.1, "dropout on the outputs of attention and MLP, 0 to 1")
 flag("--t_range", None, "trained noise levels, and limits for the masked share of a block "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "train on the range of one of these widths with least variance",
@@ -95,7 +95,7 @@ flag("--output_dir", "./output", "folder for all output; shared by all nodes")
 flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
 flag("--logging_steps", 50, "optimizer steps between log lines")
 flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")

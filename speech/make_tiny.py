@@ -1,5 +1,4 @@
-"""Makes everything a test or a demo needs without a download: a tiny Higgs-Audio V2, its codec, and
-spoken clips.
+"""Make what tests and demos need without a download: a tiny Higgs-Audio V2, its codec, clips.
 
     python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--higgs3]
 
