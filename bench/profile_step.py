@@ -128,7 +128,7 @@ def tables(found, steps, times, cuda):
 
 
 def rows_of(found, steps, seconds, kind):
-    """Lines of the names that take longest, a step each; seconds: of a step, all in all."""
+    """Lines of the slowest names, per step. seconds: duration of a step."""
     lines = ["", f"{'self ms':>12} {'%':>9}   {'calls':>7}   {kind}"]
     for name, (spent, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:ROWS]:
         lines.append(f"{spent / steps:12,.2f} {spent / steps / seconds / 10:9.1f}   "

@@ -65,7 +65,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dtype, scale, rate, in_place, *weights):
-        """weights: all W, all A, all B. dtype: computed in. rate: of the dropout."""
+        """weights: all W, all A, all B. dtype: of the products. rate: dropout rate."""
         n = len(weights) // 3
         bases, downs, ups = weights[:n], weights[n:2 * n], [up.to(dtype) for up in weights[2 * n:]]
         x, down = x.to(dtype), torch.cat(downs).to(dtype)

@@ -32,12 +32,12 @@ SECTIONS = {        # of the page: its curves
     "Speed and memory": r"train/(throughput|step_seconds|data_wait_seconds|memory_gib)|system/.*",
     "Other": ".*"}
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<link rel="icon" href="data:,">
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
 :root {{ color-scheme: light dark }} small, figcaption, summary {{ color: #808894 }}
-body {{ font: 15px/1.5 system-ui; max-width: 1300px; margin: auto; overflow-wrap: anywhere }}
-h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
+  overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
@@ -98,7 +98,7 @@ def chart(title, curves):
     parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
              f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
     parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
-              f'y="{y(value) + 4}" text-anchor="end">{value:.4g}</text>'
+              f'y="{y(value) + 4}" text-anchor="end">{value:.3g}</text>'
               for value in (low, low + tall / 2, low + tall)]
     legend = ""
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):

@@ -119,8 +119,8 @@ node_lost() {
     done
 }
 
-# Both may also come of an error that repeats. So the job goes on only with a newer checkpoint than
-# at its last such requeue.
+# An error that repeats may cause both. So the job is requeued only if there is a newer checkpoint
+# than at its last such requeue.
 progressed() {
     local newest noted
     noted=$(cat "$PROGRESS" 2>/dev/null) || noted=-1        # the first such requeue

@@ -315,7 +315,7 @@ def read_kaldi(folder):
 
 
 def read_sidecar(folder):
-    """Rows of the clips of a tree; a subfolder is taken for a speaker."""
+    """Rows of the clips of a tree; each subfolder is a speaker."""
     seen = set()        # links may lead to a folder twice, or round
     for place, folders, names in os.walk(folder, followlinks=True):
         new = (real := os.path.realpath(place)) not in seen
@@ -863,8 +863,8 @@ def gather(at, rows, paths, scratch, reading, held_out, refuse):
 def to_chatml(source, out_path, problems, *, held_out=False, **how):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
-    problems: a list that takes the Problems of rows that cannot be used. held_out: whether
-    validation data is asked for: rows whose `split` says so are that alone. how: of Reading.
+    problems: list to which Problems of unusable rows are added. held_out: whether to write the
+    validation data: the rows whose `split` says so, if there are any. how: fields of Reading.
     """
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem

@@ -105,7 +105,7 @@ def test_a_damaged_log_is_moved_aside_whole(tmp_path, capsys, bad):
     assert steps(tmp_path) == [1, 2, 3]
     (aside,) = tmp_path.glob("metrics.jsonl.damaged-*")
     said = capsys.readouterr().out
-    assert aside.read_bytes() == damaged and aside.name in said and "1 lines are not metrics" in said
+    assert aside.read_bytes() == damaged and aside.name in said and "damaged lines: 1, the first is line" in said
     log(tmp_path, resumed_step=3).close()
     assert len(list(tmp_path.glob("*damaged*"))) == 1       # the new one is whole
 

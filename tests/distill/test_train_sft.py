@@ -268,7 +268,7 @@ def asked_in_validation(line):
 
 @pytest.mark.slow
 def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
-    """Also when that one is broken off again, and by the best loss: the log and the end are as without signals."""
+    """Also when it is interrupted twice: the log, the best loss and the final weights are as without signals."""
     name = "qwen lora ddp 1x8x1"
     for _ in range(2):
         stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
@@ -357,7 +357,7 @@ def spoil(folder, kind):
      "its dynamic rotary embedding depends on the longest document"),
     ({"num_attention_heads": 0}, "/qwen: "), ({"hidden_size": 10**9}, "/qwen: "),
     ("untied", "other values for lm_head.weight than for model.embed_tokens.weight"),
-    ("adapter", "has no config.json; give the folder of a whole model: of an adapter its base")])
+    ("adapter", "has no config.json; give the folder of a whole model: an adapter's base")])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)

@@ -191,7 +191,7 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
     expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem in names]
                 for check, names in FOUND.items()}
     expected["empty_text"] = [39]
-    with pytest.raises(UserError, match="4 problems:") as caught:        # of rows and of their sound in one list
+    with pytest.raises(UserError, match="4 problems:") as caught:        # in rows and in audio, in one list
         prepared(tiny, tokenizer, ids, faulty, tmp_path / "b", cache=cache)
     for said in ("line 40 (good1.wav): its text is empty", "its audio", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
                  "quiet.wav", "is silent, -103 dB of full scale", "--drop_bad"):
