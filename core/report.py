@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 from core.cli import UserError, require
 
-WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 1000
+WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 70, 1000
 BEFORE = "before", "base"   # how names of what was spoken before training begin
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
@@ -98,7 +98,7 @@ def chart(title, curves):
     parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
              f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
     parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
-              f'y="{y(value) + 4}" text-anchor="end">{value:.3g}</text>'
+              f'y="{y(value) + 4}" text-anchor="end">{value:.4g}</text>'
               for value in (low, low + tall / 2, low + tall)]
     legend = ""
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
