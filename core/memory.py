@@ -447,8 +447,8 @@ def data_lines(args, setup, model, order, lengths):
     dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if setup.bf16 else "fp32"
     return [f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
             metrics.model_text(model, args.use_lora),
-            f"packs      {order.packs_per_epoch:,} of {lengths.sum():,} tokens an epoch, of "
-            f"{len(lengths) / order.packs_per_epoch:.1f} samples; longest sample "
+            f"packs      {order.packs_per_epoch:,} an epoch, {lengths.sum():,} tokens, "
+            f"{len(lengths) / order.packs_per_epoch:.1f} samples a pack; longest sample "
             f"{lengths.max():,} tokens"]
 
 

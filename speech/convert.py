@@ -575,8 +575,8 @@ def open_source(name, given):
     if path.is_dir():
         return open_folder(path, given)
     files = [path] if path.exists() else sorted(map(Path, glob.glob(str(name))))
-    require(files, f"{name}: there is no such file or folder; copy a URL's data here first; the "
-            "hub's: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
+    require(files, f"{name}: there is no such file or folder; download data of a URL or the "
+            "Hub first: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
     return files[0] if len(files) == 1 else path, *open_files(files, given)
 
 

@@ -73,7 +73,7 @@ def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
     assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
 
 
-@pytest.mark.parametrize("flags, reason", [("--bf16", "give one of --bf16 and --fp16"),
+@pytest.mark.parametrize("flags, reason", [("--bf16", "give --bf16 or --fp16, not both"),
                                            ("--parallel fsdp", "--fp16 needs --parallel ddp")])
 def test_what_fp16_needs(flags, reason):
     for trainer, more in ((speech_trainer, ["--audio_tokenizer_path", "c"]),

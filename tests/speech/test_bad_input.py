@@ -122,7 +122,7 @@ def test_model_and_tokenizer_paths(run, tiny, tmp_path):
     complains(run("--model_path", tiny.codec, "--audio_tokenizer_path", tiny.model),
               "--model_path", tiny.codec, "--model_path and --audio_tokenizer_path are swapped")
     complains(run("--model_path", "./gone"), "--model_path ./gone: no such folder")
-    complains(run("--model_path", "owner/gone"), "--model_path owner/gone: neither a folder here nor to be had")
+    complains(run("--model_path", "owner/gone"), "--model_path owner/gone: neither a local folder nor available")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     complains(run("--model_path", tmp_path), "is a 'bert' checkpoint, not 'higgs_audio_v2'")
     assert complains(run("--model_path", copy_of(tiny.model, tmp_path / "a", "*.safetensors")), tmp_path / "a", "weights")
