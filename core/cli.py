@@ -478,7 +478,7 @@ def set_intervals(args, total_steps, before, validates, **own):
     for flag, steps in usual.items():
         if getattr(args, flag, 0) is None:
             setattr(args, flag, before.get(flag, steps))
-    saves, evals = (f"every {steps} steps" if steps else "at the end"
+    saves, evals = (f"every {counted(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     late = {"warmup_steps": "the learning rate never reaches its peak", "save_steps": "no "
             "checkpoint before the end", "eval_steps": "no validation before the end"}

@@ -425,4 +425,4 @@ while step < total_steps and not stopping and stale < patience:
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
 run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
-        f"{monitor.skipped} steps skipped; best at step {best_step}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped; best at step {best_step}")

@@ -511,4 +511,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{monitor.skipped} steps skipped{best}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")

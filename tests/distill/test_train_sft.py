@@ -299,7 +299,7 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
     assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); samples with a non-finite "
                      rf"loss: [^\n]*{tmp_path}/chats.jsonl:11\b", run.output)
     losses = list(run.metrics("train/loss").values())
-    assert losses.count(None) == 1 and len(losses) == 3 and "; 1 steps skipped; " in run.output
+    assert losses.count(None) == 1 and len(losses) == 3 and "; 1 step skipped; " in run.output
     assert all(torch.isfinite(tensor).all() for tensor in tensors(run).values())
 
 
