@@ -443,7 +443,7 @@ def damage(path):
         listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
     except (ValueError, TypeError, KeyError):
         return f"unreadable {MANIFEST}"
-    if f"{STATE}/state.json" not in listed:     # an empty list would prove any folder whole
+    if f"{STATE}/state.json" not in listed:     # an empty list would verify any folder
         return f"{MANIFEST} does not list {STATE}/state.json"
     with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
         for name, found in zip(listed, pool.map(lambda name: facts(path / name), listed)):

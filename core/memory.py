@@ -394,7 +394,7 @@ def earlier_choice(args, ranks):
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in named(args):
         require(packs % ranks == 0,
-                f"--auto: this run has {packs} packs a step, which {ranks} ranks cannot share out; "
+                f"--auto: this run has {packs} packs a step, not a multiple of {ranks} ranks; "
                 "take another number of ranks, or give --gradient_accumulation_steps")
         chosen |= {"gradient_accumulation_steps": packs // ranks, "packs_per_step": packs}
     return chosen

@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: its process ends by or with the trainer, by no signal."""
+    """worker_init_fn of every DataLoader: only the trainer ends its process, not a signal."""
     lifetime.end_with_trainer()
     # what cannot be handed over (/dev/shm is full) is the trainer's error; it would wait for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
@@ -59,7 +59,7 @@ def fork_loaders(loader):
 
 def disarm():
     """The run is over: ranks may end one by one, and a signal comes too late to kill."""
-    for number in SIGNALS:      # ignored: the interpreter's end gives handlers back to the default
+    for number in SIGNALS:      # ignored: the interpreter resets handlers when it ends
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
     for thread in threading.enumerate():

@@ -165,5 +165,5 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     text = run("--dry_run", 2, "--gpu_memory", 80)
     assert "2 packs a step = 2 ranks x 1 micro-step" in text
     assert re.search(r"^FITS \d\.\d of 80\.0 GiB · 2 steps$", text, re.M), text
-    with pytest.raises(UserError, match="this run has 2 packs a step, which 3 ranks cannot share out"):
+    with pytest.raises(UserError, match="this run has 2 packs a step, not a multiple of 3 ranks"):
         run("--dry_run", 3)
