@@ -919,9 +919,9 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())
     counts = f" ({', '.join(f'{n} {check}' for check, n in counts)})" * bool(counts)
-    lines = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
-             f"{kept} kept + {len(refused)} refused{counts}; {out_path}"
-             + f"; {other} are of another split" * bool(other)]
+    lines = [f"converted  {printable(source)} ({printable(about)}): "
+             f"{counted(kept + len(refused), 'row')} = {kept} kept + {len(refused)} refused"
+             f"{counts}; {out_path}" + f"; {other} are of another split" * bool(other)]
     lines += [f"           first: {printable(first)}"] if first else []
     lines += [f"           {counted(n, 'row' if what == OUTSIDE else 'text')} {what}, such as "
               f"{printable(one)[:60]!r}" for what, (n, one) in odd.items()]
