@@ -193,8 +193,8 @@ def add_saved(model, folder, whole=()):
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
-        inside = checkpoint.list_checkpoints(folder)
-        hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
+        found = checkpoint.list_checkpoints(folder) or checkpoint.list_checkpoints(path.parent.parent)
+        hint = f"; the newest checkpoint is {found[-1][1]}" if found else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
     require(saved.get("peft_type") == "LORA" and {"r", "lora_alpha", "target_modules"} <= {*saved},

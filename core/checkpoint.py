@@ -426,7 +426,7 @@ def facts(path):
 
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
-    paths = Path(output_dir).iterdir() if os.path.exists(output_dir) else ()
+    paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
