@@ -53,7 +53,7 @@ def test_names_that_hugging_face_users_know():
 
 
 @pytest.mark.parametrize("words, part", [
-    (["--train_data_dir", "folder"], "give one of --train_data_file and --train_data_dir"),
+    (["--train_data_dir", "folder"], "give --train_data_file or --train_data_dir"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
     (["--parallel", "hsdp", "--shard_size", "3"], "1 rank cannot be cut into groups of 3"),
     (["--lora_dropout", "1.5"], "at least 0 and below 1"),

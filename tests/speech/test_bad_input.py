@@ -214,7 +214,7 @@ def test_resume_with_other_adapters_is_refused(run, used_copy):
 
 
 @pytest.mark.parametrize("flags, said", [
-    (("--train_data_file", ""), "give one of --train_data_file and --train_data_dir"),
+    (("--train_data_file", ""), "give --train_data_file or --train_data_dir"),
     (("--eval_data_file", "x"), "--disable_eval and validation data exclude each other"),
     (("--learning_rate=-1e-5",), "--learning_rate is -1e-05"),
     (("--max_tokens_per_batch", 999, "--global_batch_size", 8), "--global_batch_size counts samples: not with packs of tokens"),
