@@ -193,7 +193,7 @@ def add_saved(model, folder, whole=()):
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
-        found = checkpoint.list_checkpoints(folder) or checkpoint.list_checkpoints(path.parent.parent)
+        found = [p for f in (path.parent, path.parents[1]) for p in checkpoint.list_checkpoints(f)]
         hint = f"; the newest checkpoint is {found[-1][1]}" if found else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
