@@ -24,7 +24,7 @@ def run(forked):
 
 @pytest.fixture(scope="module")
 def data(tiny, tmp_path_factory):
-    """A folder with the speech of the tiny dataset beside which data files are written."""
+    """A folder with the speech of the tiny dataset next to which data files are written."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(tiny.root / "speech", folder / "speech")
     return folder
@@ -76,7 +76,7 @@ SAMPLES = [
 
 
 def test_samples(tmp_path):
-    """Each stands between good ones; all are told of in one list, each once, with its place and name."""
+    """Bad samples between good ones; one list has each once, with its place and name."""
     (tmp_path / "clip.wav").write_bytes(b"audio")
     samples = [{**one, "misc": {"sample_id": "odd"}} for bad, _ in SAMPLES for one in (sample(*SPEECH), bad)]
     path, problems = written(tmp_path, samples, "odd.json"), []
@@ -142,7 +142,7 @@ def test_files_of_options_are_read_before_audio_is_encoded(run, tmp_path, flags,
 
 
 def test_output_that_cannot_be_written(run, tiny, tmp_path):
-    """A file stands where the folder should be; permissions would not stop a test that runs as root."""
+    """There is a file instead of the folder; permissions would not stop a test that runs as root."""
     (tmp_path / "taken").write_text("a file")
     assert complains(run(name="taken"), f"--output_dir {tmp_path / 'taken'}: cannot be written")
     assert complains(run("--code_cache", tmp_path / "taken"), f"--code_cache {tmp_path / 'taken'}: ",

@@ -1,4 +1,4 @@
-"""A prepared folder trains as its sources do, wherever it is; checks find what is wrong, and say all of it."""
+"""A prepared folder trains like its sources, also when moved; checks find every fault and report all."""
 import json
 import shutil
 import sys
@@ -58,7 +58,7 @@ def batches(table, ids):
 
 
 def same(a, b):
-    """Whether the tensors of two lists of batches are equal, and what is known beside them but the samples' numbers."""
+    """True if two lists of batches are equal: tensors and the other fields, except the samples' numbers."""
     return len(a) == len(b) and all(torch.equal(x[name], y[name]) if torch.is_tensor(x[name]) else name == "samples"
                                     or x[name] == y[name] for x, y in zip(a, b) for name in x)
 
