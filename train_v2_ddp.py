@@ -39,7 +39,7 @@ flag("--lora_target_modules", None, ", ".join(choices.LORA_TARGETS) + ", or modu
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
 switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
-switch("--train_audio_table", "train the audio embedding of TTS 3 in full; needs --use_lora")
+switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
 switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data

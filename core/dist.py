@@ -276,9 +276,9 @@ def autocast(device, dtype):
 
 
 def choose_compile(world, args, against=""):
-    """--compile as True or False, the same on all ranks. against: a reason for auto to be off.
+    """--compile as True or False, the same on all ranks. against: what auto yields to, in words.
 
-    A notice on rank 0 says what auto chose. Collective.
+    A notice on rank 0 says what auto chose, or what compiling needs here. Collective.
     """
     if getattr(args, "gradient_checkpointing", None) == "selective":
         against = "selective recomputation cannot look into a compiled layer"

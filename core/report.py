@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 from core.cli import UserError, require
 
-WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 70, 1000
+WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 1000
 BEFORE = "before", "base"   # how names of what was spoken before training begin
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
@@ -35,7 +35,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
-:root {{ color-scheme: light dark }} small, figcaption, summary {{ color: #808894 }}
+:root {{ color-scheme: light dark }} small, figcaption {{ color: #808894 }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
   overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}

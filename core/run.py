@@ -80,7 +80,7 @@ def open_log(args, world, step, eval_due):
 
 
 def device_line(args, world):
-    """The log line with devices, torch version and precision."""
+    """The line of what computes, and in which precision."""
     name = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
     fp16 = "fp16" in args and args.fp16
     kind = "bf16 autocast" if args.bf16 else "fp16 autocast" if fp16 else "fp32"
@@ -90,8 +90,8 @@ def device_line(args, world):
 def end(args, watch, checkpoints, log, step, total_steps, stopping, words):
     """Wait for the last checkpoint, say how the run ended, leave the process group.
 
-    stopping: asked to stop before the end, so the launcher gets its marker. words: to print for a
-    finished run.
+    stopping: asked to before its end, so the launcher gets its marker. words: of a run that is
+    done.
     """
     watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
     checkpoints.wait()

@@ -1,8 +1,8 @@
-"""Signals that ask a run to save and stop; a watchdog that names a hanging rank and its phase.
+"""Signals that ask a run to save and stop; and a rank that hangs is named, with where it hangs.
 
-SIGTERM and SIGUSR1 only set a flag; the loop checks it, saves, leaves OUTPUT_DIR/requeue for the
-launcher and exits with status 0. A thread of each rank reports the progress of its main thread to
-the run's store. When one makes no progress for its time limit, the slowest ranks are named, each
+SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves OUTPUT_DIR/requeue for the
+launcher and exits with status 0. A thread of each rank reports to the run's store how far its main
+thread has come. When one makes no progress for its time limit, the slowest ranks are named, each
 prints its stack, and all end with status 1, before the process group's limit. A save may take
 longer than a step; a frozen process or node is missed after a step's limit in any phase.
 """
@@ -25,8 +25,8 @@ from core.cli import first_line, print_error
 from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
 from core.lifetime import SIGNALS, stop_requested
 
-MARKER = "requeue"      # in OUTPUT_DIR: the run was asked to stop; start it again
-STOP_FILE = "stop"      # in OUTPUT_DIR: create it to have the run save and stop
+MARKER = "requeue"      # in OUTPUT_DIR: the run was asked to stop, and wants to be started again
+STOP_FILE = "stop"      # in OUTPUT_DIR: whoever makes it asks the run to save and stop
 HELD = (*SIGNALS, signal.SIGINT)        # while a loader process starts
 SILENT_BEATS = 5        # beats without one of another rank's after which it counts as silent
 
@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: only the trainer ends its process, not a signal."""
+    """worker_init_fn of every DataLoader: its process ends by or with the trainer, by no signal."""
     lifetime.end_with_trainer()
     # what cannot be handed over (/dev/shm is full) is the trainer's error; it would wait for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
@@ -59,7 +59,7 @@ def fork_loaders(loader):
 
 def disarm():
     """The run is over: ranks may end one by one, and a signal comes too late to kill."""
-    for number in SIGNALS:      # ignored: the interpreter resets handlers when it ends
+    for number in SIGNALS:      # ignored: the interpreter's end gives handlers back to the default
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
     for thread in threading.enumerate():
@@ -84,18 +84,18 @@ def exit_stopped(world, output_dir, why):
 
 
 def clear_marker(output_dir):
-    """Remove the marker of an earlier run, and a request to stop it."""
+    """Remove the marker of an earlier run, and a request to stop that was meant for that one."""
     for name in (MARKER, STOP_FILE):
         (Path(output_dir) / name).unlink(missing_ok=True)
 
 
 def leave_marker(output_dir, text):
-    """Write OUTPUT_DIR/requeue, on which the launcher starts this run again."""
+    """Leave OUTPUT_DIR/requeue: the launcher is to start this run again."""
     write_text(Path(output_dir) / MARKER, text + "\n")
 
 
 def stop_asked(output_dir):
-    """Why this process should save and stop, as text, or None: a signal, or OUTPUT_DIR/stop."""
+    """Why this process should save and stop, in words, or None: a signal, or OUTPUT_DIR/stop."""
     asked = stop_requested() or os.path.exists(Path(output_dir) / STOP_FILE) and STOP_FILE
     return f"asked to stop by {asked}" if asked else None
 
@@ -112,7 +112,7 @@ class Watchdog:
     """
 
     def __init__(self, world, limit_s):
-        """limit_s: most seconds of a step, and without a report of a rank."""
+        """limit_s: seconds a step may take, or a rank be silent."""
         self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
         # with more ranks each beats less often, but a failure is seen within GRACE_S
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
@@ -130,7 +130,7 @@ class Watchdog:
         self.state = self.state[0] + 1, where, limit_s or self.limit_s
 
     def _watch(self):
-        """Beat; when a rank hangs or has failed, end this process, which may be waiting for it."""
+        """Beat; when a rank hangs or has failed, end this process, which may wait for that one."""
         seen, moved = (None, None), [0, 0]      # this rank's state, the next one's report; beats
         try:
             while True:
@@ -168,7 +168,7 @@ class Watchdog:
             os._exit(1)
 
     def _beat(self, times=1):
-        """Report that this rank runs, and its phase; True if a rank has failed."""
+        """Report that this rank lives, and where it is; True if a rank has failed."""
         me = f"{socket.gethostname()}, process {os.getpid()}"
         for _ in range(times):
             self.beats += 1

@@ -93,8 +93,8 @@ def known_tokens(found, k, token):
     ranked = sorted((value["rank"], name, value["logprob"]) for name, value in found.items())
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
     require(not odd, f"names a token {odd[:1]}, which is not an id")
-    require(str(token) in found, f"has no log-probability of token {token}, which was sent: "
-                                 "shifted rows?")
+    require(str(token) in found, f"has no log-probability of token {token}, which was sent: it is "
+                                 "of another place")
     best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
     require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest; it needs "
             f"--max-logprobs {k}")

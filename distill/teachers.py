@@ -316,7 +316,7 @@ class Server:
             self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
                 headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
                 verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:    # a wrong proxy address
+        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
             raise UserError(f"{self.name}, by a proxy of the environment: {error}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

@@ -36,7 +36,7 @@ def check_flags(args, parser):
             from distill.teachers import address
             address(getattr(args, flag), f"--{flag}")
             require(0 < 2 * args.request_timeout < args.collective_timeout, "--request_timeout: "
-                    f"twice {args.request_timeout:g} s must be less than --collective_timeout "
+                    f"twice {args.request_timeout:g} s must end before --collective_timeout "
                     f"({args.collective_timeout} s)")
     if args.keep:
         cli.at_least_one(args, "keep_every")

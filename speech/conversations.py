@@ -259,8 +259,8 @@ def marks_speakers_otherwise(text):
 
 def system_parts(text, scene="", voices=None, references=False):
     """(what a system turn says, scene description or "") for a text, as boson-ai's generation.py.
-    The scene describes the voices of several [SPEAKER*] without references. voices: {tag:
-    description}; unknown ones are feminine and masculine in turn.
+    Of several [SPEAKER*] without references the scene says their voices. voices: {tag: words about
+    it}; unknown ones are feminine and masculine in turn.
     """
     tags = sorted(set(TAG.findall(text)))
     if references or len(tags) < 2:

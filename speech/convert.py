@@ -863,8 +863,8 @@ def gather(at, rows, paths, scratch, reading, held_out, refuse):
 def to_chatml(source, out_path, problems, *, held_out=False, **how):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
-    problems: list to which Problems of unusable rows are added. held_out: whether to write the
-    validation data: the rows whose `split` says so, if there are any. how: fields of Reading.
+    problems: a list that takes the Problems of rows that cannot be used. held_out: whether
+    validation data is asked for: rows whose `split` says so are that alone. how: of Reading.
     """
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem

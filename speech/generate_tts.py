@@ -256,8 +256,8 @@ records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: in
 if main_rank:
     seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
-    print(f"done       {cli.counted(len(records), 'sample')}, {seconds:.1f} s of speech, {stopped} "
-          f"ended by end-of-stream; {args.output_dir}")
+    print(f"done       {len(records)} samples, {seconds:.1f} s of speech, {stopped} ended by "
+          f"themselves; {args.output_dir}")
     if stopped < len(records):
         print(f"notice     {len(records) - stopped} were cut off at --max_seconds "
               f"{args.max_seconds:g}: raise it, or the model has not learnt to stop")

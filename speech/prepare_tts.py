@@ -197,8 +197,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     def check():
         if found.stopping:
-            print(f"notice     {cli.counted(found.stopping, 'bad row')}: the run stops after "
-                  "encoding and lists bad rows and bad audio", flush=True)
+            print(f"notice     {found.stopping} rows stop this: they are listed once audio is "
+                  "encoded, with its faults", flush=True)
 
     return build(world, tokenizer, ids, sources, lambda clips: ensure_codes(
         world, clips, encoding), out, found, finish, noted, check)
