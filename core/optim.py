@@ -132,8 +132,8 @@ class StepMonitor:
 
     def push(self, step, norm, stop, trains=True):
         """Start fetching the flags of the step just queued: its gradient norm, 0-d; whether this
-        rank was asked to stop. trains: whether it trains weights, so that a norm of exactly 0 is
-        a fault. Collective.
+        rank was asked to stop; whether it has anything to learn, so that a norm of exactly 0 is a
+        fault. Collective.
         """
         norm = norm.to(self.world.device)       # with CPU offload gradients are elsewhere
         zero = (norm == 0).float() * trains

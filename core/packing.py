@@ -3,7 +3,7 @@ processes that make batches of them; columns of millions of samples on disk.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
-run can stop on 16 GPUs and resume on 8 (accumulation doubled) and see the same data, and loader
+run can stop on 16 GPUs and go on with 8 (accumulation doubled) and see the same data, and loader
 workers change nothing. The tail of an epoch is topped up with empty packs, which weigh nothing, so
 every rank runs the same number of steps.
 

@@ -8,7 +8,7 @@ the dtype they compute in, multiply, and drop it. The arithmetic is that of bits
 Float8: both matrix products of a layer, forward and input gradient, in e4m3 (arXiv 2209.05433). A
 frozen weight is rounded once: one copy for the forward product and one, turned, for the backward
 product, together as large as in bfloat16. Rows are rounded when they come. Each row of weights,
-inputs and gradients has a scale, so no result depends on the other samples of the pack.
+inputs and gradients has a scale, so what it gives does not depend on what else is in the pack.
 torchao's training API rounds frozen weights in every step, so it is not used.
 """
 import math

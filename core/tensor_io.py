@@ -221,7 +221,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     Collective where tensors are sharded; the same names on every rank. spread: sharded tensors are
     shared out over writers(), a file each, else rank 0 writes all; plain ones are always rank 0's.
     split: what files hold of a tensor, {name: tensor}, where their names are others. Training may
-    continue: write(path) writes a copy.
+    go on: it cannot change what write(path) writes.
     """
     share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
     waiting, gathered = {}, 0

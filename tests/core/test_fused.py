@@ -37,7 +37,7 @@ CASES = {"norm": (lambda x, w: kernels.rms_norm(x, w, 1e-6), theirs_norm, ((4, 7
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_transformers(case, dtype):
-    """In bf16 ours, rounded once, is at least as close to float32 as transformers', rounded at each operator."""
+    """In bf16 what is rounded once is at least as near to float32 as what transformers rounds at each operator."""
     ours, theirs, shapes = CASES[case]
     exact = [numbers(*shape, seed=i) for i, shape in enumerate(shapes)]
     found = []
