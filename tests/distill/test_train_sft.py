@@ -268,7 +268,7 @@ def asked_in_validation(line):
 
 @pytest.mark.slow
 def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
-    """Also when it is interrupted twice: the log, the best loss and the final weights are as without signals."""
+    """Also when that one is broken off again, and by the best loss: the log and the end are as without signals."""
     name = "qwen lora ddp 1x8x1"
     for _ in range(2):
         stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
