@@ -53,7 +53,7 @@ flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (defaul
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
-flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of the two above")
+flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of these two")
 flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
