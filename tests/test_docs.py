@@ -204,6 +204,6 @@ def test_the_demo_of_the_readme(tmp_path, quick):
     assert len(done.stdout.splitlines()) <= 55      # 60 with the step lines of the whole demo
     page, = tmp_path.glob("run-*/report.html")
     assert re.search(r"<li>After: speech is [a-z ]*understood \(word errors \d", page.read_text())
-    # the picture is of a whole demo's page, by a browser; its words are these parts
+    # the picture is the top of a whole demo's page, 1300 x 1440 in Chromium; its words are these parts
     parts = ", ".join(re.findall("<h2>([^<]+)</h2>", page.read_text()))
     assert f"![The demo's report: {parts}](docs/report.png)" in " ".join(TEXTS["README.md"].split()), parts
