@@ -144,7 +144,7 @@ ARGUMENTS = {       # {kernel of kernels.py: its arguments by number of rows}
 
 
 def report(function, suffix=""):
-    """Compile a function for packs of three lengths and print the kernels."""
+    """Compile a function for packs of three lengths and print what came out."""
     torch._dynamo.reset()
     counters.clear()
     SOURCES.clear()
