@@ -15,6 +15,7 @@ A batch is a dataclass or a NamedTuple whose fields are CPU tensors or plain val
 import bisect
 import itertools
 import os
+import signal
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from core.cli import UserError, first_line
 from core.dist import error_names_file
-from core.watchdog import fork_loaders, init_loader
+from core.watchdog import HELD, init_loader
 
 # With length grouping, packs that run side by side should be equally long, whatever the number of
 # ranks. So blocks of up to 512 packs that follow each other by length are shuffled, and blocks of
@@ -236,7 +237,11 @@ def iterate(loader):
     """Iterator over a DataLoader's batches. Its processes are forked now, and end with it. Their
     UserErrors come without the traceback that torch puts before the text.
     """
-    batches = fork_loaders(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)     # torch's handlers end a worker
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def each():
         try:

@@ -1,0 +1,119 @@
+"""core.watchdog without time: two ranks, whose clocks are their beats. Real ones that hang or freeze: test_recovery.py."""
+import os
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from core import watchdog
+from core.dist import World
+
+
+class Ended(BaseException):
+    """The watchdog has ended its process."""
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def add(self, key, number):
+        self[key] = self.get(key, 0) + number
+        return self[key]
+
+
+class Watchdog(watchdog.Watchdog):
+    """Whose main thread may move on as soon as anybody has read where it is."""
+    moves = False
+
+    @property
+    def state(self):
+        found = self.found
+        if self.moves:
+            self.report_progress(f"step {found['progress']}")
+        return found
+
+    @state.setter
+    def state(self, value):
+        self.moves, self.found = False, value
+
+
+@pytest.fixture
+def beats(monkeypatch):
+    """beats(script) -> number of rank 0's beats until it ended its process, or 0. Between two of them the generator
+    script(rank 0's watchdog, rank 1's) goes on. A step may take 10 of them.
+    """
+    def run(script):
+        dogs = [Watchdog(World(rank=rank, local_rank=rank, size=2, local_size=2), 10) for rank in range(2)]
+        assert dogs[0].beat_s == 1
+        dogs[0].store = dogs[1].store = Store()
+        steps, within = script(*dogs), []
+
+        def wait(seconds):      # rank 1's beats are part of the script
+            if within:
+                return False
+            within.append(True)
+            done = next(steps, "end")
+            within.clear()
+            return done
+        monkeypatch.setattr(watchdog, "_at_rest", SimpleNamespace(wait=wait, is_set=lambda: False))
+        with pytest.raises((Ended, SystemExit)) as caught:
+            dogs[0]._watch()
+        return caught.type is Ended and dogs[0].beats
+
+    def end(status):
+        raise Ended
+    monkeypatch.setattr(os, "_exit", end)
+    return run
+
+
+def test_a_pause_of_the_machine_is_no_waiting(beats, monkeypatch):
+    """An hour passes whenever a clock is read."""
+    for clock in ("monotonic", "time", "perf_counter"):
+        hours = iter(range(0, 10**9, 3600))
+        monkeypatch.setattr(time, clock, lambda hours=hours: next(hours))
+
+    def train(*dogs):
+        for step in range(20):
+            for dog in dogs:
+                dog.report_progress(f"step {step}")
+            for _ in range(8):
+                dogs[1]._beat()
+                yield
+    assert not beats(train)
+
+
+def test_a_rank_that_moves_on_while_it_is_read_does_not_hang(beats):
+    """From a long validation, which takes longer than a step may, to a step."""
+    def validate(*dogs):
+        for dog in dogs:
+            dog.report_progress("validation", 1000)
+        for _ in range(50):
+            dogs[1]._beat()
+            yield
+        for _ in range(20):
+            dogs[0].moves = dogs[1].moves = True
+            dogs[1]._beat()
+            yield
+    assert not beats(validate)
+
+
+@pytest.mark.parametrize("frozen, words", [(False, r"hangs: rank 1 \(.*\) in: loading data; "),
+                                           (True, r"no answer from rank 1 \(.*\) in: loading data; ")])
+def test_the_rank_for_which_the_others_wait_is_named(beats, capsys, frozen, words):
+    def hang(*dogs):
+        for dog in dogs:
+            dog.report_progress("loading data")
+        dogs[1]._beat()
+        yield
+        dogs[0].report_progress("step 1")
+        while True:
+            if not frozen:
+                dogs[1]._beat()
+            yield
+    assert 10 + watchdog.GRACE_S < beats(hang) < 30
+    assert re.match(f"error: {words}", capsys.readouterr().err)
