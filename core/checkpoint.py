@@ -123,38 +123,29 @@ def claim_output(output_dir):
 def new_folder(output_dir, size=0, flag="--output_dir"):
     """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
 
-    UserError: a folder with files, one that another process is making, or a full disk.
+    UserError: a folder with files, or a full disk. A kill leaves NAME.unfinished-...
     """
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
             f"{output_dir}: is there already and not empty; give another name or move it away")
-    # in the same folder, so that both are on one disk and a renaming is enough; the same name each
-    # time, so that the lock keeps two processes apart and the next one clears what a kill has left
-    building = final.with_name(f".{final.name}.new-{hashlib.md5(final.name.encode()).hexdigest()}")
+    # beside it, on the same disk: a renaming is enough
+    building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
-        building.mkdir(parents=True, exist_ok=True)
-        # a link of this name may lead to a folder that is not ours to empty
-        require(not building.is_symlink() and building.stat().st_uid == os.getuid(),
-                f"{building}: is a link, or another user's; move it away")
-        with lock_folder(building, flag) as lock:
-            try:
-                remove_named(building, rf"(?!{lock.name.name}$).*")
-                free = shutil.disk_usage(building).free     # before hours of work, not after
-                require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be "
-                                      f"written, {free / 1e9:.1f} GB are free there")
-                yield building
-                for path in [*building.iterdir(), building]:
-                    fsync(path)
-            except BaseException:
-                shutil.rmtree(building, ignore_errors=True)
-                raise
-            os.rename(building, final)      # still locked
-            (final / lock.name.name).unlink()
-            fsync(final.parent)
+        building.mkdir(parents=True)
+        free = shutil.disk_usage(building).free     # before hours of work, not after
+        require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
+                              f"{free / 1e9:.1f} GB are free there")
+        yield building
+        for path in [*building.iterdir(), building]:
+            fsync(path)
+        os.rename(building, final)
+        fsync(final.parent)
     except Exception as error:      # tokenizers raise nothing else for a full disk
         if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
             raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
         raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 # ---- One process at a time owns a folder: an output folder, a code cache in the making, a journal.
