@@ -138,7 +138,7 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         yield building
         for path in [*building.iterdir(), building]:
             fsync(path)
-        os.rename(building, final)
+        building.rename(final)
         fsync(final.parent)
     except Exception as error:      # tokenizers raise nothing else for a full disk
         if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
