@@ -27,19 +27,20 @@ class Store(dict):
 
 
 class Watchdog(watchdog.Watchdog):
-    """Whose main thread may move on as soon as anybody has read where it is."""
-    moves = False
+    """Whose main thread moves on to a step as soon as somebody has read for the `moves`-th time where it is."""
+    moves = 0
 
     @property
     def state(self):
         found = self.found
-        if self.moves:
-            self.report_progress(f"step {found['progress']}")
+        self.moves -= 1
+        if self.moves == 0:
+            self.report_progress("a step")
         return found
 
     @state.setter
     def state(self, value):
-        self.moves, self.found = False, value
+        self.found = value
 
 
 @pytest.fixture
@@ -90,15 +91,14 @@ def test_a_pause_of_the_machine_is_no_waiting(beats, monkeypatch):
 def test_a_rank_that_moves_on_while_it_is_read_does_not_hang(beats):
     """From a long validation, which takes longer than a step may, to a step."""
     def validate(*dogs):
-        for dog in dogs:
-            dog.report_progress("validation", 1000)
-        for _ in range(50):
-            dogs[1]._beat()
-            yield
-        for _ in range(20):
-            dogs[0].moves = dogs[1].moves = True
-            dogs[1]._beat()
-            yield
+        for reads in range(1, 7):
+            for dog in dogs:
+                dog.report_progress("validation", 1000)
+            for beat in range(58):
+                if beat == 50:
+                    dogs[0].moves = dogs[1].moves = reads
+                dogs[1]._beat()
+                yield
     assert not beats(validate)
 
 
