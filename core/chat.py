@@ -66,7 +66,7 @@ def parsed(value):
 
 
 def usable(path, lines, problems):
-    """Yield (number, record) of numbered lines; `problems` takes what is wrong with the others."""
+    """Yield (number, record) of numbered lines; `problems` takes the faults of the others."""
     for number, line in lines:
         if not isinstance(line, dict) and not line.strip():
             continue

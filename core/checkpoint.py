@@ -128,7 +128,7 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
             f"{output_dir}: is there already and not empty; give another name or move it away")
-    # beside it, on the same disk: a renaming is enough
+    # in the same folder, so on one disk: a renaming is enough
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
         building.mkdir(parents=True)
@@ -428,7 +428,7 @@ def damage(path):
 
 
 def rotate(output_dir, newest, keep, best_step=None):
-    """Delete the oldest of ours up to step `newest` beyond `keep` (0 = all), never the best."""
+    """Delete the oldest whole ones up to step `newest` beyond `keep` (0 = all), never the best."""
     found = [(step, path) for step, path in list_checkpoints(output_dir)
              if step <= newest and (path / MANIFEST).is_file()]
     for step, path in found[:-keep] if keep else ():

@@ -154,7 +154,7 @@ class PackOrder:
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
-    """Yield this rank's packs, lists of indices, from (epoch, first) on; all ranks get as many."""
+    """Yield this rank's packs, lists of indices, from (epoch, first) on; as long on all ranks."""
     per_step = world_size * accumulation
     while epoch < epochs:
         plan = order.epoch(epoch)
@@ -312,7 +312,7 @@ class _Share(IterableDataset):      # parts that one of several processes makes
 
 
 def parallel_map_ordered(share, processes, take):
-    """take(part) for every part of share(0, 1) in order, made by so many other processes.
+    """take(part) for every part of share(0, 1) in order, made by other processes (0: none).
 
     share(first, step): an iterator over parts first, first + step, ... of a sequence; no tensors,
     which would travel through /dev/shm. UserError when a process is killed.
