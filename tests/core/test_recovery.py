@@ -344,17 +344,6 @@ def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
     job.assert_error(words, most=2 - rank)      # a store that was frozen knows nothing of the first
 
 
-def test_a_pause_of_all_is_no_hang(launch, tmp_path):
-    job = launch(tmp_path / "out", *LORA, "--max_steps", 10_000, *LIMIT)
-    job.wait_for(lambda: job.seen(2))
-    pids, seen = job.pids(), last_step(job.output_dir)
-    job.signal(signal.SIGSTOP, *pids)
-    time.sleep(2 * LIMIT_S)
-    job.signal(signal.SIGCONT, *pids)
-    end = time.monotonic() + LIMIT_S
-    assert job.wait_for(lambda: job.seen(seen + 10) and time.monotonic() > end)     # trains on, for longer than a limit
-
-
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
     job = launch(tmp_path / "out", *LORA, "--max_steps", 10_000, *LIMIT)
     job.wait_for(lambda: job.seen(2))

@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from core import watchdog
 from core.dist import World
@@ -12,18 +13,6 @@ from core.dist import World
 
 class Ended(BaseException):
     """The watchdog has ended its process."""
-
-
-class Store(dict):
-    def set(self, key, value):
-        self[key] = value
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-    def add(self, key, number):
-        self[key] = self.get(key, 0) + number
-        return self[key]
 
 
 class Watchdog(watchdog.Watchdog):
@@ -51,16 +40,11 @@ def beats(monkeypatch):
     def run(script):
         dogs = [Watchdog(World(rank=rank, local_rank=rank, size=2, local_size=2), 10) for rank in range(2)]
         assert dogs[0].beat_s == 1
-        dogs[0].store = dogs[1].store = Store()
-        steps, within = script(*dogs), []
+        dogs[0].store = dogs[1].store = HashStore()
+        steps = script(*dogs)
 
         def wait(seconds):      # rank 1's beats are part of the script
-            if within:
-                return False
-            within.append(True)
-            done = next(steps, "end")
-            within.clear()
-            return done
+            return not steps.gi_running and next(steps, "end")
         monkeypatch.setattr(watchdog, "_at_rest", SimpleNamespace(wait=wait, is_set=lambda: False))
         with pytest.raises((Ended, SystemExit)) as caught:
             dogs[0]._watch()
