@@ -1,7 +1,7 @@
 """The launchers on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
 
 The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on
-the CPU. What a run is compared with is one on one node that nobody disturbed: same bits.
+the CPU. What a run is compared with is one outside of Slurm that nobody disturbed: same bits.
 """
 import fcntl
 import functools
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.progress import wait_until
-from tests.helpers.trainer import ROOT, trainer_command
+from tests.helpers.trainer import ROOT, train_forked, trainer_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.race]
 
@@ -130,15 +130,12 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, tiny, tmp_path_factory):
-    """undisturbed() -> final weights of the run that all others must equal: two ranks on one node."""
+def undisturbed(pool, tiny, tmp_path_factory):
+    """undisturbed() -> final weights of the run that all others must equal: two ranks without Slurm."""
     @functools.cache
     def weights():
-        folder = tmp_path_factory.mktemp("undisturbed") / "job"
-        args = trainer_command(tiny, folder / "out", *FLAGS)[2:]
-        job = Job(folder, *args, sbatch=["--nodes=1"], NPROC_PER_NODE="2")
-        assert job.end() == ("COMPLETED", 0), job.log
-        return load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+        run = train_forked(pool, tiny, tmp_path_factory.mktemp("undisturbed") / "out", *FLAGS, ranks=2)
+        return load_file(run.output_dir / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
     return weights
 
 
