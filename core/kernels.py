@@ -67,18 +67,27 @@ def compiles(kind):
     return True
 
 
+def grouped_attention():
+    """Output and gradients of packed attention with fewer key heads on a GPU, from fixed draws."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(8, heads, 64, generator=draw, dtype=torch.bfloat16, device="cuda",
+                           requires_grad=True) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+    out = varlen_attn(q, k, v, ends, ends, 5, 5, window_size=(-1, 0), **GROUPED)
+    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
 @functools.cache
 def use_flash3():
-    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
-    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
+    """Use FlashAttention 3 for packed attention if its package is installed and a trial has the
+    results of torch's own kernel; a notice says which. It was never run on a GPU here.
     """
     if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
         return
+    own = grouped_attention()
     try:
         attention.activate_flash_attention_impl("FA3")
-        q = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
-        varlen_attn(q, q, q, ends, ends, 5, 5, window_size=(-1, 0)).sum().backward()
+        torch.testing.assert_close(grouped_attention(), own, rtol=0.05, atol=0.05)
         notice("FlashAttention 3 is used")
     except Exception as error:      # of a package that is too old for this torch, or for this GPU
         attention.restore_flash_attention_impl()
@@ -342,21 +351,19 @@ def set_mode(model, layers, mode):
     """Have a model's layers be called as `mode`, "all", "selective" or None, wants it. layers: of
     transformers, or the model calls them by model.call.
     """
+    more = {"context_fn": functools.partial(selective_contexts, _policy)} \
+        if mode == "selective" else {}
+
+    def call(layer, *args, **kwargs):
+        if not mode:
+            return layer(*args, **kwargs)
+        return checkpoint(layer, *args, use_reentrant=False, **more, **kwargs)
     for module in model.modules():      # adapters.AddingLinear must not change products that stay
         if mode == "selective" and hasattr(module, "adds_in_place"):
             module.adds_in_place = False
     if hasattr(model, "call"):
-        model.call = caller(mode)
+        model.call = call
         return
     for layer in layers:        # transformers' own switch
         layer.gradient_checkpointing = bool(mode)
-        layer._gradient_checkpointing_func = caller(mode)
-
-
-def caller(mode):
-    """A function of (layer, its arguments) that calls the layer as `mode` of set_mode wants it."""
-    if not mode:
-        return lambda layer, *args, **kwargs: layer(*args, **kwargs)
-    selective = {"context_fn": functools.partial(selective_contexts, _policy)}
-    return functools.partial(checkpoint, use_reentrant=False,
-                             **(selective if mode == "selective" else {}))
+        layer._gradient_checkpointing_func = call
