@@ -150,21 +150,21 @@ ONLY = {"bf16 compiled float8": ("speech lora", "chats lora"),      # cases of a
 LIMITS = {"fp32": (1e-4, 5e-3, 2e-3), "bf16": (1e-3, 2e-2, 5e-3)}
 
 
-def tiny_files(folder):
-    """{trainer: its flags}; makes missing files."""
+def tiny_files(folder, cases):
+    """{trainer: its flags} of some cases; makes missing files."""
     from bench import shapes
     folder.mkdir(parents=True, exist_ok=True)
     pairs = shapes.log_normal(24, 3, 0.5, 1, 6).reshape(-1, 2).round(2).tolist()
-    speech = shapes.speech_files(folder, pairs, 0, "tiny", shapes.write_random)
-    chats = shapes.chat_files(folder, shapes.log_normal(32, 60, 0.6, 10, 200), 0, "tiny",
-                              shapes.write_random)
-    flags = {"speech": speech, "speech3": shapes.speech3_files(folder, pairs, 0, "tiny"),
-             "chats": chats,
-             "blocks": [*shapes.block_files(folder, shapes.log_normal(24, 60, 0.3, 30, 120)),
-                        "--validation_split", 0, "--dropout", 0]}
-    for name in ("speech", "speech3"):
-        flags[name] += ["--code_cache", folder / "codes", "--disable_eval", "--normalize_text",
-                        "off"]
+    speech = ["--code_cache", folder / "codes", "--disable_eval", "--normalize_text", "off"]
+    make = {
+        "speech": lambda: [*shapes.speech_files(folder, pairs, 0, "tiny", shapes.write_random),
+                           *speech],
+        "speech3": lambda: [*shapes.speech3_files(folder, pairs, 0, "tiny"), *speech],
+        "chats": lambda: shapes.chat_files(folder, shapes.log_normal(32, 60, 0.6, 10, 200), 0,
+                                           "tiny", shapes.write_random),
+        "blocks": lambda: [*shapes.block_files(folder, shapes.log_normal(24, 60, 0.3, 30, 120)),
+                           "--validation_split", 0, "--dropout", 0]}
+    flags = {name: make[name]() for name in dict.fromkeys(CASES[case][0] for case in cases)}
     for path in folder.rglob("*"):      # the code cache goes by times, which a copy may round
         os.utime(path, (1_700_000_000, 1_700_000_000))
     return flags
@@ -185,9 +185,9 @@ def tiny_run(folder, flags, case, way):
 
 
 def refs(folder, only):
-    flags = tiny_files(folder / "tiny")
-    commands = {case: tiny_run(folder, flags, case, "ref")
-                for case in CASES if re.search(only, case)}
+    cases = [case for case in CASES if re.search(only, case)]
+    flags = tiny_files(folder / "tiny", cases)
+    commands = {case: tiny_run(folder, flags, case, "ref") for case in cases}
     for case, status in run_all(commands, BEGAN + 600, 1).items():
         if status:
             sys.exit(f"error: {case}: {tail(commands[case][1])}")
@@ -200,7 +200,8 @@ def refs(folder, only):
 def right(folder, seconds, only):
     if not (folder / "refs.json").exists():
         refs(folder, "")
-    wanted, flags = json.loads((folder / "refs.json").read_text()), tiny_files(folder / "tiny")
+    wanted = json.loads((folder / "refs.json").read_text())
+    flags = tiny_files(folder / "tiny", wanted)
     until, rows = BEGAN + seconds, []
     todo = [(case, way) for way in WAYS for case in ONLY.get(way, CASES)
             if case in wanted and re.search(only, f"{case} {way}")
