@@ -62,8 +62,8 @@ def wait(process, until):
 
 
 def run_all(commands, until, side_by_side):
-    """{name: status} of {name: (command, log, env)}."""
-    names, running, found = list(commands), {}, {}
+    """Yield (name, status) of {name: (command, log, env)} as they end."""
+    names, running = list(commands), {}
     while names or running:
         while names and len(running) < side_by_side:
             command, log, env = commands[names[0]]
@@ -71,8 +71,7 @@ def run_all(commands, until, side_by_side):
         time.sleep(0.1)
         for name, process in list(running.items()):
             if process.poll() is not None or time.monotonic() > until:
-                found[name] = wait(running.pop(name), until)
-    return found
+                yield name, wait(running.pop(name), until)
 
 
 def tail(log):
@@ -188,7 +187,7 @@ def refs(folder, only):
     cases = [case for case in CASES if re.search(only, case)]
     flags = tiny_files(folder / "tiny", cases)
     commands = {case: tiny_run(folder, flags, case, "ref") for case in cases}
-    for case, status in run_all(commands, BEGAN + 600, 1).items():
+    for case, status in run_all(commands, BEGAN + 600, 1):
         if status:
             sys.exit(f"error: {case}: {tail(commands[case][1])}")
     found = {case: [(loss_of(row), row["train/grad_norm"]) for row in metrics(command[-1])]
@@ -209,7 +208,7 @@ def right(folder, seconds, only):
     for compiled in (False, True):      # those that compile use all cores
         commands = {(case, way): tiny_run(folder, flags, case, way)
                     for case, way in todo if ("compiled" in way) == compiled}
-        for (case, way), status in run_all(commands, until, 2 if TINY else 8).items():
+        for (case, way), status in run_all(commands, until, 2 if TINY else 8):
             limits, ref = LIMITS["fp32" if way == "fp32" else "bf16"], wanted[case]
             command, log, _ = commands[case, way]
             found, errors = metrics(command[-1]), [math.inf] * 3
@@ -299,7 +298,7 @@ def fast(folder, seconds, jobs):
     trainers = dict.fromkeys(job.split()[0] for job in jobs)
     commands = {name: (child("files", folder, name), work / f"{name}.log", {}) for name in trainers}
     commands["rate"] = child("rate", folder), work / "rate.log", {}
-    ready = run_all(commands, until, many)
+    ready = dict(run_all(commands, until, many))
     rate = json.loads((folder / "rate.json").read_text()) if ready.pop("rate") == 0 else math.nan
     flags = {name: json.loads((work / f"{name}.json").read_text())
              for name, status in ready.items() if status == 0}
@@ -310,7 +309,7 @@ def fast(folder, seconds, jobs):
     plans = {job: ([sys.executable, *words[:-1], f"{outs[job]}-plan", "--dry_run", 1],
                    f"{outs[job]}.plan.log", {})
              for job, words in ours.items() if "Trainer" not in job}
-    run_all(plans, until, many)
+    dict(run_all(plans, until, many))
     rows = []
     for job in jobs:
         out, row = outs[job], {"job": job}
