@@ -95,9 +95,7 @@ def end_with_torchrun():
 
 
 def is_adopted(parent):
-    """True if torchrun ended before this rank asked: `parent` is not Python or a script. Torchrun
-    itself may have lost its parent, as under nohup.
-    """
+    """True if torchrun ended before this rank asked: `parent` is no Python, nor a script of its."""
     try:
         program = os.readlink(f"/proc/{parent}/exe")
         env = Path(f"/proc/{parent}/environ").read_bytes()

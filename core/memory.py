@@ -388,8 +388,8 @@ def earlier_choice(args, ranks):
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
+    # --auto chose these as well, once
     for flag, value, words in ("cpu_offload", True, ""), ("base_dtype", "nf4", " nf4"):
-        # --auto chose these as well, once
         require(earlier.get(flag) != value or getattr(args, flag, None) == value,
                 f"--auto: give --{flag}{words}, as in the run that is resumed")
     chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named(args)}

@@ -28,8 +28,7 @@ from diffusion.choices import PRESETS
 # ---- Flags
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
-# of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
-cli.trainer_flags(p)
+cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --output_dir, ...
 p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
                num_workers=min(16, cli.cpus_per_rank()))
 # data
@@ -221,9 +220,8 @@ torch.manual_seed(args.seed + world.rank)       # different dropout on every ran
 if resume:
     checkpoints.restore(resume, model, optimizer)
 
+
 # ---- Validation and checkpoints
-
-
 def validate():
     """Validate the averaged weights, log; True if they are the best so far, None if stopped."""
     global t_range, stale, best_loss, best_tie, best_step

@@ -83,6 +83,7 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
         output_dir: -odd
         code_cache: null
         host_memory: 64
+        audio_loss_reduction: mean
         """, "--learning_rate", "1e-3", "--report_to", "none")
     assert (args.model_path, args.audio_tokenizer_path, args.train_data_file) == ("model", "co dec", ["007"])
     assert args.learning_rate == 1e-3 and args.bf16 and not args.reshard_after_forward and args.output_dir == "-odd"
@@ -91,7 +92,7 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
+    ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("noise_schedule: cosine", "no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
     ("lora_rank: 1\nlora_r: 2", "lora_r is there twice"),
     ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
     ("reshard_after_forward: perhaps", "perhaps is neither true nor false")])
