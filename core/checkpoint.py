@@ -133,8 +133,8 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     try:
         building.mkdir(parents=True)
         free = shutil.disk_usage(building).free     # before hours of work, not after
-        require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
-                              f"{free / 1e9:.1f} GB are free there")
+        require(free >= size, f"{flag} {output_dir}: needs {size / 1e6:,.0f} MB; "
+                              f"{free / 1e6:,.0f} MB are free there")
         yield building
         for path in [*building.iterdir(), building]:
             fsync(path)

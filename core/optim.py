@@ -117,8 +117,8 @@ class StepMonitor:
         self.losses.append((torch.isfinite(loss.detach()), list(samples)))
 
     def push(self, step, norm, stop, trains=True):
-        """Start fetching the flags of the step just queued. norm: of its gradient, 0-d; stop: this
-        rank was asked to; trains: a norm of exactly 0 is a fault. Collective.
+        """Start fetching the flags of the step just queued. norm: of its gradient, 0-d. stop: this
+        rank was asked to stop. trains: a norm of exactly 0 is a fault. Collective.
         """
         norm = norm.to(self.world.device)       # with CPU offload gradients are elsewhere
         zero = (norm == 0).float() * trains

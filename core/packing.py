@@ -3,7 +3,7 @@ them, and columns of millions of samples on disk.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
-run can stop on 16 GPUs and go on with 8 (accumulation doubled) and see the same data. Empty packs,
+run can stop on 16 GPUs and resume on 8 (accumulation doubled) and see the same data. Empty packs,
 which weigh nothing, fill an epoch's tail: every rank runs the same number of steps.
 
 A batch is a dataclass or a NamedTuple of CPU tensors and plain values. Its class has

@@ -8,7 +8,7 @@ is that of bitsandbytes.
 Float8: both matrix products of a layer, forward and input gradient, in e4m3 (arXiv 2209.05433). A
 frozen weight is rounded once, unlike torchao's: a copy for the forward product and a turned one for
 the backward, together as large as in bfloat16. Each row of weights, inputs and gradients has a
-scale, so what it gives does not depend on what else is in the pack.
+scale, so no result depends on the other samples of the pack.
 """
 import math
 

@@ -205,7 +205,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
 
     Collective where tensors are sharded; the same names on every rank. spread: all ranks share the
     sharded ones, a file each; else, and of plain ones, rank 0 writes all. split: what files hold of
-    a tensor, {name: tensor}. Training may go on: it cannot change what write(path) writes.
+    a tensor, {name: tensor}. Training may continue: write(path) writes a copy.
     """
     share, owners, load = {}, {}, [0] * world.size
     waiting, gathered = {}, 0

@@ -1,9 +1,9 @@
-"""Signals that ask a run to save and stop; and a rank that hangs is named, with where it hangs.
+"""Signals that ask a run to save and stop; a watchdog that names a hanging rank and its phase.
 
-SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves OUTPUT_DIR/requeue for the
-launcher and exits with status 0. A thread of each rank reports to the run's store how far its main
-thread has come. When a rank takes longer than its limit, the slowest are named and print their
-stacks, and all end with status 1, before the process group's limit; a frozen process is missed in
+SIGTERM and SIGUSR1 only set a flag; the loop checks it, saves, leaves OUTPUT_DIR/requeue for the
+launcher and exits with status 0. A thread of each rank reports the progress of its main thread to
+the run's store. When a rank takes longer than its limit, the slowest are named and print their
+stacks, and all end with status 1, before the process group's limit. A frozen process is noticed in
 any phase after a step's limit.
 """
 import json
@@ -31,7 +31,7 @@ class Stopped(Exception):
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: its process ends by or with the trainer, by no signal."""
+    """worker_init_fn of every DataLoader: only the trainer ends its process, not a signal."""
     end_with_trainer()
     # what cannot be handed over (/dev/shm is full) is the trainer's error; it would wait for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
@@ -68,18 +68,18 @@ def exit_stopped(world, output_dir, why):
 
 
 def clear_marker(output_dir):
-    """Remove the marker of an earlier run, and a request to stop that was meant for that one."""
+    """Remove the marker of an earlier run, and a request to stop it."""
     for name in ("requeue", "stop"):
         (Path(output_dir) / name).unlink(missing_ok=True)
 
 
 def leave_marker(output_dir, text):
-    """Leave OUTPUT_DIR/requeue: the launcher is to start this run again."""
+    """Write OUTPUT_DIR/requeue, on which the launcher starts this run again."""
     write_text(Path(output_dir) / "requeue", text + "\n")
 
 
 def stop_asked(output_dir):
-    """Why this process should save and stop, in words, or None: a signal, or OUTPUT_DIR/stop."""
+    """Why this process should save and stop, as text, or None: a signal, or OUTPUT_DIR/stop."""
     asked = stop_requested() or os.path.exists(Path(output_dir) / "stop") and "stop"
     return f"asked to stop by {asked}" if asked else None
 
@@ -93,7 +93,7 @@ class Watchdog:
     """Watches the main threads of all ranks, on every rank. A single process waits for nobody."""
 
     def __init__(self, world, limit_s):
-        """limit_s: seconds a step may take, or a rank be silent."""
+        """limit_s: most seconds of a step, and without a report of a rank."""
         self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
         # with more ranks each beats less often, but a failure is seen within GRACE_S
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
@@ -114,7 +114,7 @@ class Watchdog:
                       "limit_s": limit_s or self.limit_s}
 
     def _watch(self):
-        """Beat; when a rank hangs or has failed, end this process, which may wait for that one."""
+        """Beat; when a rank hangs or has failed, end this process, which may be waiting for it."""
         try:
             while not self._beat():
                 if self.judges:
@@ -146,7 +146,7 @@ class Watchdog:
             os._exit(1)
 
     def _beat(self):
-        """Report that this rank lives, and where it is; True if a rank has failed."""
+        """Report that this rank runs, and its phase; True if a rank has failed."""
         self.beats += 1
         report = self.state | {"beats": self.beats, "who": self.who}    # read once: it moves
         self.store.set(f"watch/{self.world.rank}", json.dumps(report))
