@@ -29,7 +29,7 @@ flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3"
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
 flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or module name endings "
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
-switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
+switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
 switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
@@ -447,4 +447,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{monitor.skipped} steps skipped{best}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")

@@ -384,8 +384,8 @@ def main():
     parser.add_argument("what", choices=("refs", "right", "fast"))
     parser.add_argument("folder", type=Path, help="where all files go")
     parser.add_argument("jobs", nargs="*", metavar="JOB", default=[], help=f"default: {JOBS}")
-    parser.add_argument("--seconds", type=float, default=540, help="of this run, all in all")
-    parser.add_argument("--only", default="", help="cases (right: and ways) by a pattern")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of the whole run")
+    parser.add_argument("--only", default="", help="pattern: run only the cases that match")
     args = parser.parse_args()
     for job in args.jobs or JOBS:
         trainer, *options = job.split()

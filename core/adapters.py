@@ -61,7 +61,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dtype, scale, rate, in_place, *weights):
-        """weights: all W, all A, all B. dtype: computed in. rate: of the dropout."""
+        """weights: all W, all A, all B. dtype: of the products. rate: dropout rate."""
         n = len(weights) // 3
         bases, downs, ups = weights[:n], weights[n:2 * n], [up.to(dtype) for up in weights[2 * n:]]
         x, down = x.to(dtype), torch.cat(downs).to(dtype)
@@ -184,8 +184,8 @@ def add_saved(model, folder, whole=()):
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
-        inside = checkpoint.list_checkpoints(folder)
-        hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
+        found = [p for f in (path.parent, path.parents[1]) for p in checkpoint.list_checkpoints(f)]
+        hint = f"; the newest checkpoint is {found[-1][1]}" if found else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
     require(saved.get("peft_type") == "LORA" and {"r", "lora_alpha", "target_modules"} <= {*saved},

@@ -404,7 +404,7 @@ def facts(path):
 
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
-    paths = Path(output_dir).iterdir() if os.path.exists(output_dir) else ()
+    paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
@@ -418,7 +418,7 @@ def damage(path):
         listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
     except (ValueError, TypeError, KeyError):
         return f"unreadable {MANIFEST}"
-    if f"{STATE}/state.json" not in listed:     # an empty list would prove any folder whole
+    if f"{STATE}/state.json" not in listed:     # an empty list would verify any folder
         return f"{MANIFEST} does not list {STATE}/state.json"
     with ThreadPoolExecutor(16) as pool:        # hashing needs no GIL
         for name, found in zip(listed, pool.map(lambda name: facts(path / name), listed)):

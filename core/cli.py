@@ -146,12 +146,12 @@ def without_secrets(value):
 
 
 class Help(argparse.HelpFormatter):
-
     def _get_help_string(self, action):
         """A flag's help with its default, unless there is none or the help has it in words."""
         if not action.default or action.default == argparse.SUPPRESS or "default:" in action.help:
             return action.help
-        return f"{action.help} (default: %(default)s)"
+        listed = isinstance(action.default, list)
+        return f"{action.help} (default: {action.default[0] if listed else '%(default)s'})"
 
 
 def switch(parser, name, help):
@@ -313,7 +313,7 @@ def read_config(parser, words):
 
 def config_text(args, script):
     """The flags as given, as the YAML that --config of the script takes."""
-    lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags after it count more"]
+    lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; later flags override it"]
     for name, value in args.given.items():
         if value is not None and name not in ("config", "dry_run"):     # JSON's values are YAML's
             lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}")
@@ -494,7 +494,7 @@ def check_precision(args):
     require(not args.float8 or args.compile and args.use_lora and args.bf16 and ddp
             and not args.use_dora,
             "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp, and no --use_dora")
-    require(not (args.fp16 and args.bf16), "give one of --bf16 and --fp16")
+    require(not (args.fp16 and args.bf16), "give --bf16 or --fp16, not both")
     require(ddp or not args.fp16, "--fp16 needs --parallel ddp: FSDP2 computes in bfloat16 here")
     require(kind is None or args.use_lora and (args.bf16 or nf4 and args.fp16),
             f"--base_dtype {kind} needs --use_lora and --bf16{' or --fp16' * nf4}")
@@ -524,7 +524,7 @@ def set_intervals(args, total_steps, before, validates, **own):
     for flag, steps in usual.items():
         if getattr(args, flag, 0) is None:
             setattr(args, flag, before.get(flag, steps))
-    saves, evals = (f"every {steps} steps" if steps else "at the end"
+    saves, evals = (f"every {counted(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     lines = [f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates]
     late = {"warmup_steps": "the learning rate never reaches its peak",

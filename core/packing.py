@@ -159,8 +159,8 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
     while epoch < epochs:
         plan = order.epoch(epoch)
         for step in range(first, len(plan), per_step):
-            # side by side on the ranks, one after the other in the micro-steps: the same packs make
-            # a step whatever their numbers
+            # first over ranks, then over micro-steps: N ranks x M micro-steps take the same packs
+            # as any other split of N * M
             for micro in range(accumulation):
                 yield plan.pack(step + micro * world_size + rank).tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may begin in its middle

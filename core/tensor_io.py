@@ -77,7 +77,7 @@ def find_folder(name, flag, more=()):
         return Path(snapshot_download(name, allow_patterns=[
             "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *more]))
     except Exception as error:      # a dozen kinds: no network, no such name, not allowed
-        raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
+        raise UserError(f"{flag} {name}: neither a local folder nor available on the Hub "
                         f"({type(error).__name__}: {first_line(error)})")
 
 

@@ -36,7 +36,7 @@ choices.data(p)
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
-flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
+flag("--dropout", 0.1, "dropout on the outputs of attention and MLP, 0 to 1")
 flag("--t_range", None, "trained noise levels, and limits for the masked share of a block "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "train on the range of one of these widths with least variance",
@@ -52,7 +52,7 @@ flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (defaul
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
-flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of two")
+flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of these two")
 flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
@@ -387,4 +387,4 @@ while step < total_steps and not stopping and stale < patience:
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
 run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
-        f"{monitor.skipped} steps skipped; best at step {best_step}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped; best at step {best_step}")

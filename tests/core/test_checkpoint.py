@@ -1,5 +1,5 @@
-"""core.checkpoint: what is not a whole checkpoint, whatever its files hold; what is deleted; a kill before every
-change that a save makes to the disk. Kills and resumes of whole runs: test_recovery.py.
+"""core.checkpoint: damaged checkpoints are found; deletion is safe; a save is killed before each of its changes to
+the disk. Kills and resumes of whole runs: test_recovery.py.
 """
 import hashlib
 import json
@@ -194,8 +194,7 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "ope
 
 
 def killed(out, step, change):
-    """save() in a process of its own, killed right before its change of that number to the disk; whether it came to it.
-    """
+    """Run save() in a process that is killed right before its change number `change` to the disk; True if it was."""
     child = os.fork()
     if not child:
         left = [change]

@@ -239,7 +239,7 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     flags = arguments(demo, tmp_path / "out", "--eval_steps", 0, "--validation_split", 0, "--save_steps", 1)
     statuses, output = pool.run(1, f"{__name__}.poisoned", flags, 2)
     run = Run(max(statuses), output, tmp_path / "out")
-    assert run.status == 0 and "done       step 4; 1 steps skipped" in output, output
+    assert run.status == 0 and "done       step 4; 1 step skipped" in output, output
     assert re.search(r"step 2: gradient norm is not finite, step skipped .*train.jsonl line \d+", output)
     losses = [row["train/loss"] for row in training(run)]
     assert losses[1] is None and all(math.isfinite(loss) for loss in losses[:1] + losses[2:])

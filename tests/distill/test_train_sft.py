@@ -297,7 +297,7 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
     assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); samples with a non-finite "
                      rf"loss: [^\n]*{tmp_path}/chats.jsonl:11\b", run.output)
     losses = list(run.metrics("train/loss").values())
-    assert losses.count(None) == 1 and len(losses) == 3 and "; 1 steps skipped; " in run.output
+    assert losses.count(None) == 1 and len(losses) == 3 and "; 1 step skipped; " in run.output
     assert all(torch.isfinite(tensor).all() for tensor in tensors(run).values())
 
 
@@ -355,7 +355,7 @@ def spoil(folder, kind):
      "its dynamic rotary embedding depends on the longest document"),
     ({"num_attention_heads": 0}, "/qwen: "), ({"hidden_size": 10**9}, "/qwen: "),
     ("untied", "other values for lm_head.weight than for model.embed_tokens.weight"),
-    ("adapter", "has no config.json; give the folder of a whole model: of an adapter its base")])
+    ("adapter", "has no config.json; give the folder of a whole model: an adapter's base")])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)
