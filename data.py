@@ -17,7 +17,7 @@ from core.problems import Problems
 from speech import choices
 from speech.codes import Encoding, ensure_codes, plan_codes
 from speech.dataset import Reading, Sources, Table, build, is_prepared, open_prepared
-from speech.labels import IGNORE, PackedBatch, audio_targets
+from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
 
@@ -83,7 +83,8 @@ class SpeechSamples(Dataset):
 def padding_sample(n, ids):
     none = np.empty((0, ids.num_codebooks), np.int64)
     return {"number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
-            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_labels": none}
+            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_at": none[:, 0],
+            "audio_targets": none}
 
 
 def collate(samples, ids, pad_to=0):
@@ -103,9 +104,8 @@ def collate(samples, ids, pad_to=0):
     seqlens = [len(sample["input_ids"]) for sample in samples]
     starts = np.cumsum([0, *seqlens])
     next_text[starts[1:] - 1] = IGNORE          # a sample's last token predicts nothing
-    found = [audio_targets(sample) for sample in samples]
-    audio_at = np.concatenate([at + start for (at, _), start in zip(found, starts)])
-    targets = np.concatenate([rows for _, rows in found])
+    audio_at = np.concatenate([one["audio_at"] + start for one, start in zip(samples, starts)])
+    targets = joined("audio_targets")
     # all text rows first, then all audio rows: each FFN reads one contiguous slice
     text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
     seq_index = np.empty(len(is_audio), np.int64)

@@ -24,15 +24,49 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                   "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
 
 
+class Layout:
+    """Tokens and clips -> rows and labels; TokenIds and v3.Ids say what differs."""
+
+    def assemble(self, tokens, labelled, codes):
+        """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
+
+        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+        input_ids (n,), is_audio (n,), text_labels (n,) and audio_ids (a, 8); audio_at (R,), the
+        positions that predict a row, and audio_targets (R, 8), that row, IGNORE where untrained.
+        """
+        is_clip, repeats = tokens == self.audio_placeholder_id, np.ones(len(tokens), np.int64)
+        repeats[is_clip] = [self.rows(*clip) for clip in zip(map(len, codes), labelled[is_clip])]
+        starts, is_audio = np.cumsum(repeats) - repeats, np.repeat(is_clip, repeats)
+        input_ids = np.repeat(tokens, repeats)
+        # audio rows have code labels and no text labels
+        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
+        none = np.empty((0, self.num_codebooks), np.int64)      # a sample may have no clip
+        rows, at, targets = [none], [none[:, 0]], [none]
+        for place, clip in zip(np.flatnonzero(is_clip), codes):
+            start, n = starts[place], repeats[place]
+            input_ids[start:start + n] = self.placeholders(n)
+            rows.append(delay_rows(clip, self.stream_bos, self.stream_eos)[self.first:][:n])
+            if labelled[place]:         # a reference is an input without labels
+                predicting = self.predicting(len(clip))
+                labels = delay_labels(clip, self.stream_eos, self.all_ends)
+                # shifted by one: each row predicts the next, and row 0 is never a label
+                targets.append(labels[1:][:predicting])
+                at.append(start - self.first + np.arange(predicting))
+        return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
+                "audio_ids": np.concatenate(rows), "audio_at": np.concatenate(at),
+                "audio_targets": np.concatenate(targets)}
+
+
 @dataclass
-class TokenIds:
-    """Ids from the tokenizer and the model's config, and their layout; same methods as v3.Ids."""
+class TokenIds(Layout):
+    """Ids from the tokenizer and the model's config, and their layout."""
     audio: int              # <|AUDIO_OUT|>, one for each row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
     num_codebooks: int
     stream_bos: int
     stream_eos: int
+    first, all_ends = 0, False      # of delay_rows that is used; whether all of the fill is trained
     min_frames = 1          # least codec frames of a trained clip
     lone_reference = False  # a reference needs its text
 
@@ -65,35 +99,10 @@ class TokenIds:
         """Number of rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks
 
-    def assemble(self, tokens, labelled, codes):
-        """One sample as the model sees it: each <|AUDIO_OUT|> becomes the delayed rows of its clip.
-
-        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-        input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
-        """
-        # in the table a clip is one token; here it takes a row for each of its codes
-        places = np.flatnonzero(tokens == self.audio)
-        repeats = np.ones(len(tokens), np.int64)
-        rows, labels, placeholders = [], [], []
-        for place, clip in zip(places, codes):
-            rows.append(delay_rows(clip, self.stream_bos, self.stream_eos))
-            # a reference is an input without labels
-            labels.append(delay_labels(clip, self.stream_eos) if labelled[place]
-                          else np.full_like(rows[-1], IGNORE))
-            repeats[place] = len(rows[-1])
-            placeholders.append(np.full(len(rows[-1]), self.audio))
-            # the native processor marks the tail rows of the delay pattern by another placeholder
-            placeholders[-1][-(self.num_codebooks - 1):] = self.delay
-        is_audio = np.repeat(tokens == self.audio, repeats)
-        input_ids = np.repeat(tokens, repeats)
-        # audio rows have code labels and no text labels
-        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
-        empty = np.empty((0, self.num_codebooks), np.int64)     # a sample may have no clip
-        if placeholders:
-            input_ids[is_audio] = np.concatenate(placeholders)
-        return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-                "audio_ids": np.concatenate([empty, *rows]),
-                "audio_labels": np.concatenate([empty, *labels])}
+    def placeholders(self, rows):
+        """Ids at a clip's rows; the native processor marks the tail of the delay pattern."""
+        tail = self.num_codebooks - 1
+        return [self.audio] * (rows - tail) + [self.delay] * tail
 
 
 def token_ids(tokenizer, config):
@@ -149,29 +158,18 @@ def delay_rows(codes, bos, eos):
     return rows
 
 
-def delay_labels(codes, eos):
-    """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book, else -100."""
+def delay_labels(codes, eos, all_ends=False):
+    """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book (all_ends: and
+    the fill after it), else -100.
+    """
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
-        # begin-of-stream rows are never predicted; one end-of-stream is enough, since generation
+        # begin-of-stream rows are never predicted; one end-of-stream is enough where generation
         # fills in the rest
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
-        labels[k + 1 + frames, k] = eos
+        labels[k + 1 + frames:None if all_ends else k + 2 + frames, k] = eos
     return labels
-
-
-def audio_targets(sample):
-    """(R,) positions in a sample that predict a row of codes; (R, 8) that row, IGNORE where not
-    trained. sample: from assemble() here, whose labels are not yet shifted, or from v3's.
-    """
-    if "audio_at" in sample:
-        return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the next row; row 0 of a clip is never a label, so no clip predicts into the
-    # next one
-    following = sample["audio_labels"][1:]
-    trained = np.flatnonzero((following != IGNORE).any(axis=1))
-    return np.flatnonzero(sample["is_audio"])[trained], following[trained]
 
 
 @dataclass

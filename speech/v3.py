@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,7 +29,6 @@ from core import kernels, tensor_io
 from core.cli import UserError, first_line, require
 from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
-from speech.labels import IGNORE, delay_rows
 
 from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model,
                           TopKLogitsWarper, TopPLogitsWarper)
@@ -106,7 +104,7 @@ def save_config(native, tokenizer, folder, source, codec=None):
 
 
 @dataclass(frozen=True)
-class Ids:
+class Ids(labels.Layout):
     """Ids and layout, as labels.TokenIds. ref_text: None if the tokenizer has no such token."""
     tts: int
     text: int
@@ -117,6 +115,8 @@ class Ids:
     num_codebooks: int = 8
     stream_bos: int = 1024      # BOC
     stream_eos: int = 1025      # EOC
+    # no row of BOC alone; servers force BOC, but never fill in EOC: the model must learn it
+    first, all_ends = 1, True
     audio_placeholder_id = AUDIO_PLACEHOLDER
     min_frames = MIN_FRAMES
     lone_reference = True       # a reference may have no text
@@ -144,53 +144,16 @@ class Ids:
         """Number of rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks - 1
 
-    def assemble(self, tokens, labelled, codes):
-        """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
-
-        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-        input_ids (n,), is_audio (n,), text_labels (n,) all IGNORE, audio_ids (a, 8), audio_at (R,)
-        and audio_targets (R, 8), already shifted: the positions that predict, and the next rows.
-        """
-        places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
-        repeats, rows = np.ones(len(tokens), np.int64), []
-        at, targets = np.empty(0, np.int64), np.empty((0, self.num_codebooks), np.int64)
-        for place, clip in zip(places, codes):
-            whole = delay(clip, self.stream_bos, self.stream_eos).numpy()
-            # the last row of a trained clip is predicted, but predicts nothing
-            rows.append(whole[:-1] if labelled[place] else whole)
-            repeats[place] = len(rows[-1])
-            if labelled[place]:
-                # row r is predicted one place before it: row 0 by <|audio|>
-                at = np.arange(len(whole)) + repeats[:place].sum() - 1
-                targets = np.where(label_mask(len(clip), self.num_codebooks).numpy(), whole, IGNORE)
-        is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
-        input_ids = np.where(is_audio, self.pad, np.repeat(tokens, repeats))
-        empty = np.empty((0, self.num_codebooks), np.int64)
-        return {"input_ids": input_ids, "is_audio": is_audio,
-                "text_labels": np.full(len(input_ids), IGNORE),
-                "audio_ids": np.concatenate([empty, *rows]), "audio_at": at,
-                "audio_targets": targets}
-
-
-def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: book k has k BOC, T codes, K - 1 - k EOC. V2 has
-    one more row of BOC before them and one more row of EOC after them.
-    """
-    return torch.from_numpy(delay_rows(np.asarray(codes), bos, eos)[1:-1])
+    def placeholders(self, rows):
+        return [self.pad] * rows
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer than K rows."""
+    """(T + K - 1, K) rows -> (T, K) codes; (0, K) for fewer than K rows."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
-
-
-def label_mask(frames, books=8):
-    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
-    # servers force BOC while the delay builds up, but never fill in EOC: the model must learn it
-    return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
 
 
 def streams(sample, ids):
