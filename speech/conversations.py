@@ -55,10 +55,7 @@ NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")
 # the instruction the community form puts before the target text; only this prefix is removed, never
 # text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
-# of samples, by what target_text recognised in them
-RECOGNISED = {"punctuation": "repeat their request in other punctuation: the request's is used",
-              "instruction": "have other words before the text that their answer repeats: these "
-                             "are left out"}
+SHORTENED = "have other words before the text that their answer repeats: these are left out"
 
 
 class BadSample(Exception):
@@ -83,11 +80,14 @@ class Clip:
 
 @dataclass
 class Turn:
-    """One message: role and its parts (text or Clip) in order; source = index of its message."""
+    """One message: role and its parts (text or Clip) in order; source = index of its message.
+    shortened: whether words before the text to speak were left out.
+    """
     role: str
     parts: list
     source: int | None
     trained: bool = False
+    shortened: bool = False
 
     @property
     def clips(self):
@@ -101,12 +101,11 @@ class Turn:
 @dataclass
 class Sample:
     """A canonical conversation. name: its place in the user's files; speaker, language: the data's
-    labels. recognised: keys of RECOGNISED. notes: [(check, text)] of oddities that stop no run.
+    labels. notes: [(check, text)] of oddities that stop no run.
     """
     name: str
     turns: list
     speaker: str = ""
-    recognised: set = field(default_factory=set)
     language: str = ""
     notes: list = field(default_factory=list)
 
@@ -145,11 +144,8 @@ class Paths:
         if "://" in name:
             raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
         tried = ", ".join(dict.fromkeys(os.path.join(folder, name) for folder in self.folders))
-        near = self.look_up(os.path.basename(name.replace("\\", "/")))
-        hint = f"; {near} is there: write paths relative to {self.base}" if near else ""
-        if re.match(r"[A-Za-z]:\\", name):
-            hint = f"; this is a path of Windows: write paths relative to {self.base}"
-        raise BadSample(f"audio file {name!r} not found; tried {tried}{hint}")
+        raise BadSample(f"audio file {name!r} not found; tried {tried}; write paths relative to "
+                        f"{self.base}")
 
     def look_up(self, name):
         """Absolute path of a file, also of one that Windows or macOS spells otherwise, or in
@@ -280,15 +276,15 @@ def canonical_sample(name, entry, paths, normalize=False):
     without start_index, or with 0 in the community form, the last assistant turn with audio.
     normalize: the texts that those speak.
     """
-    turns, rewritten, recognised = canonical_turns(entry, paths)
+    turns, rewritten = canonical_turns(entry, paths)
     mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
             raise BadSample("the trained clip has no text before it")
     if normalize:
         normalise_requests(turns)
-    return Sample(name, [trimmed(turn) for turn in turns], str(entry.get("speaker") or ""),
-                  recognised, str(entry.get("language") or ""))
+    return Sample(name, [trimmed(turn) for turn in turns],
+                  *(str(entry.get(key) or "") for key in ("speaker", "language")))
 
 
 def normalise_requests(turns):
@@ -298,7 +294,7 @@ def normalise_requests(turns):
 
 
 def canonical_turns(entry, paths):
-    """(canonical turns, whether a user's reference audio got turns, Sample.recognised)."""
+    """(canonical turns, whether a user's reference audio got turns)."""
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
@@ -306,7 +302,7 @@ def canonical_turns(entry, paths):
     heard_in, repeated = (misc[key].strip() if isinstance(misc.get(key), str) else ""
                           for key in ("ref_transcript", "target_transcript"))
     parsed = [message_parts(message, paths) for message in messages]
-    turns, scenes, rewritten, recognised = [], [], False, set()
+    turns, scenes, rewritten = [], [], False
     for index, (role, parts) in enumerate(parsed):
         turn = Turn(role, parts, index)
         if role == "scene":
@@ -314,14 +310,15 @@ def canonical_turns(entry, paths):
         elif role == "user" and turn.clips:
             answers = [Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"]
             answer = "".join(answers[:1]).strip() or repeated
-            turns += reference_turns(turn, answer, heard_in, recognised)
+            turns += reference_turns(turn, answer, heard_in)
             rewritten = True
         elif role == "assistant":
             if turn.text.strip() and turn.clips and turns and turns[-1].role == "user":
                 # text that only repeats the request goes, and the request's words before that text
-                target, how = target_text(turns[-1].text, turn.text, recognised)
+                target, how = target_text(turns[-1].text, turn.text)
                 if how:
                     turns[-1].parts, turn.parts = [target], turn.clips
+                    turn.shortened = how == "shortened"
             turns.append(turn)
         elif parts:
             turns.append(turn)
@@ -343,10 +340,10 @@ def canonical_turns(entry, paths):
                 new = "\n" if number == 0 or isinstance(part, str) else ""
                 turns[0].parts += [new + part.strip()] if isinstance(part, str) else [new, part]
         turns[0].parts.append("\n<|scene_desc_end|>")
-    return turns, rewritten, recognised
+    return turns, rewritten
 
 
-def reference_turns(turn, answer, ref_transcript, recognised):
+def reference_turns(turn, answer, ref_transcript):
     """A user message with reference audio -> [user transcript, assistant clip] for each clip, then
     the user's target.
 
@@ -375,7 +372,8 @@ def reference_turns(turn, answer, ref_transcript, recognised):
                 target = ""
             else:
                 target += part
-    target = target_text(target, answer, recognised)[0] or answer
+    target, how = target_text(target, answer)
+    target = target or answer
     if not target:
         raise BadSample("no target text: neither the user, after the reference, nor the assistant "
                         "says it")
@@ -385,7 +383,7 @@ def reference_turns(turn, answer, ref_transcript, recognised):
             raise BadSample(f"reference audio {clip.path!r} has no transcript before it (nor "
                             "misc.ref_transcript)")
         turns += [Turn("user", [transcript], turn.source), Turn("assistant", [clip], None)]
-    return [*turns, Turn("user", [target], turn.source)]
+    return [*turns, Turn("user", [target], turn.source, shortened=how == "shortened")]
 
 
 def mark_trained(turns, start_index, rewritten, n_messages):
@@ -440,50 +438,32 @@ def heard(text):
 
 
 def letters(text):
-    """A text's letters, digits and symbols as one lower case string; texts that differ in
-    punctuation have the same.
-    """
+    """A text's letters, digits and symbols as one lower case string, without punctuation."""
     return "".join(one for one in text.casefold() if unicodedata.category(one)[0] not in "PZC")
 
 
 def same(a, b):
-    """True if two texts differ at most in white space and letter case."""
-    return a == b or " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
+    """True if two texts differ at most in punctuation, white space and letter case."""
+    return a == b or letters(a) == letters(b) != ""
 
 
-def target_text(asked, answer, recognised=None):
+def target_text(asked, answer):
     """(text to speak in the request `asked`, how it was recognised).
 
     answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the
-    answer, after an INSTRUCTION or not; "punctuation" where only that differs; "instruction" where
-    other words precede the answer's own; None where the request is another text. The text is whole,
-    colons included. recognised: a set that takes keys of RECOGNISED.
+    answer, after an INSTRUCTION or not; "shortened" where other words precede the answer's own;
+    None where the request is another text. The text is whole, colons included.
     """
     asked, answer = asked.strip(), answer.strip()
-    bare = INSTRUCTION.sub("", asked, count=1).strip()
-    found, need = (bare, None), letters(answer)
-    if answer and (same(asked, answer) or same(bare, answer)):
-        found = asked if same(asked, answer) else bare, "same"
-    elif need and need in (letters(asked), letters(bare)):     # it may begin as one
-        found = asked if need == letters(asked) else bare, "punctuation"
-    elif need and words_before(asked, answer):
-        found = answer, "instruction"
-    if recognised is not None:
-        recognised |= {found[1]} & RECOGNISED.keys()
-    return found
-
-
-def words_before(asked, answer):
-    """The words of a request before the answer's words with which it ends; "" where it does not end
-    so.
-    """
-    need, start = len(letters(answer)), len(asked)
-    if not need or not letters(asked).endswith(letters(answer)):
-        return ""
-    while need > 0:
-        start -= 1
-        need -= len(letters(asked[start]))
-    return asked[:start].rstrip() if not need and not letters(asked[start - 1:start]) else ""
+    bare, need = INSTRUCTION.sub("", asked, count=1).strip(), letters(answer)
+    for words in (asked, bare):         # it may begin as one
+        if answer and same(words, answer):
+            return words, "same"
+    ends = need and letters(asked).endswith(need)
+    if ends and any(letters(asked[i:]) == need for i in range(1, len(asked))
+                    if not letters(asked[i - 1])):      # not inside a word
+        return answer, "shortened"
+    return bare, None
 
 
 # ---- The setting of a checkpoint
@@ -514,10 +494,6 @@ def setting_to_speak(wanted, model, adapter=None):
     """
     folder = adapter or model
     saved = saved_setting(folder)
-    if not (wanted or saved):
-        return True, ("--normalize_text on, as in boson-ai's inference: "
-                      f"{folder} is not a checkpoint of this trainer")
-    setting, why = wanted or saved, f"; {folder} was trained with {saved}" if saved else ""
-    if saved == setting:
-        why = f", as {folder} was trained"
-    return setting == "on", f"--normalize_text {setting}{why}"
+    setting = wanted or saved or "on"       # on: as in boson-ai's inference
+    why = f"was trained with {saved}" if saved else "is not a checkpoint of this trainer"
+    return setting == "on", f"--normalize_text {setting}; {folder} {why}"

@@ -32,7 +32,7 @@ from core.packing import Column, Lists, parallel_map_ordered, token_lists
 from core.problems import LIST, problem, settle
 from speech.choices import CHATML
 from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint
-from speech.conversations import (OTHER_MARKS, RECOGNISED, BadSample, Clip, Paths, Reading, Sample,
+from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, label_of, marks_speakers_otherwise,
                                   sample_text)
 
@@ -186,7 +186,8 @@ def read_all(builder, sources, problems, noted=None, folder=None):
                         wrong.append(one)
                 text = sample_text(kept[0]) if kept and start == 0 else ""
                 made = builder.chunk(kept, wrong)
-                made["left_out"].update(RECOGNISED[how] for one in kept for how in one.recognised)
+                made["left_out"].update(
+                    SHORTENED for one in kept if any(turn.shortened for turn in one.turns))
                 yield made, wrong, odd, text
 
         def take(part, path=path, notes=notes, refused=refused, shown=shown):

@@ -117,7 +117,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
 
     normalize: normalise the text to speak, and earlier texts as in training.
     """
-    turns, rewritten, recognised = canonical_turns(entry, paths)
+    turns, rewritten = canonical_turns(entry, paths)
     asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns)
               if i > asked and turn.role == "assistant" and turn.clips]
@@ -127,7 +127,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
             turns[-1].parts.pop()
     else:
         turns.append(Turn("assistant", [Clip("")], None))
-    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
+    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""))
     if not spoken_text(sample):
         raise BadSample("has no text to speak: no user text precedes the clip to generate")
     if normalize:
