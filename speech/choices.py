@@ -109,13 +109,13 @@ def pack_text(args):
 # ---- Flags of several scripts
 
 
-def codec(group):
-    group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name")
+def codec(p):
+    p.flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 
 
-def base_dtype(group, help):
-    group.add_argument("--base_dtype", choices=("bf16", "nf4"),
-                       help=f"{help} (default: as in the adapter's run)")
+def base_dtype(p, help):
+    p.flag("--base_dtype", None, f"{help} (default: as in the adapter's run)",
+           choices=("bf16", "nf4"))
 
 
 def check_base_dtype(args):
@@ -127,16 +127,15 @@ def check_base_dtype(args):
         cli.require_package("bitsandbytes", "--base_dtype nf4")
 
 
-def judges(group):
-    add = group.add_argument
-    add("--asr_model", help="recogniser for word errors: folder or hub name of a "
-        "transformers model, or pocketsphinx")
-    add("--asr_command", help="recogniser as a command: it gets paths of wav files as last "
-        "arguments and prints a line of text for each")
-    add("--language", help="language code, for Whisper and for comparing texts; en unifies "
-        "numbers and contractions (default: Whisper detects it, plain rules)")
-    add("--speaker_model", help="encoder for speaker similarity: folder or hub name of a "
-        "transformers x-vector model, such as WavLM's")
+def judges(p):
+    p.flag("--asr_model", None, "recogniser for word errors: folder or hub name of a transformers "
+           "model, or pocketsphinx")
+    p.flag("--asr_command", None, "recogniser as a command: it gets paths of wav files as last "
+           "arguments and prints a line of text for each")
+    p.flag("--language", None, "language code, for Whisper and for comparing texts; en unifies "
+           "numbers and contractions (default: Whisper detects it, plain rules)")
+    p.flag("--speaker_model", None, "encoder for speaker similarity: folder or hub name of a "
+           "transformers x-vector model, such as WavLM's")
 
 
 def check_judges(args):
@@ -148,29 +147,29 @@ def check_judges(args):
 # ---- Data
 
 
-def data(group):
-    add = group.add_argument
-    add("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
-        help="data in any format of docs/data.md; several are mixed; the weight is the number "
-        "of passes over one per epoch (default: 1)")
-    add("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]", help="the same for folders: of "
-        "prepare_tts.py, with metadata.json, or audio with texts next to it")
-    add("--eval_data_file", help="validation data; without it --validation_split is held out")
-    add("--eval_data_dir", help="validation folder, like --train_data_dir")
-    add("--columns", default="", metavar="MEANING=NAME,...",
-        help="columns of a table by name, or by number if it has no header: audio=clip,"
-        "text=caption; also speaker, language, ref_audio and others in docs/data.md")
-    add("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
-        help="prompt form for samples that name none; not for ChatML, which has prompts")
-    cli.switch(group, "--ref_audio_in_system_message",
-               help="put reference clips into the scene description; not for ChatML")
-    add("--normalize_text", choices=ON_OFF, help="normalise punctuation and sound tags of "
-        "texts to speak as boson-ai's inference does; the checkpoint keeps the setting for "
-        "speaking (default: on for Higgs-Audio V2, off for Higgs TTS 3)")
-    add("--reference", choices=REFERENCES, default="given", help="clip before the text, to clone: "
-        "given by the data, another clip of the same speaker, or none; not for ChatML")
-    add("--reference_share", type=float, default=1.0,
-        help="share of samples that keep their reference, 0 to 1, drawn by --seed")
+def data(p):
+    flag = p.flag
+    flag("--train_data_file", None, "data in any format of docs/data.md; several are mixed; the "
+         "weight is the number of passes over one per epoch (default: 1)", nargs="+",
+         metavar="PATH[:WEIGHT]")
+    flag("--train_data_dir", None, "the same for folders: of prepare_tts.py, with metadata.json, "
+         "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
+    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+    flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
+    flag("--columns", "", "columns of a table by name, or by number if it has no header: "
+         "audio=clip,text=caption; also speaker, language, ref_audio and others in docs/data.md",
+         metavar="MEANING=NAME,...")
+    flag("--task_type", "single_speaker_smart_voice", "prompt form for samples that name none; "
+         "not for ChatML, which has prompts", choices=TASK_TYPES)
+    p.switch("--ref_audio_in_system_message",
+             "put reference clips into the scene description; not for ChatML")
+    flag("--normalize_text", None, "normalise punctuation and sound tags of texts to speak as "
+         "boson-ai's inference does; the checkpoint keeps the setting for speaking (default: on "
+         "for Higgs-Audio V2, off for Higgs TTS 3)", choices=ON_OFF)
+    flag("--reference", "given", "clip before the text, to clone: given by the data, another clip "
+         "of the same speaker, or none; not for ChatML", choices=REFERENCES)
+    flag("--reference_share", 1.0,
+         "share of samples that keep their reference, 0 to 1, drawn by --seed")
 
 
 def check_columns(columns):

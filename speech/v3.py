@@ -97,7 +97,6 @@ def save_config(native, tokenizer, folder, source, codec=None):
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
-    return {}
 
 
 # ---- From a conversation to rows

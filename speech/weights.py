@@ -9,6 +9,7 @@ unexpected or misshapen weights stop the run.
 import json
 import math
 import shutil
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -102,9 +103,13 @@ def find_files(world, model_path, codec_path):
 # ---- Folders and configuration
 
 
-def find_checkpoint(name, flag, known, advice):
-    """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError. known:
-    accepted model_types; advice: {rejected model_type: hint for the error message}."""
+KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
+         "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
+
+
+def find_checkpoint(name, flag):
+    """(local folder, its config.json as a dict) of a folder or hub name that a flag of KINDS gives.
+    Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
@@ -115,25 +120,15 @@ def find_checkpoint(name, flag, known, advice):
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
-    kind = config.get("model_type")
-    require(kind in known, f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, known))}" + f"; {advice.get(kind)}" * (kind in advice))
+    kind, swapped = config.get("model_type"), "--model_path and --audio_tokenizer_path are swapped"
+    remedy = swapped if kind in sum(KINDS.values(), ()) else f"the released codec is {HUB_CODEC}"
+    require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
+            f"{' or '.join(map(repr, KINDS[flag]))}; {remedy}")
     return folder, config
 
 
-def find_model(name):
-    """find_checkpoint for the model: V2 in its native or 2025 format, or Higgs TTS 3."""
-    return find_checkpoint(
-        name, "--model_path", ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-        {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
-
-
-def find_codec(name):
-    """find_checkpoint for the native audio tokenizer."""
-    swapped = "--model_path and --audio_tokenizer_path are swapped"
-    return find_checkpoint(name, "--audio_tokenizer_path", ("higgs_audio_v2_tokenizer",), {
-        "higgs_audio_v2": swapped, "higgs_audio": swapped,
-        None: "the 2025 codec format is not read, use the native one"})
+find_model = partial(find_checkpoint, flag="--model_path")
+find_codec = partial(find_checkpoint, flag="--audio_tokenizer_path")
 
 
 def native_config(config):
@@ -231,10 +226,8 @@ def weight_parts(folder, config):
 def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a model without adapters."""
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if problem := tensor_io.mismatch(wanted, parts):
-        no_head = wanted.keys() - parts.keys() == {"text_lm_head.weight"}
-        raise UserError(f"{folder}: {problem}" + no_head * (
-            " (saved by a trainer that dropped the text head; copy it from the base model)"))
+    problem = tensor_io.mismatch(wanted, parts)
+    require(not problem, f"{folder}: {problem}")
 
 
 def check_finite(tensors, where):
@@ -270,31 +263,28 @@ def check_buffers(model, known):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """Write a native checkpoint's files except weights -> {file: why it was made from scratch}.
-    codec: folder or hub name for the processor; None: the codec of source, else HUB_CODEC."""
+    """Write a native checkpoint's files except its weights. codec: folder or hub name for the
+    processor; None: the codec of source, else HUB_CODEC."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    folder, source, made = Path(folder), Path(source), {}
+    folder, source = Path(folder), Path(source)
     for name in EXTRA_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     path = folder / "processor_config.json"
-    if not (source / path.name).is_file():
+    if made := not (source / path.name).is_file():
         from transformers import HiggsAudioV2Processor
         template = Path(__file__).with_name("chat_template.jinja").read_text()
         feature_extractor().save_pretrained(folder)
         HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
                               chat_template=template).save_pretrained(folder)
-        made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
-                             f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
         # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
         config = json.loads(path.read_text()) | {"audio_tokenizer": {
             "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
             "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return made
 
 
 def feature_extractor():
@@ -353,7 +343,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes)
-    files, total, made = plan.filename_to_tensors, sum(sizes.values()), {}
+    files, total = plan.filename_to_tensors, sum(sizes.values())
     with checkpoint.new_folder(output_dir, total) as building:
         for file, inside in files.items():
             written = {name: read(*tensors[name]) for name in inside}
@@ -366,7 +356,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         if original:
             save_original_config(model.config, tokenizer, building, config)
         else:
-            made = version.save_config(model, tokenizer, building, folder, codec)
+            version.save_config(model, tokenizer, building, folder, codec)
         if setting := conversations.saved_setting(adapter or folder):
             conversations.save_setting(building / conversations.SETTINGS, setting)
         if not (building / "README.md").exists():       # a model card, which the hub requires
@@ -379,7 +369,6 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
             f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {cli.counted(len(files), 'file')}",
             *[version.LICENCE] * bool(version.LICENCE),
-            *(f"{name}: {what}" for name, what in made.items()),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
 
 
