@@ -264,16 +264,16 @@ def batch_sums(audio, text, ends, batch):
                                 for name in ("audio_targets", "text_targets"))])
 
 
-def loss_report(sums, text_weight, prefix, ends_in=lambda book, books: 1):
+def loss_report(sums, text_weight, prefix, all_ends=False):
     """Sums of batch_sums() over all ranks -> {"prefix/name": float}; NaN if every step was skipped,
-    so no target was counted.
+    so no target was counted. all_ends: of Layout.
 
-    ends_in(book, books): end-of-stream targets per clip in a codebook. stop_recall: correct
-    ends of codebook 0 per clip. false_stop_rate: false ends of codebook 0 per code.
+    stop_recall: correct ends of codebook 0 per clip. false_stop_rate: false ends of codebook 0 per
+    code.
     """
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
-    ends_of = [ends_in(book, books) for book in range(books)]
+    ends_of = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
     clips = ends / sum(ends_of)
     codes, audio_loss = (n_audio - ends) / books, sum(audio) / max(1, n_audio)
     total = total_loss(audio, n_audio, text, n_text, text_weight) if n_text else audio_loss

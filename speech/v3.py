@@ -121,26 +121,22 @@ class Ids(labels.Layout):
     lone_reference = True       # a reference may have no text
 
     def forbidden(self, tokenizer):
-        """Tokens that no text may contain: all added tokens except control tags."""
         return [token for token in tokenizer.get_added_vocab() if not TAG.fullmatch(token)]
 
     def known_tags(self, tokenizer):
-        """Control tags that the tokenizer has."""
         return frozenset(filter(TAG.fullmatch, tokenizer.get_added_vocab()))
 
     def streams(self, sample):
         return streams(sample, self)
 
     def rows(self, frames, trained):
-        """Input rows of a clip of this many frames; a trained clip's last row is not an input."""
+        # a trained clip's last row is predicted, but predicts nothing
         return frames + self.num_codebooks - 1 - trained
 
     def targets(self, frames):
-        """Trained codes and EOC of a clip of this many frames."""
         return self.num_codebooks * frames + self.num_codebooks * (self.num_codebooks - 1) // 2
 
     def predicting(self, frames):
-        """Number of rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks - 1
 
     def placeholders(self, rows):
@@ -309,7 +305,7 @@ class PackedHiggs3(labels.Wrapped):
 
 packed = PackedHiggs3       # of module()
 # EOC is a target in every row after a codebook's last code
-loss_report = partial(labels.loss_report, ends_in=lambda book, books: books - 1 - book)
+loss_report = partial(labels.loss_report, all_ends=True)
 
 
 # ---- Files
@@ -339,17 +335,11 @@ def weight_parts(folder, config_dict=None):
     """
     found = weights.open_model(folder)
     for head, table in HEADS.items():
-        if head in found and table in found and not same(found[head], found[table]):
+        if head in found and table in found and not torch.equal(found[head][:], found[table][:]):
             raise UserError(f"{folder}: {head} and {table} differ, but the model has one table for "
                             "both; a trainer or an export has untied them")
     return {OURS.get(name, name): [part] for name, part in found.items()
             if name not in HEADS and not name.startswith(CODEC)}
-
-
-def same(a, b, rows=16384):
-    """True if two Slices hold the same values; reads them piece by piece."""
-    return a.get_shape() == b.get_shape() and all(
-        torch.equal(a[at:at + rows], b[at:at + rows]) for at in range(0, a.get_shape()[0], rows))
 
 
 def published(named):

@@ -188,12 +188,13 @@ def load_tokenizer(folder):
 # ---- The model and its weights
 
 
-def empty_model(config, dtype, folder=None):
+def empty_model(config_dict, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config: HiggsAudioV2Config. folder: a native one's generation_config.json is used. That of the
+    config_dict: of config.json. folder: a native one's generation_config.json is used. That of the
     2025 format has an end token that speech never emits, so generate would run to its limit.
     """
+    config = native_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype

@@ -202,8 +202,7 @@ def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
     expected = {"eos_token_id": 585, "pad_token_id": 577, "do_sample": True, **RAS}
     assert generation | expected == generation
     model = load(tmp_path / "out")
-    config = weights.native_config(read(original, "config.json"))
-    config = weights.empty_model(config, torch.float32, original).generation_config
+    config = weights.empty_model(read(original, "config.json"), torch.float32, original).generation_config
     assert {key: getattr(config, key) for key in expected} == expected      # what the trainer would start from
     prompt = AutoTokenizer.from_pretrained(tmp_path / "out")(
         "<|begin_of_text|><|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>", return_tensors="pt")
