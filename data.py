@@ -35,8 +35,7 @@ def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     """Table of the samples of Sources, on every rank: read, encode new audio, write, map. Folders
     of prepare_tts.py are only mapped. dry: new clips are not encoded; their number of frames comes
-    from the file header. Bad samples are then not listed in output_dir.
-    """
+    from the file header. Bad samples are then not listed in output_dir."""
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
@@ -90,8 +89,7 @@ def padding_sample(n, ids):
 def collate(samples, ids, pad_to=0):
     """List of sample dicts -> PackedBatch. pad_to: pad the flat sequence to this many tokens.
 
-    An empty list gives a batch of padding with zero weight, since every rank runs every step.
-    """
+    An empty list gives a batch of padding with zero weight, since every rank runs every step."""
     total = sum(len(sample["input_ids"]) for sample in samples)
     padding = max(pad_to - total, 0 if samples else 1)
     samples = [*samples, *(padding_sample(min(PAD_LENGTH, padding - start), ids)

@@ -69,8 +69,7 @@ class BadSample(Exception):
 @dataclass(frozen=True, slots=True)
 class Clip:
     """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to
-    share out work. filled: zeros make a shorter one FILLED_S seconds long before it is encoded.
-    """
+    share out work. filled: zeros make a shorter one FILLED_S seconds long before it is encoded."""
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end
@@ -81,8 +80,7 @@ class Clip:
 @dataclass
 class Turn:
     """One message: role and its parts (text or Clip) in order; source = index of its message.
-    shortened: whether words before the text to speak were left out.
-    """
+    shortened: whether words before the text to speak were left out."""
     role: str
     parts: list
     source: int | None
@@ -101,8 +99,7 @@ class Turn:
 @dataclass
 class Sample:
     """A canonical conversation. name: its place in the user's files; speaker, language: the data's
-    labels. notes: [(check, text)] of oddities that stop no run.
-    """
+    labels. notes: [(check, text)] of oddities that stop no run."""
     name: str
     turns: list
     speaker: str = ""
@@ -128,8 +125,7 @@ class Reading:
 
 class Paths:
     """Finds audio files relative to the data file's folder, its parent, its grandparent and the
-    current folder. inside: subfolders of the first, too; endings: that a name may leave out.
-    """
+    current folder. inside: subfolders of the first, too; endings: that a name may leave out."""
 
     def __init__(self, base, inside=(), endings=()):
         folders = [base, *(base / name for name in inside), *base.parents[:2], Path.cwd()]
@@ -149,8 +145,7 @@ class Paths:
 
     def look_up(self, name):
         """Absolute path of a file, also of one that Windows or macOS spells otherwise, or in
-        another case; "" if there is none.
-        """
+        another case; "" if there is none."""
         spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
             unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
         places = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
@@ -256,8 +251,7 @@ def marks_speakers_otherwise(text):
 def system_parts(text, scene="", voices=None, references=False):
     """(what a system turn says, scene description or "") for a text, as boson-ai's generation.py.
     Of several [SPEAKER*] without references the scene says their voices. voices: {tag: words about
-    it}; unknown ones are feminine and masculine in turn.
-    """
+    it}; unknown ones are feminine and masculine in turn."""
     tags = sorted(set(TAG.findall(text)))
     if references or len(tags) < 2:
         return DEFAULT_SYSTEM, scene
@@ -274,8 +268,7 @@ def canonical_sample(name, entry, paths, normalize=False):
 
     Trained are the assistant turns from message start_index on, as in the official collator;
     without start_index, or with 0 in the community form, the last assistant turn with audio.
-    normalize: the texts that those speak.
-    """
+    normalize: the texts that those speak."""
     turns, rewritten = canonical_turns(entry, paths)
     mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
@@ -349,8 +342,7 @@ def reference_turns(turn, answer, ref_transcript):
 
     answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip
     is its transcript; with one clip and two texts the first is the transcript wherever the clip
-    is, as community trainers read it.
-    """
+    is, as community trainers read it."""
     def is_target(words):
         return target_text(words, answer)[1] is not None
 
@@ -419,8 +411,7 @@ def trimmed(turn):
 
 def normalise(text):
     """Text as boson-ai's own inference gives it to the model: ASCII punctuation, sound tags, tidy
-    lines, a last stop. Spaces at both ends go, line breaks between lines stay.
-    """
+    lines, a last stop. Spaces at both ends go, line breaks between lines stay."""
     text = text.translate(MARKS).replace("(", " ").replace(")", " ")
     text = text.replace("°F", " degrees Fahrenheit").replace("°C", " degrees Celsius")
     for tag, sound in SOUNDS.items():
@@ -452,8 +443,7 @@ def target_text(asked, answer):
 
     answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the
     answer, after an INSTRUCTION or not; "shortened" where other words precede the answer's own;
-    None where the request is another text. The text is whole, colons included.
-    """
+    None where the request is another text. The text is whole, colons included."""
     asked, answer = asked.strip(), answer.strip()
     bare, need = INSTRUCTION.sub("", asked, count=1).strip(), letters(answer)
     for words in (asked, bare):         # it may begin as one
@@ -471,8 +461,7 @@ def target_text(asked, answer):
 
 def save_setting(path, value, base_dtype=None):
     """Write a checkpoint's file SETTINGS: "on" if its run normalised its texts, else "off"; and
-    "nf4" as base_dtype if its adapter was trained on such a base.
-    """
+    "nf4" as base_dtype if its adapter was trained on such a base."""
     about = {"normalize_text": value} | ({"base_dtype": "nf4"} if base_dtype == "nf4" else {})
     Path(path).write_text(json.dumps(about) + "\n")
 
@@ -490,8 +479,7 @@ def setting_to_speak(wanted, model, adapter=None):
     """(True to normalise spoken text, a line that says so and why).
 
     wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
-    folders.
-    """
+    folders."""
     folder = adapter or model
     saved = saved_setting(folder)
     setting = wanted or saved or "on"       # on: as in boson-ai's inference

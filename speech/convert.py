@@ -167,8 +167,7 @@ def lines_of(path):
 
 def fields_of(line, separator, header=True):
     """Fields of a line. Quotes that do not fit are text; without a header, so are those that
-    Python's csv module would not write: LJSpeech's are text, Piper's are not.
-    """
+    Python's csv module would not write: LJSpeech's are text, Piper's are not."""
     if '"' in line:
         with contextlib.suppress(csv.Error):
             how = {"delimiter": separator, "strict": True, "skipinitialspace": True}
@@ -435,8 +434,7 @@ def read_columns(path):
 
 def read_tar(path):
     """Entries of a WebDataset shard: files of one name up to the first dot are a sample, or where
-    these have several clips, up to the last.
-    """
+    these have several clips, up to the last."""
     with tarfile.open(path, mode="r:") as tar:
         files = ((member.name, tar.extractfile(member).read()) for member in tar
                  if member.isfile() and not os.path.basename(member.name).startswith("."))
@@ -467,8 +465,7 @@ def read_tar(path):
 
 def unpacked(rows, folder):
     """Rows whose audio is a path: bytes of a file, or {array, sampling_rate}, are written to FLAC
-    files of about SHARD_S seconds in `folder`.
-    """
+    files of about SHARD_S seconds in `folder`."""
     import numpy as np
     import soundfile
 
@@ -864,8 +861,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
     problems: a list that takes the Problems of rows that cannot be used. held_out: whether
-    validation data is asked for: rows whose `split` says so are that alone. how: of Reading.
-    """
+    validation data is asked for: rows whose `split` says so are that alone. how: of Reading."""
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
     out_path, reading, refused = Path(out_path), Reading(**how), []

@@ -85,8 +85,7 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """Source of a path. Other formats than ChatML are converted first, into a file in `folder`.
 
     problems: list to which unusable rows are added. held_out: True for validation data.
-    number: index of the path in the run.
-    """
+    number: index of the path in the run."""
     if Path(path).suffix in CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):
             given = Source(Path(path), "JSON samples", *json_files.read_entries(path))
@@ -140,8 +139,7 @@ def entries_of(source, reading, wanted, make=canonical_sample):
 def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
 
-    make: function from ChatML to Sample. reading: fields of Reading. UserError: unreadable file.
-    """
+    make: function from ChatML to Sample. reading: fields of Reading. UserError: unreadable file."""
     reading = Reading(**reading)
     for _, found in entries_of(open_source(path, reading, problems), reading, lambda n: True, make):
         if isinstance(found, Sample):
@@ -155,8 +153,7 @@ def read_all(builder, sources, problems, noted=None, folder=None):
 
     problems: Problems that collects unusable samples, for the caller to settle. noted: list that
     collects warnings about usable samples, as Problems. folder: for data converted to ChatML.
-    UserError if a source is empty.
-    """
+    UserError if a source is empty."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         first, lost = len(builder), []
         source = open_source(path, sources.reading, lost, held_out, folder, number)
@@ -265,8 +262,7 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array, or (array, lengths) of lists} of Samples for append(), possibly of another
-        process's builder.
-        """
+        process's builder."""
         good, facts, left_out = [], [], Counter()
         for sample in samples:
             marked = [turn for turn in sample.turns if "<|" in turn.text]
@@ -345,8 +341,7 @@ class TableBuilder:
 
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
-        clip of 0 frames (without codes), are not `audible`.
-        """
+        clip of 0 frames (without codes), are not `audible`."""
         (used, offsets), trained = self.used_clips(), self.trained.array()
         frames = where[used, 2]
 
@@ -379,8 +374,7 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
 
     encode(clips): from codes.py. problems, noted: as in read_all; problems of rows are settled
     before audio is encoded. finish(builder, cache folder, shards, where, measures, audio problems)
-    writes the table on rank 0; every rank gets its result.
-    """
+    writes the table on rank 0; every rank gets its result."""
     start, name, builder = time.monotonic(), f"table-{uuid.uuid4().hex[:8]}", None
 
     def read():
@@ -427,8 +421,7 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
 class Table:
     """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write.
 
-    sources: [{path, weight, held_out, first, stop}], whose samples follow each other.
-    """
+    sources: [{path, weight, held_out, first, stop}], whose samples follow each other."""
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
@@ -443,8 +436,7 @@ class Table:
 
     def fingerprint(self, numbers):
         """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples,
-        then " audio " and a hash of the codes' checksums.
-        """
+        then " audio " and a hash of the codes' checksums."""
         if not len(numbers):
             return ""
         first, stop = numbers[0], numbers[-1] + 1
@@ -469,8 +461,7 @@ class Table:
 def split_validation(n, share, seed):
     """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
 
-    share: None: SHARE, or 5 % of a small data set, up to 16: they decide the best checkpoint.
-    """
+    share: None: SHARE, or 5 % of a small data set, up to 16: they decide the best checkpoint."""
     if share is None:
         share = max(SHARE, min(0.05, 16 / max(1, n)))
     held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
@@ -481,8 +472,7 @@ def split_validation(n, share, seed):
 def split_samples(table, share, seed):
     """(train, validation) sample numbers, sorted. share, seed: as in split_validation, which is
     used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
-    draws that share of them by the seed.
-    """
+    draws that share of them by the seed."""
     def numbers(held_out):
         found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
                                 for s in table.sources if s["held_out"] == held_out)])
@@ -510,8 +500,7 @@ def places(where, clips):
 def own_references(place, offsets):
     """Numbers of the samples whose clip to speak (the last one) is also their reference.
 
-    place: places() of the clips of all samples. offsets: (n + 1,) index of each sample's first.
-    """
+    place: places() of the clips of all samples. offsets: (n + 1,) index of each sample's first."""
     last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
     again = np.concatenate([[0], np.cumsum(place == last)])
     return np.flatnonzero(np.diff(again[offsets]) > 1)
@@ -523,8 +512,7 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
 
     max_length: --max_length, or by default the model's positions. max_tokens:
     --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out, and count them if `say`;
-    otherwise raise UserError. output_dir: where to list them; None: nowhere.
-    """
+    otherwise raise UserError. output_dir: where to list them; None: nowhere."""
     def audio(numbers):
         return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
 
@@ -604,8 +592,7 @@ def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
-    sources (Sources) are defaults or equal those of the preparation.
-    """
+    sources (Sources) are defaults or equal those of the preparation."""
     (path, weight, _), *others = sources.all()
     reading = sources.reading
 

@@ -60,8 +60,7 @@ def normaliser(language):
     """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C).
 
     All rules drop case, punctuation and words in brackets. "en" also writes numbers as digits,
-    expands contractions and drops "uh" and "um". LETTERS_APART: each character is a word.
-    """
+    expands contractions and drops "uh" and "um". LETTERS_APART: each character is a word."""
     from transformers.models.whisper import english_normalizer
     if language == "en":
         return english_normalizer.EnglishTextNormalizer({})
@@ -109,8 +108,7 @@ def word_rates(references, hypotheses, language=None):
 def recognise_pocketsphinx(waves, rate, grammar=None):
     """[text] from CMU Sphinx's US English model, which the package contains. Raises UserError.
 
-    grammar: JSGF text; None: the large vocabulary, which needs clear sentences.
-    """
+    grammar: JSGF text; None: the large vocabulary, which needs clear sentences."""
     import pocketsphinx
     with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
         file.write(grammar or "")
@@ -194,8 +192,7 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
     """[text] from the model of load_model, greedy. UserError for a language unknown to Whisper.
 
     language: for Whisper, which hears the first 30 s of a clip; a line about each longer clip is
-    added to notes. Others get one clip at a time, as padding would change their group norms.
-    """
+    added to notes. Others get one clip at a time, as padding would change their group norms."""
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
     options = {"language": language, "task": "transcribe"} if language and whisper else {}

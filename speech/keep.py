@@ -27,8 +27,7 @@ SECONDS = 30.0          # longest speech of a row
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
-    """Keeper of --keep, on every rank, before speaking. UserError lists all unusable rows.
-    """
+    """Keeper of --keep, on every rank, before speaking. UserError lists all unusable rows."""
     longest = args.max_length or weights.module(config).positions(config)
     longest = min(longest, args.max_tokens_per_batch or longest)
     # a small pack keeps half of its room for the prompt
@@ -69,8 +68,7 @@ class Keeper:
         Collective: rank 0 speaks, the others wait.
 
         model: a weights.packed with adapters. Raises UserError if too few rows end by themselves,
-        and Stopped.
-        """
+        and Stopped."""
         model.eval()
         with dist.gathered(model), autocast():
             codes = dist.rank0(world, self._codes, world, model)
@@ -98,8 +96,7 @@ class Keeper:
 
     def _codes(self, world, model):
         """[(T, K) int16 codes] of the rows, from the file, or spoken and saved to it. T is 0 if the
-        row did not end. None after a stop request.
-        """
+        row did not end. None after a stop request."""
         path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
             try:
@@ -131,8 +128,7 @@ class Keeper:
 
     def packs(self, step, world):
         """[[row numbers]] of a step on all ranks, ordered by micro-step as in packing.py;
-        [] if none is due.
-        """
+        [] if none is due."""
         turn, late = divmod(step, self.args.keep_every)
         if late:
             return []
@@ -145,8 +141,7 @@ class Keeper:
         its number of cells. scale: loss scale under --fp16.
 
         The divergence is divided by the number of cells in the step's packs on all ranks. The
-        training pass that follows reduces the gradients over ranks. collate: data.collate.
-        """
+        training pass that follows reduces the gradients over ranks. collate: data.collate."""
         found = torch.zeros(2, dtype=torch.float64, device=world.device)
         packs = self.packs(step, world)
         if not packs:

@@ -32,8 +32,7 @@ class Layout:
 
         tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
         input_ids (n,), is_audio (n,), text_labels (n,) and audio_ids (a, 8); audio_at (R,), the
-        positions that predict a row, and audio_targets (R, 8), that row, IGNORE where untrained.
-        """
+        positions that predict a row, and audio_targets (R, 8), that row, IGNORE where untrained."""
         is_clip, repeats = tokens == self.audio_placeholder_id, np.ones(len(tokens), np.int64)
         repeats[is_clip] = [self.rows(*clip) for clip in zip(map(len, codes), labelled[is_clip])]
         starts, is_audio = np.cumsum(repeats) - repeats, np.repeat(is_clip, repeats)
@@ -160,8 +159,7 @@ def delay_rows(codes, bos, eos):
 
 def delay_labels(codes, eos, all_ends=False):
     """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book (all_ends: and
-    the fill after it), else -100.
-    """
+    the fill after it), else -100."""
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
@@ -178,8 +176,7 @@ class PackedBatch:
     unless noted.
 
     The model keeps hidden states in modality order (text rows first, then audio rows), so that each
-    FFN works on one contiguous slice; attention permutes to sequence order and back.
-    """
+    FFN works on one contiguous slice; attention permutes to sequence order and back."""
     input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
     position_ids: torch.Tensor      # (S,) position within its sample
     cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
@@ -233,8 +230,7 @@ class Wrapped(torch.nn.Module):
         audio: cross-entropy per codebook; text: cross-entropy. ends (detached): cross-entropy,
         correct argmax and number of all end-of-stream targets; then, for codebook 0, whose first
         one ends speech, the number predicted correctly and the number of codes mistaken for one.
-        keep: return divergence() instead.
-        """
+        keep: return divergence() instead."""
         if keep:
             return divergence(self, batch)
         config = self.base_model.config
@@ -256,8 +252,7 @@ class Wrapped(torch.nn.Module):
 
 def batch_sums(audio, text, ends, batch):
     """(K + SUMS,) float64: the outputs of Wrapped, then the numbers of audio targets (all
-    codebooks) and text targets. No host sync.
-    """
+    codebooks) and text targets. No host sync."""
     losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
     # filled on the device: a tensor made from Python numbers would be copied, with a host sync
     return torch.cat([losses, *(losses.new_full((1,), batch.counts[name])
@@ -269,8 +264,7 @@ def loss_report(sums, text_weight, prefix, all_ends=False):
     so no target was counted. all_ends: of Layout.
 
     stop_recall: correct ends of codebook 0 per clip. false_stop_rate: false ends of codebook 0 per
-    code.
-    """
+    code."""
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
     ends_of = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
@@ -289,8 +283,7 @@ def loss_report(sums, text_weight, prefix, all_ends=False):
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
     """The training loss from sums over targets and their global numbers; tensors or floats. audio:
-    K sums, one per codebook. text: one sum.
-    """
+    K sums, one per codebook. text: one sum."""
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
@@ -298,8 +291,7 @@ def divergence(model, batch):
     """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
 
     For --keep. model: a Wrapped with adapters. The base is the same model with adapters switched
-    off, without gradient and dropout. The KL is 0 where both agree.
-    """
+    off, without gradient and dropout. The KL is 0 where both agree."""
     from core import adapters
     training = model.training
     model.eval()
@@ -322,8 +314,7 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is
     trained, 2N for its gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of
     n (n + 1) / 2 attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
-    backward. Recomputation and adapters are not counted.
-    """
+    backward. Recomputation and adapters are not counted."""
     h, d = config.hidden_size, config.head_dim
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size

@@ -232,8 +232,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
 def synthesise(text, speaker, sample_rate, rng):
     """Text in a toy voice, (n,) float32 mono, 1.6 to 4 s: a tone and overtones for each letter.
 
-    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise.
-    """
+    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise."""
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # they spread evenly over 0..1
     hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
     n = (hundredths + 1) * (sample_rate // 100)

@@ -85,8 +85,7 @@ ENOUGH = 20                 # least samples of a language, for quartiles
 
 def find_problems(builder, where, measures, least, most):
     """[Problem] of samples; samples with an unencoded clip are skipped. builder: TableBuilder.
-    where, measures: from ensure_codes. least, most: seconds of a clip.
-    """
+    where, measures: from ensure_codes. least, most: seconds of a clip."""
     numbers, offsets = builder.used_clips()
     target = numbers[np.maximum(offsets[1:], 1) - 1]        # the last clip of each sample
     facts, sources = builder.facts.array(), builder.sources
@@ -156,8 +155,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     """Make the prepared folder, on every rank; returns its report.
 
     sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
-    lists all errors in the data, unless they are dropped.
-    """
+    lists all errors in the data, unless they are dropped."""
     out, noted, drop = Path(output_dir), [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound, in one list
 

@@ -88,8 +88,7 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
                  scene=None):
     """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
 
-    normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training.
-    """
+    normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training."""
     def message(role, content):
         return {"role": role, "content": content}
 
@@ -115,8 +114,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken. Its last turn is the assistant's and ends with the
     clip to generate: the sample's target clip, else Clip(""). Raises BadSample.
 
-    normalize: normalise the text to speak, and earlier texts as in training.
-    """
+    normalize: normalise the text to speak, and earlier texts as in training."""
     turns, rewritten = canonical_turns(entry, paths)
     asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns)
@@ -161,8 +159,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """Samples of canonical_prompt -> Prompts; clips are encoded by `codec` (from load_codec).
 
     room: most tokens of a prompt. numbers: indices of the prompts, for their names (default: 0,
-    1, ...). Raises UserError that lists every prompt that is too long or has bad audio.
-    """
+    1, ...). Raises UserError that lists every prompt that is too long or has bad audio."""
     builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
@@ -250,8 +247,7 @@ def sampling(config, max_seconds, **given):
 
     max_seconds: of speech. given: {name of DRAW_FLAGS: value, None for the model's default}.
     ras_window: repetition-aware sampling draws a code again from the untempered distribution if
-    the last ras_window codes contain it twice (0 = off). temperature 0: greedy, without it.
-    """
+    the last ras_window codes contain it twice (0 = off). temperature 0: greedy, without it."""
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
     given = {name: value for name, value in given.items() if value is not None}
     require(given.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
@@ -273,8 +269,7 @@ def generate(native, prompts, ids, settings, seed, device, asked=lambda: False):
 
     native: the model with adapters, on the device, in eval mode. settings: from sampling(). The
     draws depend on seed and batch only, and do not change torch's random state. asked() is called
-    once per row; if it returns True, speech ends with ended_by "time".
-    """
+    once per row; if it returns True, speech ends with ended_by "time"."""
     if weights.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
         spoken = weights.module(native.config).generate(native, inputs, settings, seed, asked)
@@ -303,8 +298,7 @@ def undelay(rows, ids, cut_by):
     """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or cut_by).
 
     The inverse of labels.delay_rows. The end-of-stream of codebook 0 sets the length. Special ids
-    before it become the nearest code, as in transformers' processor.
-    """
+    before it become the nearest code, as in transformers' processor."""
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
     first_end = np.flatnonzero(rows[:, 0] == ids.stream_eos)
@@ -371,8 +365,7 @@ def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
     read_prompts, with the codes of its take as the clip.
 
-    records: contents of each take's JSON file. min_frames: least frames of a trained clip.
-    """
+    records: contents of each take's JSON file. min_frames: least frames of a trained clip."""
     def item(part):
         if not isinstance(part, Clip):
             return {"type": "text", "text": part}
@@ -402,8 +395,7 @@ def parts(text, most):
     """[(speaker or "", part)] of a text. A part has at most `most` characters, not counting marks;
     a longer word stays whole. Cuts are after sentences, or between words of a longer sentence.
 
-    A part ends at the next mark, and begins with the marks that apply to it.
-    """
+    A part ends at the next mark, and begins with the marks that apply to it."""
     if len(text) <= most:
         return [("", text)]
     found, speaker, tags = [], "", {}
@@ -446,8 +438,7 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
 
     reference: (path, its text) for all, or None: then the reference of a part is its speaker's
     previous part. prepare(Samples, numbers) -> [Prompt]. say(Prompts, round) -> result of speak().
-    write(wave so far): from stream(), for one text.
-    """
+    write(wave so far): from stream(), for one text."""
     texts, takes = [parts(prompt.text, most) for prompt in prompts], [[] for _ in prompts]
     last = {}       # {(text, speaker): (codes of the last part, its text)}
     with tempfile.TemporaryDirectory() as folder:
@@ -486,8 +477,7 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
 def stream(path):
     """write(wave so far), for --stream: appends the new part to a WAV file, or raw to stdout ("-").
 
-    In a pipe the WAV header has the largest length. UserError for a pipe without a reader.
-    """
+    In a pipe the WAV header has the largest length. UserError for a pipe without a reader."""
     raw, done = path == "-", 0
     try:        # without O_NONBLOCK a pipe would wait for its reader
         number = 1 if raw else os.open(

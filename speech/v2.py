@@ -45,8 +45,7 @@ def text_setting(wanted):
 
 def positions(config):
     """Most tokens of a prompt with its speech: config.json may say 2,048, but the rotary positions
-    are scaled for the 131,072 of the released checkpoint.
-    """
+    are scaled for the 131,072 of the released checkpoint."""
     return max(config.max_position_embeddings, 131072)
 
 
@@ -134,8 +133,7 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     D).
 
     cu_seqlens (B + 1,) int32 on the device. CUDA in half precision uses torch's variable-length
-    flash attention; otherwise SDPA runs sample by sample, with seqlens (B,) int64 on the CPU.
-    """
+    flash attention; otherwise SDPA runs sample by sample, with seqlens (B,) int64 on the CPU."""
     if q.is_cuda and q.dtype in kernels.FLASH:
         causal = {"window_size": (-1, 0), **GROUPED}
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
@@ -239,8 +237,7 @@ loss_report = labels.loss_report
 def freeze_unreachable(model, text_loss_weight):
     """Freeze weights that no loss depends on, so they get no weight decay and no optimizer state:
     without a text loss the text head and the last layer's text FFN, as audio is predicted from
-    audio rows only.
-    """
+    audio rows only."""
     last = f"layers.{model.config.num_hidden_layers - 1}."
     parts = (f"{last}mlp.", f"{last}post_attention_layernorm.", "text_lm_head")
     for name, parameter in model.named_parameters() if text_loss_weight == 0 else ():

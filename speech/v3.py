@@ -232,8 +232,7 @@ def token_ids(tokenizer, config):
 def read_config(config):
     """Qwen3Config of a config.json dict, with num_codebooks, codebook_size and the two stream ids.
 
-    Raises UserError for another model type, and for variants with another sequence layout.
-    """
+    Raises UserError for another model type, and for variants with another sequence layout."""
     audio, text = config.get("audio_encoder_config") or {}, config.get("text_config") or {}
     rope, books = text.get("rope_parameters") or {}, audio.get("num_codebooks")
     size, encoder = audio.get("vocab_size"), audio.get("encoder_type")
@@ -331,8 +330,7 @@ def weight_parts(folder, config_dict=None):
     """{our name: [Slice]} of a folder's model weights, without the codec's. Raises UserError.
 
     The files hold both tables twice, as embedding and as head. Copies that differ are refused,
-    since servers would run another model than the trained one.
-    """
+    since servers would run another model than the trained one."""
     found = weights.open_model(folder)
     for head, table in HEADS.items():
         if head in found and table in found and not torch.equal(found[head][:], found[table][:]):
@@ -352,8 +350,7 @@ def whole_files(tensors, folder, codec=None):
     """{name in the files: (Slices, dtype, fold)} of a folder for servers, from a dict by our names.
 
     Adds both heads and the codec, from `codec` (a native folder) or from inside `folder`. Raises
-    UserError if there is no codec, as no server loads such a folder.
-    """
+    UserError if there is no codec, as no server loads such a folder."""
     tensors = published(tensors)
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
@@ -400,8 +397,7 @@ def step(logits, rows, end, sampling, generator=None):
     state machine. end: number of the last row, None until it is known.
 
     While the delay builds up, codebooks that have not begun get BOC. The first EOC of codebook 0
-    after that is followed by K - 2 more rows. Nothing else is forced.
-    """
+    after that is followed by K - 2 more rows. Nothing else is forced."""
     row = draw(logits, sampling, generator)
     books = len(row)
     if rows < books:
@@ -426,8 +422,7 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
     prompts: [(input_ids, is_audio, ref_rows or None)]. asked(): called once per row; True stops
-    all. The draws of a prompt depend on seed and its index in the batch, not on other prompts.
-    """
+    all. The draws of a prompt depend on seed and its index in the batch, not on other prompts."""
     device, config = model.audio_embedding.weight.device, model.config
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
     lengths = torch.tensor([len(e) for e in embedded], device=device)

@@ -192,8 +192,7 @@ def empty_model(config_dict, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
     config_dict: of config.json. folder: a native one's generation_config.json is used. That of the
-    2025 format has an end token that speech never emits, so generate would run to its limit.
-    """
+    2025 format has an end token that speech never emits, so generate would run to its limit."""
     config = native_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
@@ -305,8 +304,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     layout: native or 2025. dtype: a name, or None: as in the files, but float32 where an adapter
     is folded in, since bf16 rounds most of a small update away. shard_bytes: limit of a file.
     codec: see save_config. base_dtype nf4: round the base as in the adapter's run. Raises
-    UserError, also if output_dir is not empty.
-    """
+    UserError, also if output_dir is not empty."""
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = find_model(source)
     version, third = module(config), is_third(config["model_type"])
@@ -377,8 +375,7 @@ def find_folds(model, adapter):
     """{weight name: function that adds the adapter's update to that weight in fp32}.
 
     model: on the meta device. Raises UserError unless the adapter's files match the model exactly;
-    PeftModel.from_pretrained would only warn about missing weights.
-    """
+    PeftModel.from_pretrained would only warn about missing weights."""
     from core import adapters
     whole = module(model.config).WHOLE_MODULES
     net = adapters.add_saved(model, adapter, whole=whole)
@@ -419,8 +416,7 @@ def read(parts, dtype, fold):
 def original_config(native, tokenizer, dtype):
     """config.json dict of the 2025 layout for a native config, with the released keys. Ids without
     a key in that layout are added if they differ from the released model's; boson's config class
-    keeps unknown keys.
-    """
+    keeps unknown keys."""
     def token(name):
         return tokenizer.convert_tokens_to_ids(name)
     text = {key: getattr(native, key) for key in (
@@ -442,8 +438,7 @@ def save_original_config(native, tokenizer, folder, config):
     """The files of a 2025 checkpoint except its weights; config: config.json of the source.
 
     boson-ai's code needs transformers 4.46, which does not know the tokenizer class name that newer
-    versions write.
-    """
+    versions write."""
     def write(name, values, **options):
         (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
     dtype = str(native.dtype).removeprefix("torch.")
