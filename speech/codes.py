@@ -168,11 +168,6 @@ def filled(wave):
     return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
 
 
-def holds_codes(path):
-    """True if a file holds saved codes."""
-    return path.endswith(SAVED)
-
-
 def read_codes(path):
     """(sha256 hex, (T, K) codes) of a .npy file that generate_tts.py --save_codes wrote."""
     with readable(path) as file:
@@ -471,7 +466,7 @@ def decode_job(job):
     reason for failure. job: (path, (size, date), {number: clip})."""
     path, _, cuts = job
     try:
-        if holds_codes(path):
+        if path.endswith(SAVED):
             digest, found = read_codes(path)
             seconds = np.array([len(found) / FRAME_RATE, *[np.nan] * 4], np.float32)
             return [(key_of(clip, False, digest), found, seconds) for clip in cuts.values()]
@@ -554,7 +549,7 @@ def encode_share(world, work, folder, how):
 
 def header_frames(clip, config, num_codebooks):
     """Codec frames of a Clip, read from the file header only; other damage is found later."""
-    if holds_codes(clip.path):
+    if clip.path.endswith(SAVED):
         found = read_codes(clip.path)[1]
         check_codes(found, clip.offset, num_codebooks, config.codebook_size)
         return len(found)

@@ -32,9 +32,10 @@ from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          filled, holds_codes, load_codec, open_sound, read_codes, readable)
+                          filled, load_codec, open_sound, read_codes, readable)
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
-                                  heard, mark_trained, normalise_requests, system_parts, trimmed)
+                                  heard, mark_trained, normalise, normalise_requests, system_parts,
+                                  trimmed)
 from speech.dataset import TableBuilder, read_samples
 
 from core import adapters  # isort: skip      # after weights
@@ -89,24 +90,24 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
     """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
 
     normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training."""
-    def message(role, content):
-        return {"role": role, "content": content}
-
-    reference, samples, problems = [], [], []
+    reference, samples = [], []
     if reference_audio:
-        reference = [message("user", reference_text)] * bool(reference_text)
-        reference += [message("assistant", {"type": "audio", "audio_url": reference_audio})]
+        try:
+            clip = Clip(Paths(Path.cwd()).find(reference_audio))
+        except BadSample as error:
+            raise UserError(error)
+        reference = [Turn("user", [reference_text.strip()], None)] * bool(reference_text)
+        reference += [Turn("assistant", [clip], None)]
     for name, text in named_texts:
+        require(text.strip(), f"{name}: has no text to speak")
         prompt, heard_in = system, scene
         if not system:
             prompt, heard_in = system_parts(text, scene, references=bool(reference))
-        content = prompt + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-        entry = {"messages": [message("system", content), *reference, message("user", text)]}
-        try:
-            samples.append(canonical_prompt(name, entry, Paths(Path.cwd()), normalize))
-        except BadSample as error:
-            problems.append(f"{name}: {error}")
-    require(not problems, problem_text(problems))
+        prompt += "\n\n" + SCENE.format(heard_in) if heard_in else ""
+        samples.append(Sample(name, [
+            Turn("system", [prompt.strip()], None), *reference,
+            Turn("user", [normalise(text) if normalize else text.strip()], None),
+            Turn("assistant", [Clip("")], None)]))
     return samples
 
 
@@ -145,16 +146,6 @@ def spoken_text(sample):
     return (answer.text or asked).strip()
 
 
-def clip_codes(clip, codec, bandwidth, ids):
-    """(T, 8) codes of a Clip, from saved codes or by encoding its sound. ValueError."""
-    if holds_codes(clip.path):          # used unchanged, without decoding
-        codes = read_codes(clip.path)[1].astype(np.int64)
-        check_codes(codes, clip.offset, ids.num_codebooks, ids.stream_bos)
-        return codes
-    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-    return encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
-
-
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """Samples of canonical_prompt -> Prompts; clips are encoded by `codec` (from load_codec).
 
@@ -173,10 +164,17 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
             for clip in before:
-                if clip not in codes:
-                    codes[clip] = clip_codes(clip, codec, bandwidth, ids)
+                if clip in codes:
+                    continue
+                if clip.path.endswith(SAVED):       # used unchanged, without decoding
+                    codes[clip] = read_codes(clip.path)[1].astype(np.int64)
+                    check_codes(codes[clip], clip.offset, ids.num_codebooks, ids.stream_bos)
+                else:
+                    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
+                    wave = filled(wave) if clip.filled else wave
+                    codes[clip] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
             clip = target
-            target = clip if clip.path and not holds_codes(clip.path) else None
+            target = clip if clip.path and not clip.path.endswith(SAVED) else None
             if target:      # whoever compares with it would find out after hours of speaking
                 with readable(clip.path) as file, open_sound(file) as sound:
                     if sound.frames / sound.samplerate <= (clip.offset or 0):
@@ -192,7 +190,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                             "fewer seconds of speech")
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
-            row["is_audio"], [clip for clip in before if not holds_codes(clip.path)], target,
+            row["is_audio"], [clip for clip in before if not clip.path.endswith(SAVED)], target,
             (tokens, heard_in)))
     require(not problems, problem_text(problems))
     return prompts
