@@ -25,7 +25,22 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 
 class Layout:
-    """Tokens and clips -> rows and labels; TokenIds and v3.Ids say what differs."""
+    """Tokens and clips -> rows and labels; TokenIds and v3.Ids say what differs. frames, trained:
+    ints or arrays."""
+
+    def rows(self, frames, trained):
+        """Rows that a clip of this many frames takes."""
+        # of TTS 3 without the first and the last, and a trained clip's last is predicted alone
+        return frames + self.num_codebooks + 1 - self.first * (2 + trained)
+
+    def predicting(self, frames):
+        """Number of rows that predict a trained clip of this many frames."""
+        return frames + self.num_codebooks - self.first
+
+    def targets(self, frames):
+        """Trained codes and end-of-streams of a clip of this many frames."""
+        ends = sum(range(self.num_codebooks)) if self.all_ends else self.num_codebooks
+        return self.num_codebooks * frames + ends
 
     def assemble(self, tokens, labelled, codes):
         """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
@@ -85,18 +100,6 @@ class TokenIds(Layout):
     def streams(self, sample):
         """[(name, conversation_pieces)] of a Sample, and a list of omissions: [] here."""
         return [(sample.name, conversation_pieces(sample))], []
-
-    def rows(self, frames, trained):
-        """Rows that a clip of this many frames takes; ints or arrays."""
-        return frames + self.num_codebooks + 1 + 0 * trained
-
-    def targets(self, frames):
-        """Trained codes of a clip of this many frames."""
-        return self.num_codebooks * (frames + 1)
-
-    def predicting(self, frames):
-        """Number of rows that predict a trained clip of this many frames."""
-        return frames + self.num_codebooks
 
     def placeholders(self, rows):
         """Ids at a clip's rows; the native processor marks the tail of the delay pattern."""

@@ -129,16 +129,6 @@ class Ids(labels.Layout):
     def streams(self, sample):
         return streams(sample, self)
 
-    def rows(self, frames, trained):
-        # a trained clip's last row is predicted, but predicts nothing
-        return frames + self.num_codebooks - 1 - trained
-
-    def targets(self, frames):
-        return self.num_codebooks * frames + self.num_codebooks * (self.num_codebooks - 1) // 2
-
-    def predicting(self, frames):
-        return frames + self.num_codebooks - 1
-
     def placeholders(self, rows):
         return [self.pad] * rows
 
