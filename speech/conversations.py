@@ -338,11 +338,10 @@ def canonical_turns(entry, paths):
 
 def reference_turns(turn, answer, ref_transcript):
     """A user message with reference audio -> [user transcript, assistant clip] for each clip, then
-    the user's target.
+    the user's target. answer: the target text that is said again, "" if none.
 
-    answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip
-    is its transcript; with one clip and two texts the first is the transcript wherever the clip
-    is, as community trainers read it."""
+    The text before a clip is its transcript; of two texts and one clip the first is it wherever the
+    clip is, as community trainers read it."""
     def is_target(words):
         return target_text(words, answer)[1] is not None
 
@@ -476,10 +475,8 @@ def saved_setting(folder, name="normalize_text", known=("on", "off")):
 
 
 def setting_to_speak(wanted, model, adapter=None):
-    """(True to normalise spoken text, a line that says so and why).
-
-    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
-    folders."""
+    """(True to normalise spoken text, a line that says so and why). wanted: --normalize_text, or
+    None for what the checkpoint, a model's or an adapter's folder, was trained with."""
     folder = adapter or model
     saved = saved_setting(folder)
     setting = wanted or saved or "on"       # on: as in boson-ai's inference

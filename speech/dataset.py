@@ -82,10 +82,8 @@ class Source(NamedTuple):
 
 
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
-    """Source of a path. Other formats than ChatML are converted first, into a file in `folder`.
-
-    problems: list to which unusable rows are added. held_out: True for validation data.
-    number: index of the path in the run."""
+    """Source of a path, the number-th of the run. Other formats than ChatML are converted first,
+    into a file in `folder`. problems: list to which unusable rows are added."""
     if Path(path).suffix in CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):
             given = Source(Path(path), "JSON samples", *json_files.read_entries(path))
@@ -138,8 +136,7 @@ def entries_of(source, reading, wanted, make=canonical_sample):
 
 def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
-
-    make: function from ChatML to Sample. reading: fields of Reading. UserError: unreadable file."""
+    make: function from ChatML to Sample. reading: fields of Reading."""
     reading = Reading(**reading)
     for _, found in entries_of(open_source(path, reading, problems), reading, lambda n: True, make):
         if isinstance(found, Sample):
@@ -149,11 +146,10 @@ def read_samples(path, problems, make=canonical_sample, **reading):
 
 
 def read_all(builder, sources, problems, noted=None, folder=None):
-    """Read and tokenise Sources into a TableBuilder.
+    """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
-    problems: Problems that collects unusable samples, for the caller to settle. noted: list that
-    collects warnings about usable samples, as Problems. folder: for data converted to ChatML.
-    UserError if a source is empty."""
+    problems: Problems that collects unusable samples, for the caller to settle; noted: a list, of
+    warnings about usable ones. folder: for data converted to ChatML."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         first, lost = len(builder), []
         source = open_source(path, sources.reading, lost, held_out, folder, number)
@@ -372,9 +368,9 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
     """A new table of Sources, on every rank: read, encode, finish. Then earlier tables are deleted;
     a running job keeps its mapped files.
 
-    encode(clips): from codes.py. problems, noted: as in read_all; problems of rows are settled
-    before audio is encoded. finish(builder, cache folder, shards, where, measures, audio problems)
-    writes the table on rank 0; every rank gets its result."""
+    encode(clips): from codes.py. problems, noted: as in read_all. check(): called before audio is
+    encoded. finish(builder, cache folder, shards, where, measures, audio problems) writes the table
+    on rank 0; every rank gets its result."""
     start, name, builder = time.monotonic(), f"table-{uuid.uuid4().hex[:8]}", None
 
     def read():
@@ -419,9 +415,8 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
 
 
 class Table:
-    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write.
-
-    sources: [{path, weight, held_out, first, stop}], whose samples follow each other."""
+    """Memory-mapped sample table: numpy arrays named as in TableBuilder.write, and sources,
+    [{path, weight, held_out, first, stop}], whose samples follow each other."""
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
@@ -498,9 +493,8 @@ def places(where, clips):
 
 
 def own_references(place, offsets):
-    """Numbers of the samples whose clip to speak (the last one) is also their reference.
-
-    place: places() of the clips of all samples. offsets: (n + 1,) index of each sample's first."""
+    """Numbers of the samples whose clip to speak (the last one) is also their reference. place:
+    places() of the clips of all samples. offsets: (n + 1,) index of each sample's first."""
     last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
     again = np.concatenate([[0], np.cumsum(place == last)])
     return np.flatnonzero(np.diff(again[offsets]) > 1)

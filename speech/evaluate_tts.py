@@ -42,7 +42,7 @@ p.flag("--batch_size", 8, "samples per batch of Whisper")
 def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size")
     choices.check_judges(args)
-    require(len(set(map(Path, args.folders))) == len(args.folders),
+    require(len({Path(folder).resolve() for folder in args.folders}) == len(args.folders),
             "the same folder is given twice")
 
 
@@ -156,7 +156,10 @@ def mean(values):
 
 def table(runs):
     """Lines of the table, one per metric; several runs show differences from the first."""
-    heads = [run["name"] for run in runs] + ["difference"] * (len(runs) - 1)
+    paths, n = [Path(run["name"]).resolve().parts for run in runs], 1
+    while len({path[-n:] for path in paths}) < len(paths):
+        n += 1
+    heads = ["/".join(path[-n:]) for path in paths] + ["difference"] * (len(runs) - 1)
     width = max(12, *map(len, heads))
     lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
     for key, unit in METRICS.items():

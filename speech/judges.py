@@ -1,6 +1,6 @@
 """Evaluate speech with external models: word errors, speaker similarity, naturalness.
 
-    heard = judges.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; ... = (one | two)+;")
+    heard = judges.recognise_pocketsphinx(waves, 24000, grammar="#JSGF ... = (one | two)+;")
     errors, words = judges.word_errors(["one two", "two"], heard)
     voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
 
@@ -105,10 +105,9 @@ def word_rates(references, hypotheses, language=None):
 # ---- Words
 
 
-def recognise_pocketsphinx(waves, rate, grammar=None):
-    """[text] from CMU Sphinx's US English model, which the package contains. Raises UserError.
-
-    grammar: JSGF text; None: the large vocabulary, which needs clear sentences."""
+def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
+    """[text] from CMU Sphinx's US English model, which the package contains. grammar: JSGF text;
+    None: the large vocabulary, which needs clear sentences."""
     import pocketsphinx
     with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
         file.write(grammar or "")
@@ -130,7 +129,7 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
     return heard
 
 
-def recognise_command(waves, rate, command, time_limit=3600):
+def recognise_command(waves, rate, names=None, notes=None, command="", time_limit=3600):
     """[text] from a command that gets paths of wav files and prints a line for each. Raises
     UserError if it fails, or after time_limit seconds, when its processes are killed."""
     import soundfile
@@ -187,8 +186,7 @@ def load_model(flag, path, device, class_name=None, unused=()):
 
 
 @torch.inference_mode()
-def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8, names=None,
-                           notes=None):
+def recognise_transformers(waves, rate, names, notes, recogniser, language=None, batch_size=8):
     """[text] from the model of load_model, greedy. UserError for a language unknown to Whisper.
 
     language: for Whisper, which hears the first 30 s of a clip; a line about each longer clip is
@@ -200,7 +198,7 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
     while batch := list(itertools.islice(waves, batch_size if whisper else 1)):
         if whisper:
             for number, wave in enumerate(batch, len(heard)):
-                if len(wave) > extractor.n_samples and notes is not None:
+                if len(wave) > extractor.n_samples:
                     notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
                                  f"{len(wave) / target:.1f} s were heard")
             # an empty clip counts as silence
@@ -268,20 +266,15 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
     """Judges for the flags of these names, loaded once per process. UserError."""
     hear = embed = None
     if asr_command:
-        def hear(waves, rate, names, notes):
-            return recognise_command(waves, rate, asr_command)
+        hear = functools.partial(recognise_command, command=asr_command)
         hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # detects a wrong path now
     elif asr_model == "pocketsphinx":
         require_package("pocketsphinx", "--asr_model")
-
-        def hear(waves, rate, names, notes):
-            return recognise_pocketsphinx(waves, rate)
+        hear = recognise_pocketsphinx
     elif asr_model:
-        recogniser = load_model("--asr_model", asr_model, device)
-
-        def hear(waves, rate, names, notes):
-            return recognise_transformers(waves, rate, recogniser, language, batch_size, names,
-                                          notes)
+        hear = functools.partial(
+            recognise_transformers, recogniser=load_model("--asr_model", asr_model, device),
+            language=language, batch_size=batch_size)
     if speaker_model:
         embed = load_x_vectors(speaker_model, device)
     for package in ("speechmos", "onnxruntime") if mos else ():

@@ -64,11 +64,9 @@ class Keeper:
         return self.fingerprint
 
     def speak(self, world, model, autocast):
-        """Have the base speak the rows, unless OUTPUT_DIR has its codes; returns a log line.
-        Collective: rank 0 speaks, the others wait.
-
-        model: a weights.packed with adapters. Raises UserError if too few rows end by themselves,
-        and Stopped."""
+        """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
+        codes; returns a log line. Collective: rank 0 speaks, the others wait. UserError if too few
+        rows end by themselves; Stopped."""
         model.eval()
         with dist.gathered(model), autocast():
             codes = dist.rank0(world, self._codes, world, model)
@@ -140,8 +138,8 @@ class Keeper:
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
         its number of cells. scale: loss scale under --fp16.
 
-        The divergence is divided by the number of cells in the step's packs on all ranks. The
-        training pass that follows reduces the gradients over ranks. collate: data.collate."""
+        The divergence is divided by the cells of the step's packs on all ranks. The training pass
+        that follows reduces the gradients over ranks."""
         found = torch.zeros(2, dtype=torch.float64, device=world.device)
         packs = self.packs(step, world)
         if not packs:

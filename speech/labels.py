@@ -175,11 +175,10 @@ def delay_labels(codes, eos, all_ends=False):
 
 @dataclass
 class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64
-    unless noted.
+    """B samples of S tokens in all, A of them audio rows, on one flat axis, int64 unless noted.
 
-    The model keeps hidden states in modality order (text rows first, then audio rows), so that each
-    FFN works on one contiguous slice; attention permutes to sequence order and back."""
+    V2 keeps hidden states in modality order (text rows first, then audio rows), so that each FFN
+    works on one contiguous slice; attention permutes to sequence order and back."""
     input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
     position_ids: torch.Tensor      # (S,) position within its sample
     cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
@@ -264,10 +263,8 @@ def batch_sums(audio, text, ends, batch):
 
 def loss_report(sums, text_weight, prefix, all_ends=False):
     """Sums of batch_sums() over all ranks -> {"prefix/name": float}; NaN if every step was skipped,
-    so no target was counted. all_ends: of Layout.
-
-    stop_recall: correct ends of codebook 0 per clip. false_stop_rate: false ends of codebook 0 per
-    code."""
+    so no target was counted. all_ends: of Layout. stop_recall: correct ends of codebook 0 per clip.
+    false_stop_rate: false ends of codebook 0 per code."""
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
     ends_of = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
@@ -291,10 +288,9 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
 
 
 def divergence(model, batch):
-    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
-
-    For --keep. model: a Wrapped with adapters. The base is the same model with adapters switched
-    off, without gradient and dropout. The KL is 0 where both agree."""
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells,
+    for --keep. model: a Wrapped with adapters. The base is the same model with adapters switched
+    off, without gradient and dropout."""
     from core import adapters
     training = model.training
     model.eval()
@@ -314,10 +310,9 @@ def decays(name, parameter):
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
 
-    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is
-    trained, 2N for its gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of
-    n (n + 1) / 2 attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
-    backward. Recomputation and adapters are not counted."""
+    A matrix of N weights costs 2N per row forward, 2N for the input's gradient and, when trained,
+    2N for its own. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and twice
+    that backward. Recomputation and adapters are not counted."""
     h, d = config.hidden_size, config.head_dim
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size

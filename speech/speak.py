@@ -88,7 +88,6 @@ def read_lines(path):
 def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
                  scene=None):
     """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
-
     normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training."""
     reference, samples = [], []
     if reference_audio:
@@ -113,9 +112,8 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
 def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken. Its last turn is the assistant's and ends with the
-    clip to generate: the sample's target clip, else Clip(""). Raises BadSample.
-
-    normalize: normalise the text to speak, and earlier texts as in training."""
+    clip to generate: the sample's target clip, else Clip(""). Raises BadSample. normalize: the text
+    to speak, and earlier texts as in training."""
     turns, rewritten = canonical_turns(entry, paths)
     asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns)
@@ -147,10 +145,8 @@ def spoken_text(sample):
 
 
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
-    """Samples of canonical_prompt -> Prompts; clips are encoded by `codec` (from load_codec).
-
-    room: most tokens of a prompt. numbers: indices of the prompts, for their names (default: 0,
-    1, ...). Raises UserError that lists every prompt that is too long or has bad audio."""
+    """Samples of canonical_prompt -> Prompts. room: most tokens of one. numbers: for their names
+    (default: 0, 1, ...). UserError lists every prompt that is too long or has bad audio."""
     builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
@@ -214,10 +210,8 @@ def prompt_batch(prompts, ids):
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
-    """Native model for generate, on the device, in eval mode; an adapter stays unmerged, in fp32.
-
-    config: config.json as a dict. adapter: PEFT folder or None. four_bits: NF4. Raises UserError.
-    """
+    """Native model for generate, on the device, in eval mode; an adapter, a PEFT folder, stays
+    unmerged, in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
     parts, load = module.weight_parts(folder, config), weights.load_weights
@@ -361,9 +355,7 @@ def listen(prompts, waves, listeners):
 
 def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
-    read_prompts, with the codes of its take as the clip.
-
-    records: contents of each take's JSON file. min_frames: least frames of a trained clip."""
+    read_prompts, with the codes of its take as the clip. records: each take's JSON file."""
     def item(part):
         if not isinstance(part, Clip):
             return {"type": "text", "text": part}
@@ -391,9 +383,8 @@ SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])")        # where sente
 
 def parts(text, most):
     """[(speaker or "", part)] of a text. A part has at most `most` characters, not counting marks;
-    a longer word stays whole. Cuts are after sentences, or between words of a longer sentence.
-
-    A part ends at the next mark, and begins with the marks that apply to it."""
+    a longer word stays whole. Cuts are after sentences, or between words of a longer sentence, and
+    at marks; a part begins with the marks that apply to it."""
     if len(text) <= most:
         return [("", text)]
     found, speaker, tags = [], "", {}
@@ -474,7 +465,6 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
 
 def stream(path):
     """write(wave so far), for --stream: appends the new part to a WAV file, or raw to stdout ("-").
-
     In a pipe the WAV header has the largest length. UserError for a pipe without a reader."""
     raw, done = path == "-", 0
     try:        # without O_NONBLOCK a pipe would wait for its reader

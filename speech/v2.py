@@ -129,8 +129,7 @@ PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])),
 
 
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
-    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
-    D).
+    """Causal attention inside each sample. q (S, heads, D), k, v (S, kv_heads, D) -> (S, heads, D).
 
     cu_seqlens (B + 1,) int32 on the device. CUDA in half precision uses torch's variable-length
     flash attention; otherwise SDPA runs sample by sample, with seqlens (B,) int64 on the CPU."""

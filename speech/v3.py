@@ -142,11 +142,9 @@ def undelay(rows):
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample.
-
-    Each trained clip gives one stream. It has the clip's text, and as reference the previous
-    assistant clip with its text. BadSample for a text of several speakers, or a clip without text.
-    """
+    """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample: a stream for each
+    trained clip, with its text, and as reference the previous assistant clip with its text.
+    BadSample for a text of several speakers, or a clip without text."""
     found, left_out, reference, asked = [], [], None, ""
     several = sum(turn.trained for turn in sample.turns) > 1
     for turn in sample.turns:
@@ -221,8 +219,7 @@ def token_ids(tokenizer, config):
 
 def read_config(config):
     """Qwen3Config of a config.json dict, with num_codebooks, codebook_size and the two stream ids.
-
-    Raises UserError for another model type, and for variants with another sequence layout."""
+    UserError for another model type, and for variants with another sequence layout."""
     audio, text = config.get("audio_encoder_config") or {}, config.get("text_config") or {}
     rope, books = text.get("rope_parameters") or {}, audio.get("num_codebooks")
     size, encoder = audio.get("vocab_size"), audio.get("encoder_type")
@@ -317,10 +314,8 @@ def reset_buffers(model, device):
 
 
 def weight_parts(folder, config_dict=None):
-    """{our name: [Slice]} of a folder's model weights, without the codec's. Raises UserError.
-
-    The files hold both tables twice, as embedding and as head. Copies that differ are refused,
-    since servers would run another model than the trained one."""
+    """{our name: [Slice]} of a folder's model weights, without the codec's. UserError where the two
+    copies of a table differ: servers would run another model than the trained one."""
     found = weights.open_model(folder)
     for head, table in HEADS.items():
         if head in found and table in found and not torch.equal(found[head][:], found[table][:]):
@@ -337,10 +332,8 @@ def published(named):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (Slices, dtype, fold)} of a folder for servers, from a dict by our names.
-
-    Adds both heads and the codec, from `codec` (a native folder) or from inside `folder`. Raises
-    UserError if there is no codec, as no server loads such a folder."""
+    """{name in the files: (Slices, dtype, fold)} of a folder for servers, from a dict by our names,
+    with both heads, and the codec from `codec` (a native folder) or from inside `folder`."""
     tensors = published(tensors)
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]

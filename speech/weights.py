@@ -302,9 +302,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     """Write the checkpoint `source` (folder or hub name, either layout) -> lines to print.
 
     layout: native or 2025. dtype: a name, or None: as in the files, but float32 where an adapter
-    is folded in, since bf16 rounds most of a small update away. shard_bytes: limit of a file.
-    codec: see save_config. base_dtype nf4: round the base as in the adapter's run. Raises
-    UserError, also if output_dir is not empty."""
+    is folded in, since bf16 rounds most of a small update away. codec: see save_config. base_dtype
+    nf4: round the base as in the adapter's run. UserError also if output_dir is not empty."""
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = find_model(source)
     version, third = module(config), is_third(config["model_type"])
@@ -372,10 +371,9 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
 
 def find_folds(model, adapter):
-    """{weight name: function that adds the adapter's update to that weight in fp32}.
-
-    model: on the meta device. Raises UserError unless the adapter's files match the model exactly;
-    PeftModel.from_pretrained would only warn about missing weights."""
+    """{weight name: function that adds the adapter's update to that weight in fp32}. model: on the
+    meta device. UserError unless the adapter's files match it exactly; PeftModel.from_pretrained
+    would only warn about missing weights."""
     from core import adapters
     whole = module(model.config).WHOLE_MODULES
     net = adapters.add_saved(model, adapter, whole=whole)
@@ -435,10 +433,8 @@ def original_config(native, tokenizer, dtype):
 
 
 def save_original_config(native, tokenizer, folder, config):
-    """The files of a 2025 checkpoint except its weights; config: config.json of the source.
-
-    boson-ai's code needs transformers 4.46, which does not know the tokenizer class name that newer
-    versions write."""
+    """The files of a 2025 checkpoint except its weights; config: config.json of the source. boson's
+    code needs transformers 4.46, which does not know the tokenizer class that newer ones write."""
     def write(name, values, **options):
         (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
     dtype = str(native.dtype).removeprefix("torch.")
