@@ -5,7 +5,6 @@ into a cache (speech/codes.py). A loader worker turns a list of sample numbers i
 delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
 """
 import os
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,9 +13,8 @@ from torch.utils.data import Dataset
 from core import packing
 from core.cli import require
 from core.problems import Problems
-from speech import choices
-from speech.codes import Encoding, ensure_codes, plan_codes
-from speech.dataset import Reading, Sources, Table, build, is_prepared, open_prepared
+from speech.codes import ensure_codes, plan_codes
+from speech.dataset import Table, build, is_prepared, of_flags, open_prepared
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
@@ -24,12 +22,8 @@ PAD_LENGTH = 128        # length of padding samples: short, as attention costs g
 
 def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
     """make_table() with the trainer's flags."""
-    sources = Sources(*choices.sources(args), Reading(
-        **choices.reading(args), lone_reference=ids.lone_reference), args.preprocess_num_proc,
-        args.drop_bad)
-    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
-                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
-    return make_table(world, tokenizer, ids, sources, encoding, work_dir, args.dry_run is not None)
+    return make_table(world, tokenizer, ids, *of_flags(args, ids, codec_dir), work_dir,
+                      args.dry_run is not None)
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):

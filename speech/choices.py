@@ -203,11 +203,3 @@ def sources(args):
         weighted = match and not os.path.exists(word)
         found.append((match[1], float(match[2])) if weighted else (word, 1.0))
     return found, args.eval_data_file or args.eval_data_dir
-
-
-def reading(args):
-    """The arguments of conversations.Reading, as a dict."""
-    return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
-            "columns": args.columns, "reference": args.reference,
-            "reference_share": args.reference_share, "seed": args.seed,
-            "normalize": args.normalize_text == "on"}

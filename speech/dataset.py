@@ -30,8 +30,8 @@ from core.cli import UserError, counted, printable, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, Lists, parallel_map_ordered, token_lists
 from core.problems import LIST, problem, settle
-from speech.choices import CHATML
-from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint
+from speech import choices
+from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
 from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, label_of, marks_speakers_otherwise,
                                   sample_text)
@@ -73,6 +73,17 @@ class Sources:
         return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
+def of_flags(args, ids, codec_dir):
+    """(Sources, codes.Encoding) of the flags of the trainer or of prepare_tts.py."""
+    reading = Reading(args.task_type, args.ref_audio_in_system_message, args.columns,
+                      args.reference, args.reference_share, args.seed,
+                      args.normalize_text == "on", ids.lone_reference)
+    cache = args.code_cache or Path(args.output_dir) / "codes"
+    return (Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad),
+            Encoding(codec_dir, cache, ids.num_codebooks, args.preprocess_num_proc,
+                     args.wait_timeout))
+
+
 class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
     path: Path
@@ -84,7 +95,7 @@ class Source(NamedTuple):
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """Source of a path, the number-th of the run. Other formats than ChatML are converted first,
     into a file in `folder`. problems: list to which unusable rows are added."""
-    if Path(path).suffix in CHATML and Path(path).is_file():
+    if Path(path).suffix in choices.CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):
             given = Source(Path(path), "JSON samples", *json_files.read_entries(path))
             first = [entry for _, entry in itertools.islice(given.read(lambda number: True), LOOK)]

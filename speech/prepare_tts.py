@@ -72,9 +72,8 @@ import numpy as np
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems, problem
 from speech import weights
-from speech.codes import FRAME_RATE, Encoding, ensure_codes
-from speech.dataset import (Reading, Sources, build, file_of, own_references, places,
-                            write_prepared)
+from speech.codes import FRAME_RATE, ensure_codes
+from speech.dataset import build, file_of, of_flags, own_references, places, write_prepared
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -204,12 +203,8 @@ def main():
     args.normalize_text = module.text_setting(args.normalize_text or "")
     tokenizer = module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, module.read_config(config_dict))
-    reading = Reading(**choices.reading(args), lone_reference=ids.lone_reference)
-    sources = Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad)
-    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
-                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
     try:
-        report = prepare(world, tokenizer, ids, sources, encoding, args.output_dir,
+        report = prepare(world, tokenizer, ids, *of_flags(args, ids, codec_dir), args.output_dir,
                          args.min_clip_seconds, args.max_clip_seconds)
     except watchdog.Stopped as why:
         raise UserError(f"{why}; the same command goes on from there")

@@ -547,20 +547,18 @@ def load(args, tokenizer, ids, config, codec_dir, world):
         room = weights.module(config).positions(config) - settings.max_new_tokens
         return prepare(samples, tokenizer, ids, codec, bandwidth, room)
 
-    return Speaker(dist.rank0(world, encode_prompts), settings, ids, codec_dir, world.device,
-                   args.output_dir, args.seed)
+    return Speaker(dist.rank0(world, encode_prompts), settings, ids, codec_dir, world.device, args)
 
 
 @dataclass
 class Speaker:
-    """Speaks the prompts of a run. settings: of sampling(). seed: of the draws."""
+    """Speaks the prompts of a run. settings: of sampling(). args: the trainer's flags."""
     prompts: list
     settings: object
     ids: object
     codec_dir: Path
     device: torch.device
-    output_dir: str
-    seed: int
+    args: object
 
     def speak(self, world, model, step, log, autocast):
         """{eval/...: float} of the prompts as spoken by model, a weights.module().packed.
@@ -574,7 +572,8 @@ class Speaker:
     def speak_all(self, native, step, log):
         """Speak and record every prompt -> {metric: float}; {} after a stop request, or if memory
         is too small. native: unsharded weights, in eval mode."""
-        folder, start, spoken = Path(self.output_dir, f"samples/step-{step}"), time.monotonic(), []
+        start, spoken = time.monotonic(), []
+        folder = Path(self.args.output_dir, f"samples/step-{step}")
         for left in folder.parent.glob("step-*"):       # of work that was lost
             number = left.name.removeprefix("step-")
             if number.isdigit() and int(number) > step:
@@ -586,7 +585,7 @@ class Speaker:
                     if stop_requested():
                         break
                     spoken += generate(native, self.prompts[first:first + BATCH], self.ids,
-                                       self.settings, self.seed + first // BATCH, self.device,
+                                       self.settings, self.args.seed + first // BATCH, self.device,
                                        stop_requested)
             if stop_requested():
                 print(f"samples step {step:>6} | left out: asked to stop")

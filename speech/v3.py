@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
-from core.cli import UserError, first_line, require
+from core.cli import UserError, require
 from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
 
@@ -127,7 +127,38 @@ class Ids(labels.Layout):
         return frozenset(filter(TAG.fullmatch, tokenizer.get_added_vocab()))
 
     def streams(self, sample):
-        return streams(sample, self)
+        """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample: a stream for
+        each trained clip, with its text, and as reference the previous assistant clip with its
+        text. BadSample for a text of several speakers, or a clip without text."""
+        found, left_out, reference, asked = [], [], None, ""
+        several = sum(turn.trained for turn in sample.turns) > 1
+        for turn in sample.turns:
+            if turn.role == "system":       # prompts have no system text
+                left_out += ["lose their scene's clip"] * bool(turn.clips)
+                left_out += ["lose their system or scene text"] * bool(turn.text.strip())
+            elif turn.role == "user":
+                asked = turn.text.strip()
+            clips = turn.clips if turn.role == "assistant" else []
+            if len(clips) > 1:
+                raise BadSample("has several clips in one message; give each its own, after its text")
+            for clip in clips:
+                text = turn.text.strip() or asked
+                if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
+                    raise BadSample("has several speakers in one clip; Higgs TTS 3 has no marks")
+                if SPEAKER.search(text):    # the model would read it aloud
+                    left_out.append("lose a speaker's mark")
+                    text = SPEAKER.sub("", text)
+                if turn.trained:
+                    if not text:
+                        raise BadSample("the trained clip has no text")
+                    name = sample.name + f" message {turn.source}" * several
+                    found.append((name, pieces(text, clip, reference, self.ref_text is not None)))
+                elif reference:     # the model has one: the clip before, whether trained or given
+                    left_out.append("lose an earlier reference: the last one stays")
+                reference = (text, clip)
+        if not found:
+            left_out.append("are dropped: they train no clip")
+        return found, sorted(set(left_out))
 
     def placeholders(self, rows):
         return [self.pad] * rows
@@ -139,43 +170,6 @@ def undelay(rows):
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
-
-
-def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample: a stream for each
-    trained clip, with its text, and as reference the previous assistant clip with its text.
-    BadSample for a text of several speakers, or a clip without text."""
-    found, left_out, reference, asked = [], [], None, ""
-    several = sum(turn.trained for turn in sample.turns) > 1
-    for turn in sample.turns:
-        if turn.role == "system":       # prompts have no system text
-            left_out += ["lose their scene's clip"] * bool(turn.clips)
-            left_out += ["lose their system or scene text"] * bool(turn.text.strip())
-        elif turn.role == "user":
-            asked = turn.text.strip()
-        clips = turn.clips if turn.role == "assistant" else []
-        if len(clips) > 1:
-            raise BadSample("has several clips in one message; give each clip a message after "
-                            "its text")
-        for clip in clips:
-            text = turn.text.strip() or asked
-            if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
-                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
-                                "for")
-            if SPEAKER.search(text):    # the model would read it aloud
-                left_out.append("lose a speaker's mark")
-                text = SPEAKER.sub("", text)
-            if turn.trained:
-                if not text:
-                    raise BadSample("the trained clip has no text")
-                name = sample.name + f" message {turn.source}" * several
-                found.append((name, pieces(text, clip, reference, ids.ref_text is not None)))
-            elif reference:     # the model has one: the clip before, whether trained or given
-                left_out.append("lose an earlier reference: the last one stays")
-            reference = (text, clip)
-    if not found:
-        left_out.append("are dropped: they train no clip")
-    return found, sorted(set(left_out))
 
 
 def pieces(text, clip, reference, marks_text):
@@ -195,12 +189,8 @@ def pieces(text, clip, reference, marks_text):
 
 def load_tokenizer(folder):
     """The checkpoint's tokenizer; its ids differ from Qwen3's. Raises UserError."""
-    path = f"{folder}/tokenizer.json"
-    try:
-        return PreTrainedTokenizerFast(tokenizer_file=path, clean_up_tokenization_spaces=False)
-    except Exception as error:
-        raise UserError(f"{path}: no tokenizer can be loaded from it "
-                        f"({first_line(error)})")
+    return weights.load_tokenizer(f"{folder}/tokenizer.json", lambda path: PreTrainedTokenizerFast(
+        tokenizer_file=path, clean_up_tokenization_spaces=False))
 
 
 def token_ids(tokenizer, config):

@@ -176,13 +176,12 @@ def native_names(names):
     return {name: [found[i] for i in sorted(found)] for name, found in parts.items()}
 
 
-def load_tokenizer(folder):
+def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remote_code=False)):
     """Tokenizer of a model folder. Raises UserError."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return load(path)
     except Exception as error:
-        raise UserError(f"{folder}: no tokenizer can be loaded from it "
-                        f"({first_line(error)})")
+        raise UserError(f"{path}: no tokenizer can be loaded from it ({first_line(error)})")
 
 
 # ---- The model and its weights
