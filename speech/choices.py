@@ -51,34 +51,30 @@ def check_trainer(args, world_size):
     cli.zero_or_more(args, "text_loss_weight")
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
-    require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
-            "--disable_eval and validation data exclude each other")
-    require(args.sample_prompts or args.sample_seconds == 10,
-            "--sample_seconds needs --sample_prompts")
-    require(args.use_lora or not args.train_audio_table,
-            "--train_audio_table needs --use_lora; without it all is trained")
-    require(not (args.use_lora and args.freeze_llm),
-            "--use_lora freezes the whole base already: drop --freeze_llm")
-    require(args.keep or (args.keep_weight, args.keep_every) == (1, 10),
-            "--keep_weight and --keep_every need --keep")
-    require(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would "
-            "need a second model to keep near; mix old data in, --train_data_file new.json "
-            "old.json:0.25")
-    require(not (args.keep and args.train_audio_table),
-            "--keep does not go with --train_audio_table")
-    require(not args.global_batch_size or args.gradient_accumulation_steps == 1,
-            "give one of --global_batch_size and --gradient_accumulation_steps")
+    for wrong, why in (
+            (args.disable_eval and (args.eval_data_file or args.eval_data_dir),
+             "--disable_eval and validation data exclude each other"),
+            (args.sample_seconds != 10 and not args.sample_prompts,
+             "--sample_seconds needs --sample_prompts"),
+            (args.train_audio_table and not args.use_lora, "--train_audio_table needs --use_lora"),
+            (args.use_lora and args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm"),
+            ((args.keep_weight, args.keep_every) != (1, 10) and not args.keep,
+             "--keep_weight and --keep_every need --keep"),
+            (args.keep and not args.use_lora, "--keep needs --use_lora; in a full fine-tuning mix "
+             "old data in: --train_data_file new.json old.json:0.25"),
+            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table"),
+            (args.global_batch_size and args.gradient_accumulation_steps != 1,
+             "give one of --global_batch_size and --gradient_accumulation_steps")):
+        require(not wrong, why)
     by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
     if args.max_tokens_per_batch or by_tokens:
         for name in ("group_by_length", *["global_batch_size"][args.auto:]):
-            require(not getattr(args, name),
-                    f"--{name} counts samples: not with packs of tokens")
+            require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
     elif args.global_batch_size:
         samples = args.per_device_train_batch_size * world_size
         require(args.global_batch_size % samples == 0,
-                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
-                f"(--per_device_train_batch_size {args.per_device_train_batch_size} x "
-                f"{counted(world_size, 'rank')})")
+                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples}, "
+                f"--per_device_train_batch_size times {counted(world_size, 'rank')}")
         args.gradient_accumulation_steps = args.global_batch_size // samples
 
 
@@ -175,8 +171,7 @@ def data(p):
 def check_columns(columns):
     for pair in filter(None, columns.split(",")):
         require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in COLUMNS,
-                f"--columns {pair}: is not of the form MEANING=NAME; meanings are "
-                f"{', '.join(COLUMNS)}")
+                f"--columns {pair}: is not MEANING=NAME; meanings are {', '.join(COLUMNS)}")
 
 
 def check_data(args):
@@ -191,8 +186,7 @@ def check_data(args):
     require(args.reference != "none" or args.reference_share == 1,
             "--reference none: drop --reference_share")
     for path, weight in sources(args)[0]:
-        require(0 < weight <= 1000,
-                f"{path}:{weight:g}: a weight lies above 0 and is at most 1000")
+        require(0 < weight <= 1000, f"{path}:{weight:g}: a weight is above 0 and at most 1000")
 
 
 def sources(args):

@@ -140,8 +140,7 @@ def cut_wave(part, rate, offset=None, length=None):
     if not np.isfinite(part).all():
         raise ValueError(f"contains samples that are not finite numbers{where}")
     if loud.max() > LOUDEST:
-        raise ValueError(f"peaks at {loud.max():.3g}{where}; full scale is 1, so its samples have "
-                         "another scale")
+        raise ValueError(f"peaks at {loud.max():.3g}{where}, not about 1: it has another scale")
     if part.min() == part.max():
         raise ValueError(f"is silent: every sample{where} is {part[0]:g}")
     measures = [len(part) / rate, loud.max(), np.sqrt(np.mean(np.square(part, dtype=np.float64))),
@@ -154,8 +153,7 @@ def check_seconds(there, offset=None, length=None):
     """ValueError if the `there` seconds found for a cut are too many or too few."""
     where = f" from offset {offset} s" if offset else ""
     if there > LONGEST_CLIP_S:
-        raise ValueError(f"lasts {there / 60:.1f} minutes{where}; at most {LONGEST_CLIP_S // 60} "
-                         "are decoded: cut it")
+        raise ValueError(f"lasts {there:.0f} s{where}; at most {LONGEST_CLIP_S} are read: cut it")
     if length and there and length - there > PAST_S:
         raise ValueError(f"ends {length - there:.2f} s before the cut from {offset:g} to "
                          f"{offset + length:g} s: times of another recording, or not seconds")
@@ -269,8 +267,7 @@ class Encoding:
 def codec_fingerprint(codec_dir):
     """16 hex digits of the codec's config and weights and of PIPELINE. Raises UserError."""
     digest, weights = hashlib.sha256(PIPELINE), sorted(Path(codec_dir).glob("*.safetensors"))
-    require(weights, f"{codec_dir}: holds no *.safetensors weights; take the native codec, "
-            "bosonai/higgs-audio-v2-tokenizer, not model.pth of 2025")
+    require(weights, f"{codec_dir}: holds no *.safetensors weights; take the native codec")
     for path in sorted([*weights, *Path(codec_dir).glob("config.json")]):
         digest.update(path.name.encode() + bytes.fromhex(checkpoint.sha256(path)))
     return digest.hexdigest()[:16]

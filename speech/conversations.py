@@ -366,13 +366,11 @@ def reference_turns(turn, answer, ref_transcript):
     target, how = target_text(target, answer)
     target = target or answer
     if not target:
-        raise BadSample("no target text: neither the user, after the reference, nor the assistant "
-                        "says it")
+        raise BadSample("no target text: neither the user nor the assistant says it")
     turns = []
     for transcript, clip in pairs:
         if not transcript:
-            raise BadSample(f"reference audio {clip.path!r} has no transcript before it (nor "
-                            "misc.ref_transcript)")
+            raise BadSample(f"{clip.path!r} has no transcript before it (nor misc.ref_transcript)")
         turns += [Turn("user", [transcript], turn.source), Turn("assistant", [clip], None)]
     return [*turns, Turn("user", [target], turn.source, shortened=how == "shortened")]
 
@@ -390,8 +388,7 @@ def mark_trained(turns, start_index, rewritten, n_messages):
     for turn in given:
         turn.trained = turn is speaking[-1] if last_alone else turn.source >= start_index
     if not any(turn.trained for turn in speaking):
-        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves nothing to "
-                        "train")
+        raise BadSample(f"start_index {start_index} of {n_messages} messages trains nothing")
 
 
 def trimmed(turn):

@@ -34,7 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli, json_files
-from core.cli import UserError, counted, error_text, printable, require
+from core.cli import UserError, counted, error_text, first_line, printable, require
 from speech import choices
 from speech.choices import COLUMNS, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
@@ -297,8 +297,7 @@ def read_kaldi(folder):
     audio, texts, segments, speakers = (pairs(name) if (folder / name).exists() else {}
                                         for name in ("wav.scp", "text", "segments", "utt2spk"))
     for key, where in audio.items():
-        require(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not "
-                "run; write its output to files (wav-copy)")
+        require(where[-1:] != "|", f"{folder / 'wav.scp'}: {key} is a command: run wav-copy first")
     for key in dict.fromkeys([*texts, *(segments or audio)]):
         recording, start, end = (segments.get(key, key).split() + [None, None])[:3]
         row = {"id": key, "audio": audio.get(recording), "text": texts.get(key),
@@ -597,8 +596,7 @@ def open_files(paths, given):
                 yield from read(one)
             except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
                     ValueError, NotImplementedError) as error:
-                raise UserError(f"{one}: cannot be read, it may be cut off "
-                                f"({str(error).partition(chr(10))[0]})")
+                raise UserError(f"{one}: cannot be read, it may be cut off ({first_line(error)})")
     if read:
         return f"{counted(len(paths), 'file')} with audio", rows_of(path, entries(), given)
     require(len(paths) == 1, f"{path}: is one of {len(paths)} lists; give one")

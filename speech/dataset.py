@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import uuid
 import weakref
 from collections import Counter
@@ -275,7 +274,7 @@ class TableBuilder:
             marked = [turn for turn in sample.turns if "<|" in turn.text]
             try:
                 for token in (t for turn in marked for t in self.control if t in turn.text):
-                    raise BadSample(f"text contains the control token {token}; remove it",
+                    raise BadSample(f"text contains the control token {token}",
                                     "control_token")
                 found, without = self.ids.streams(sample)
             except BadSample as error:
@@ -382,7 +381,7 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
     encode(clips): from codes.py. problems, noted: as in read_all. check(): called before audio is
     encoded. finish(builder, cache folder, shards, where, measures, audio problems) writes the table
     on rank 0; every rank gets its result."""
-    start, name, builder = time.monotonic(), f"table-{uuid.uuid4().hex[:8]}", None
+    name, builder = f"table-{uuid.uuid4().hex[:8]}", None
 
     def read():
         nonlocal builder
@@ -391,8 +390,7 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
         check()
         n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
-              f"validation samples, {len(builder.clips)} distinct clips (read in "
-              f"{time.monotonic() - start:.1f} s)", flush=True)
+              f"validation samples, {len(builder.clips)} distinct clips", flush=True)
 
     def write():
         cache, shards, where, measures, bad = codes     # bad: {number of a clip: why}
@@ -523,8 +521,7 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
 
     twice = np.isin(audio(train), audio(held_out))
     if len(train) and twice.all():
-        raise UserError("no training samples are left: the audio of each is in the validation data "
-                        "too; give other validation data")
+        raise UserError("no training samples are left: all audio is in the validation data too")
     if say and twice.any():
         print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is "
               "in the validation data")
@@ -609,8 +606,6 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
                             "all data together (--train_data_file A B:0.5 --eval_data_file C)")
         about = json_files.read_object(Path(path) / PREPARED)
-        require("table" not in about or "sha256" in about,
-                f"{path}: was prepared by an earlier version; prepare it again")
         for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
             need(name in about, f"{PREPARED} has no {name!r}")
         for name, size in {about["table"]: None, **about["files"]}.items():
@@ -619,8 +614,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             found = file.stat().st_size
             need(size in (None, found), f"{name} has {found} bytes, not {size}")
         for name, digest in about["sha256"].items():
-            need(checkpoint.sha256(Path(path) / name) == digest,
-                 f"{name} has another checksum than when it was made")
+            need(checkpoint.sha256(Path(path) / name) == digest, f"{name} has another checksum")
         for what, mine, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):

@@ -37,8 +37,7 @@ def read_audio(path, offset=None, seconds=None, rate=24000):
         wave, own = soundfile.read(path, dtype="float32", always_2d=True)
         require(np.isfinite(wave).all(), "samples that are not numbers")
     except (OSError, RuntimeError, UserError) as error:     # soundfile's are RuntimeErrors
-        raise UserError(f"{path}: cannot be read as audio ({error}); generate it again or take it "
-                        "out")
+        raise UserError(f"{path}: cannot be read as audio ({error})")
     if offset is not None:
         end = None if seconds is None else round((offset + seconds) * own)
         wave = wave[round(offset * own):end]

@@ -74,9 +74,8 @@ class Keeper:
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")
         found = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
-        require(len(found) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended "
-                f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack: it cannot "
-                "speak them, so there is nothing to keep")
+        require(len(found) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended only "
+                f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack")
         self.samples = []
         for i, (prompt, spoken) in enumerate(found):        # only this speech is trained
             tokens, codes_before = prompt.parts

@@ -183,8 +183,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     def check():
         if found.stopping:
-            print(f"notice     {found.stopping} rows stop this: they are listed once audio is "
-                  "encoded, with its faults", flush=True)
+            print(f"notice     {found.stopping} rows stop this; audio is checked first", flush=True)
 
     return build(world, tokenizer, ids, sources, lambda clips: ensure_codes(
         world, clips, encoding), out, found, finish, noted, check)

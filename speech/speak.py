@@ -181,9 +181,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         heard_in = [codes[clip] for clip in before]
         row = ids.assemble(tokens, np.zeros(len(tokens), bool), heard_in)
         if (size := len(row["input_ids"])) > room:
-            problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
-                            f"{max(0, room)} besides the speech to come: shorten it, or allow "
-                            "fewer seconds of speech")
+            problems.append(f"{sample.name}: {size} tokens; with the speech to come there is room "
+                            f"for {max(0, room)}: shorten it, or allow fewer seconds of speech")
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
             row["is_audio"], [clip for clip in before if not clip.path.endswith(SAVED)], target,
@@ -541,8 +540,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     def encode_prompts():
         samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
         require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
-                f"{len(samples)} prompts; each validation speaks all of them, so at most "
-                f"{MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
+                f"{len(samples)} prompts; at most {MAX_PROMPTS} (generate_tts.py has no limit)")
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = weights.module(config).positions(config) - settings.max_new_tokens
         return prepare(samples, tokenizer, ids, codec, bandwidth, room)
@@ -595,8 +593,7 @@ class Speaker:
                 codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
             waves = [decode(codec, codes) for codes, _ in spoken]
         except torch.OutOfMemoryError:
-            print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer "
-                  "prompts or a shorter --sample_seconds")
+            print(f"samples step {step:>6} | left out: too little GPU memory; give fewer prompts")
             return {}
         total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
         for prompt, (codes, ended_by), wave in zip(self.prompts, spoken, waves):

@@ -66,8 +66,7 @@ OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_
 
 def text_setting(wanted):
     """--normalize_text as "on" or "off"; the default is off, as in servers. UserError."""
-    require(wanted != "on",
-            "--normalize_text on: Higgs TTS 3 is served texts as they are; leave it off")
+    require(wanted != "on", "--normalize_text on: Higgs TTS 3 is served texts as they are")
     return "off"
 
 
@@ -83,8 +82,7 @@ def layers(native):
 def freeze_unreachable(native, text_loss_weight):
     """Freeze nothing: the audio loss depends on all weights. UserError for --text_loss_weight."""
     # 1 is the default, which has no effect
-    require(text_loss_weight == 1,
-            "--text_loss_weight: Higgs TTS 3 learns no text; leave it out")
+    require(text_loss_weight == 1, "--text_loss_weight: Higgs TTS 3 learns no text; drop it")
 
 
 def weight_names(native):
@@ -309,8 +307,7 @@ def weight_parts(folder, config_dict=None):
     found = weights.open_model(folder)
     for head, table in HEADS.items():
         if head in found and table in found and not torch.equal(found[head][:], found[table][:]):
-            raise UserError(f"{folder}: {head} and {table} differ, but the model has one table for "
-                            "both; a trainer or an export has untied them")
+            raise UserError(f"{folder}: {head} and {table} differ: a trainer has untied them")
     return {OURS.get(name, name): [part] for name, part in found.items()
             if name not in HEADS and not name.startswith(CODEC)}
 

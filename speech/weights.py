@@ -115,8 +115,7 @@ def find_checkpoint(name, flag):
         config = json_files.read_object(folder / "config.json")
     except UserError as error:
         require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
-                "give the base as --model_path and this folder as --adapter (generate_tts.py, "
-                "lora.py), or merge both (lora.py merge)")
+                "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
@@ -144,8 +143,7 @@ def native_config(config):
                  **dict.fromkeys(("use_audio_out_self_attention", "use_audio_out_embed_projector",
                                   "audio_embed_avg"), [False, None])}
         wrong = [f"{key}={config.get(key)!r}" for key in known if config.get(key) not in known[key]]
-        require(not wrong, "this 2025-format model has parts unknown to the native class: "
-                + ", ".join(wrong))
+        require(not wrong, f"this model has parts unknown to the native class: {', '.join(wrong)}")
         native = HiggsAudioV2Config(
             **{key: text[key] for key in TEXT_KEYS if key in text},
             **{ours: config[key] for key, ours in CONFIG.items() if key in config},
@@ -254,8 +252,7 @@ def reset_buffers(model, device):
 
 def check_buffers(model, known):
     unknown = {name for name, _ in model.named_buffers()} - known
-    require(not unknown, "this version of transformers has buffers that are not known here: "
-            f"{sorted(unknown)}")
+    require(not unknown, f"this version of transformers has unknown buffers: {sorted(unknown)}")
 
 
 # ---- Files besides the weights
