@@ -68,12 +68,11 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to
-    share out work. filled: zeros make a shorter one FILLED_S seconds long before it is encoded."""
+    """One stretch of one audio file. filled: zeros make a shorter one FILLED_S seconds long before
+    it is encoded."""
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end
-    seconds: float = field(default=0.0, compare=False)
     filled: bool = False
 
 
@@ -239,8 +238,7 @@ def clip_of(item, paths):
     if offset is not None and duration == 0:
         raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
-    cut = duration if offset is not None else None
-    return Clip(paths.find(str(name)), offset, cut, float(duration or 0))
+    return Clip(paths.find(str(name)), offset, duration if offset is not None else None)
 
 
 def marks_speakers_otherwise(text):
