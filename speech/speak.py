@@ -95,7 +95,7 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
             clip = Clip(Paths(Path.cwd()).find(reference_audio))
         except BadSample as error:
             raise UserError(error)
-        reference = [Turn("user", [reference_text.strip()], None)] * bool(reference_text)
+        reference = [Turn("user", [(reference_text or "").strip()], None)] * bool(reference_text)
         reference += [Turn("assistant", [clip], None)]
     for name, text in named_texts:
         require(text.strip(), f"{name}: has no text to speak")
