@@ -153,7 +153,7 @@ def check_seconds(there, offset=None, length=None):
     """ValueError if the `there` seconds found for a cut are too many or too few."""
     where = f" from offset {offset} s" if offset else ""
     if there > LONGEST_CLIP_S:
-        raise ValueError(f"lasts {there:.0f} s{where}; at most {LONGEST_CLIP_S} are decoded: cut it")
+        raise ValueError(f"lasts {there:.0f} s{where}, {LONGEST_CLIP_S} are decoded: cut it")
     if length and there and length - there > PAST_S:
         raise ValueError(f"ends {length - there:.2f} s before the cut from {offset:g} to "
                          f"{offset + length:g} s: times of another recording, or not seconds")
