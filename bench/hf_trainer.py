@@ -18,17 +18,9 @@ from torch.utils.data import Subset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    HiggsAudioV2ForConditionalGeneration,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq,
+                          DataCollatorWithFlattening, HiggsAudioV2ForConditionalGeneration,
+                          PrinterCallback, Trainer, TrainerCallback, TrainingArguments)
 from transformers.utils import is_flash_attn_2_available
 
 from bench import measure
