@@ -86,16 +86,13 @@ def word_errors(references, hypotheses, language=None, split=str.split):
     return errors, length
 
 
-def characters(text):
-    return text.replace(" ", "")
-
-
 def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: all errors over all words). None if
     there are no words."""
     def rates(references, heard):
         counts = {"wer": word_errors(references, heard, language),
-                  "cer": word_errors(references, heard, language, characters)}
+                  "cer": word_errors(
+                      references, heard, language, lambda text: text.replace(" ", ""))}
         return {name: errors / units if units else None for name, (errors, units) in counts.items()}
     return [rates([reference], [heard]) for reference, heard in zip(references, hypotheses)], \
         rates(references, hypotheses)

@@ -35,6 +35,8 @@ from speech import conversations
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # a processor's codec if the base names none
+KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
+         "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
@@ -103,10 +105,6 @@ def find_files(world, model_path, codec_path):
 # ---- Folders and configuration
 
 
-KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-         "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
-
-
 def find_checkpoint(name, flag):
     """(local folder, its config.json as a dict) of a folder or hub name that a flag of KINDS gives.
     Raises UserError."""
@@ -119,10 +117,13 @@ def find_checkpoint(name, flag):
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
-    kind, swapped = config.get("model_type"), "--model_path and --audio_tokenizer_path are swapped"
-    remedy = swapped if kind in sum(KINDS.values(), ()) else f"the released codec is {HUB_CODEC}"
+    kind, hint = config.get("model_type"), ""
+    if kind in sum(KINDS.values(), ()):
+        hint = "; --model_path and --audio_tokenizer_path are swapped"
+    elif flag != "--model_path":
+        hint = f"; the released codec is {HUB_CODEC}"
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, KINDS[flag]))}; {remedy}")
+            f"{' or '.join(map(repr, KINDS[flag]))}{hint}")
     return folder, config
 
 
