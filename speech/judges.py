@@ -90,9 +90,8 @@ def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: all errors over all words). None if
     there are no words."""
     def rates(references, heard):
-        counts = {"wer": word_errors(references, heard, language),
-                  "cer": word_errors(
-                      references, heard, language, lambda text: text.replace(" ", ""))}
+        counts = {name: word_errors(references, heard, language, split) for name, split in (
+            ("wer", str.split), ("cer", lambda text: text.replace(" ", "")))}
         return {name: errors / units if units else None for name, (errors, units) in counts.items()}
     return [rates([reference], [heard]) for reference, heard in zip(references, hypotheses)], \
         rates(references, hypotheses)
