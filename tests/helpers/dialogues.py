@@ -11,7 +11,7 @@ BOS, EOS, BOOKS = 1024, 1025, 8
 
 
 def codes_of(clip):
-    """(T, 8) random codes of a clip that never exists as a file; its seconds field holds T."""
+    """(T, 8) random codes of a clip that never exists as a file; its duration holds T."""
     return np.random.default_rng(len(clip.path)).integers(0, 1024, (int(clip.duration), BOOKS)).astype(np.int16)
 
 
