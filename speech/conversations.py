@@ -336,7 +336,7 @@ def canonical_turns(entry, paths):
 
 def reference_turns(turn, answer, ref_transcript):
     """A user message with reference audio -> [user transcript, assistant clip] for each clip, then
-    the user's target. answer: the target text that is said again, "" if none.
+    the user's target. answer: the target text that is repeated, "" if none.
 
     The text before a clip is its transcript; of two texts and one clip the first is it wherever the
     clip is, as community trainers read it."""
