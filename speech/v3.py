@@ -138,7 +138,7 @@ class Ids(labels.Layout):
                 asked = turn.text.strip()
             clips = turn.clips if turn.role == "assistant" else []
             if len(clips) > 1:
-                raise BadSample("has several clips in one message; give each a message")
+                raise BadSample("has several clips in one message: give each one")
             for clip in clips:
                 text = turn.text.strip() or asked
                 if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
