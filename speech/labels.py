@@ -311,8 +311,8 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
 
     A matrix of N weights costs 2N per row forward, 2N for the input's gradient and, when trained,
-    2N for the weight. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and twice
-    that backward. Recomputation and adapters are not counted."""
+    2N for the weights'. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and
+    twice that backward. Recomputation and adapters are not counted."""
     h, d = config.hidden_size, config.head_dim
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
