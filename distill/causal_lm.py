@@ -6,6 +6,7 @@ unexpected or misshapen weights stop the run. For a mixture of experts the files
 expert; transformers has tensors (experts, rows, columns). Quantised and remote-code models fail.
 """
 import copy
+import math
 from pathlib import Path
 
 import torch
@@ -39,14 +40,18 @@ def find_model(name, flag="--model_path"):
     return folder
 
 
+def positions(config):
+    """Most tokens that a model reads; infinite if its config names no number."""
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
 def length_limit(config, max_length=0, pack_tokens=0):
     """Most tokens of a sample: the least of positions and both limits. UserError."""
-    positions = getattr(config, "max_position_embeddings", None)
-    require(positions or max_length or pack_tokens,
-            "this model names no longest text; say it with --max_length")
-    require(not positions or max_length <= positions,
-            f"--max_length {max_length} is more than the model's {positions} positions")
-    return min(n for n in (max_length, pack_tokens, positions) if n)
+    require(max_length <= positions(config), f"--max_length {max_length} is more than the model's "
+                                             f"{positions(config)} positions")
+    limit = min(max_length or math.inf, pack_tokens or math.inf, positions(config))
+    require(limit < math.inf, "this model names no longest text; say it with --max_length")
+    return limit
 
 
 def check_vocabulary(tokenizer, config):
@@ -211,12 +216,16 @@ def load_whole(folder, dtype, device="cpu"):
 # ---- Generation of answers, for teachers, students and rollouts
 
 
+def end_ids(model):
+    """[id] of the tokens that stop generate."""
+    known = model.generation_config.eos_token_id
+    return known if isinstance(known, list) else [] if known is None else [known]
+
+
 def stop_at(model, ends):
     """Add `ends` to the tokens that stop generate; returns those that were missing."""
-    known = model.generation_config.eos_token_id
-    known = known if isinstance(known, list) else [] if known is None else [known]
-    if new := [int(token) for token in ends if token not in known]:
-        model.generation_config.eos_token_id = [*known, *new]
+    if new := [int(token) for token in ends if token not in end_ids(model)]:
+        model.generation_config.eos_token_id = [*end_ids(model), *new]
     return new
 
 

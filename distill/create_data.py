@@ -143,21 +143,21 @@ def read_input(path, prompt):
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
     texts = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
-    require(texts != [""], f"--input_file {path}: is empty")
     for number, text in enumerate(texts, 1):
-        messages, tools = [{"role": "user", "content": text.strip()}], None
+        record = {"messages": [{"role": "user", "content": text.strip()}]}
         try:
             if not text.strip():
                 raise ValueError("is empty; delete it")
             if Path(path).suffix == ".jsonl":
-                if not isinstance(record := json_files.loads(text), dict):
-                    raise ValueError("is not a JSON object")
-                messages, tools, had_answer = chat.as_question(record)
-                answered += had_answer
+                record = json_files.loads(text)
+            if not isinstance(record, dict):
+                raise ValueError("is not a JSON object")
+            messages, tools, had_answer = chat.as_question(record)
             asked.append((teachers.with_prompt(prompt, messages), tools))
         except ValueError as error:
             raise UserError(f"--input_file {path}: line {number} {printable(error)}")
         lines.append((messages, tools))
+        answered += had_answer
     if answered:
         print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
     return lines, asked
@@ -240,8 +240,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
     answers: from open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the
     teacher. answered: True if it has answered any line before.
     """
-    records = {number: {"id": number, "label": None, "prompt_tokens": 0, "completion_tokens": 0,
-                        "answers": []} for number in todo}
+    records = {number: {"id": number, "label": None, "answers": []} for number in todo}
     waiting, held = list(todo), []      # held: consecutive lines without an answer
     random.Random(args.seed).shuffle(waiting)       # refused lines may be neighbours
     count, start = Counter(), time.monotonic()
@@ -268,14 +267,12 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             requests, waiting = map(request, waiting), []       # created lazily
             for (number, *_), answer in answers(requests):
                 record = records[number]
+                record["label"], why = read_label(parser, answer.text, answer.finish_reason,
+                                                  draw.thinking and not answer.thought)
                 # if the whole answer is the label, tool calls count too
-                calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
-                must_think = draw.thinking and not answer.thought
-                record["label"], why = (answer.text.strip(), "") if calls else read_label(
-                    parser, answer.text, answer.finish_reason, must_think)
-                record |= {"tool_calls": answer.tool_calls} if calls else {}
-                record["prompt_tokens"] += answer.prompt_tokens
-                record["completion_tokens"] += answer.completion_tokens
+                if answer.tool_calls and not parser.line and answer.finish_reason == "stop":
+                    record |= {"label": answer.text.strip(), "tool_calls": answer.tool_calls}
+                    why = ""
                 record["answers"].append({"text": answer.text, "why": why,
                                           "finish_reason": answer.finish_reason})
                 count.update({"answers": 1, "in": answer.prompt_tokens,
@@ -286,11 +283,9 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
                     continue
                 note(held)
                 answered, held = True, []
-                if record["label"] is None and len(record["answers"]) <= args.max_retries \
-                        and answer.finish_reason != "too_long":
-                    waiting.append(number)
-                else:
-                    note([number])
+                again = answer.finish_reason != "too_long" and why and (
+                    len(record["answers"]) <= args.max_retries)
+                waiting.append(number) if again else note([number])
                 if time.monotonic() - logged > LOG_S:
                     logged = time.monotonic()
                     print(log_line(count, len(todo), logged - start))
@@ -333,19 +328,17 @@ def write_results(output, lines, records):
         answer = {"role": "assistant", "content": record["label"]}
         answer |= {"tool_calls": record["tool_calls"]} if record.get("tool_calls") else {}
         chats.append(row | {"messages": [*messages, answer]})
-    for path, rows in ((output.with_suffix(".rejected.jsonl"), rejected), (output, chats)):
+    other = output.with_suffix(".rejected.jsonl")
+    for path, rows in ((other, rejected), (output, chats)):
         checkpoint.write_text(path, "".join(
             json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
                   for found in (labels, reasons))
     retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
     print(f"labels     {len(chats):,} of {len(lines):,} lines: {words}\n"
-          f"answers    {retries:,} retries, {len(rejected):,} lines rejected")
-    if rejected:
-        print(f"notice     {output.with_suffix('.rejected.jsonl')} has them: {why}")
-    print(f"done       {output}")
-    require(chats, f"no line has a label; see the raw answers in "
-                   f"{output.with_suffix('.rejected.jsonl')}")
+          f"answers    {retries:,} retries, {len(rejected):,} lines rejected"
+          + f"\nnotice     {other} has them: {why}" * bool(rejected) + f"\ndone       {output}")
+    require(chats, f"no line has a label; see the raw answers in {other}")
 
 
 def leave_on_signals():

@@ -180,7 +180,7 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
         _, ids, trained, own = rows[b][r]
         prompts.append([side[:last_answer(mask)] for side, mask in (
             (ids[:own], trained[:own]), (ids[own:], trained[own:]))])
-    limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30
+    limit = min(causal_lm.positions(net.native.config)
                 for net in (model, *model.frozen.values()) if hasattr(net, "native"))
     room = [min(args.max_new_tokens, limit - max(map(len, pair))) for pair in prompts]
     seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]

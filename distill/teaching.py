@@ -65,11 +65,10 @@ def check_same(ours, theirs, rows, name):
     """UserError unless two tokenizers agree on each id below `rows`. name: for the message."""
     a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
             for tokenizer in (ours, theirs))
-    if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):
-        one, other = a.get(odd[0]), b.get(odd[0])
-        raise UserError(f"--teacher_path {name}: has another vocabulary than --model_path: id "
-                        f"{odd[0]} is {other!r} there, {one!r} here ({len(odd)} such ids), so only "
-                        "its labels can be learned, as distill/create_data.py makes them")
+    odd = sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i))
+    require(not odd, odd and f"--teacher_path {name}: has another vocabulary than --model_path: id "
+            f"{odd[0]} is {b.get(odd[0])!r} there, {a.get(odd[0])!r} here ({len(odd)} such ids), "
+            "so only its labels can be learned, as distill/create_data.py makes them")
 
 
 def open_side(args, config, tokenizer):
@@ -79,9 +78,8 @@ def open_side(args, config, tokenizer):
     from core import chat
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
-    prompt = Prompt("none", "")
-    if args.prompt_file:
-        prompt = read_prompt(args.prompt_file, args.prompt_role)
+    prompt = read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else Prompt(
+        "none", "")
     theirs, encoder, tokens = config, None, config.vocab_size
     if args.teacher_path != args.model_path or args.teacher_url:
         folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
@@ -96,9 +94,7 @@ def open_side(args, config, tokenizer):
     require(not args.on_policy or config.vocab_size <= theirs.vocab_size,
             f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
             f"{args.teacher_path} reads {theirs.vocab_size:,}")
-    shorter = min(config, theirs, key=lambda of: getattr(of, "max_position_embeddings", None)
-                  or 1 << 30)
-    return prompt, encoder, shorter
+    return prompt, encoder, min(config, theirs, key=causal_lm.positions)
 
 
 def check_lesson(args, table, numbers):
@@ -146,13 +142,10 @@ def after_prompt(prompt, encoder, records, results):
     found = []
     for i, own in enumerate(results):
         theirs = encoded.get(i, talks[i])
-        if bad := [result for result in (own, theirs) if isinstance(result, ValueError)]:
-            found.append(bad[0])
-            continue
-        if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
+        bad = [result for result in (own, theirs) if isinstance(result, ValueError)]
+        if not bad and [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
             hint = "; with teacher_messages give --train_turns last"
-            found.append(ValueError("the teacher's template gives the answer other tokens"
-                                    + hint * ("teacher_messages" in records[i])))
-        else:
-            found.append((own[0] + theirs[0], own[1] + theirs[1], len(own[0])))
+            bad = [ValueError("the teacher's template gives the answer other tokens"
+                              + hint * ("teacher_messages" in records[i]))]
+        found.append(bad[0] if bad else (own[0] + theirs[0], own[1] + theirs[1], len(own[0])))
     return found

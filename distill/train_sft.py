@@ -4,10 +4,9 @@
         --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun ... --use_lora --prompt_file system.txt --prompt_role system
 
-It reads top to bottom: flags, data, model, resume, validation, saving, then the loop. The loss is
-the cross-entropy of the trained tokens (found by core/chat.py), averaged over all of them in an
-optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the answers
-(from the data, or sampled by the student), and the student learns its distribution (losses.py).
+The loss is the cross-entropy of the trained tokens (found by core/chat.py), averaged over all of
+them in an optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the
+answers (from the data, or sampled by the student), which learns its distribution (losses.py).
 
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
@@ -31,8 +30,7 @@ p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's)"
-     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--dry_run", None, "check, plan for N GPUs, stop", nargs="?", type=int, const=0, metavar="N")
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
@@ -44,8 +42,7 @@ switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) in
 switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
-flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern of such files;"
-     " forms: docs/distillation.md", required=True)
+flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle")
 flag("--group_size", 1, 'number of neighbours by "id" or line that are held out together')
@@ -54,8 +51,8 @@ flag("--enable_thinking", "template", "template setting", choices=("template", "
 flag("--train_turns", "all", "answers trained, each as at its turn", choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
 flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the model's positions")
-flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
-     f"or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
+flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
+     f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
@@ -64,8 +61,7 @@ flag("--teacher_url", None, "vLLM server that scores; --teacher_path: its config
 flag("--teacher_name", None, "the teacher's name on the server (default: --teacher_path)")
 flag("--prompt_file", None, "prompt that only the teacher reads")
 flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
-flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or Jensen-Shannon",
-     choices=("forward", "reverse", "js"))
+flag("--divergence", "forward", "KL or Jensen-Shannon", choices=("forward", "reverse", "js"))
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of samples whose answer the student generates at each step")
 flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_policy")
@@ -111,9 +107,8 @@ switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
 flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
      "but attention and matmuls)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
-     "data preparation, validation and saves after --wait_timeout 21600")
-flag("--wait_timeout", 21600, argparse.SUPPRESS)
+flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
+flag("--wait_timeout", 21600, "the same in data preparation, validation and saves")
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "folder for all output; shared by all nodes")
 flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
@@ -138,35 +133,34 @@ def check_flags(args, world_size):
         args.parallel = "fsdp" if asked or not alone else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
-    accumulation, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
+    args.gradient_accumulation_steps = args.gradient_accumulation_steps or None     # derived below
     cli.check_trainer(args, world_size, p)
-    args.gradient_accumulation_steps = accumulation     # 0 is derived below
     cli.check_precision(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
-    cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
+    cli.zero_or_more(args, "distill_topk")
     if any(getattr(args, name) != p.get_default(name) for name in DISTILLING.split()):
         from distill import teaching
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
             "give one of --eval_data_file and --validation_split, not both")
-    require(not (args.global_batch_size and accumulation),
-            "give one of --global_batch_size and --gradient_accumulation_steps")
     require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
             "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
-    samples = args.global_batch_size or GLOBAL_BATCH
-    planned = args.auto and (
-        args.max_tokens_per_batch or "per_device_train_batch_size" not in cli.named(args))
-    if planned and not accumulation:        # the plan derives it
-        args.global_batch_size = samples
-    if planned or args.max_tokens_per_batch:
-        args.gradient_accumulation_steps = accumulation or 1
-    elif not accumulation:
-        per_micro_step = args.per_device_train_batch_size * world_size
-        require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
-                f"of {per_micro_step} (--per_device_train_batch_size x ranks); or give "
+    planned = args.auto and "per_device_train_batch_size" not in cli.named(args)
+    if args.gradient_accumulation_steps:
+        require(not args.global_batch_size,
+                "give one of --global_batch_size and --gradient_accumulation_steps")
+    elif args.max_tokens_per_batch or planned:
+        if args.auto:           # derives it from the samples of a step
+            args.global_batch_size = args.global_batch_size or GLOBAL_BATCH
+        args.gradient_accumulation_steps = 1
+    else:
+        samples = args.global_batch_size or GLOBAL_BATCH
+        args.gradient_accumulation_steps, rest = divmod(
+            samples, args.per_device_train_batch_size * world_size)
+        require(not rest, f"--global_batch_size {samples} is not a multiple of "
+                f"--per_device_train_batch_size x {world_size}; or give "
                 "--gradient_accumulation_steps")
-        args.gradient_accumulation_steps = samples // per_micro_step
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
@@ -192,9 +186,6 @@ if args.use_lora:
 world, watch, work_dir = run.start(args)
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
-if dry:
-    from core import memory
-    memory.check_disk(args.output_dir, 0, "--output_dir")
 dist.check_device(device, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
@@ -206,8 +197,6 @@ print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 for path in filter(None, (args.train_data_file, args.eval_data_file, args.keep)):
     dist.rank0(world, chat.files_of, path)      # do the files exist?
 dist.rank0(world, causal_lm.find_model, args.model_path)        # one rank downloads for all
-if args.teacher_path:
-    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
 folder = causal_lm.find_model(args.model_path)
 config = causal_lm.load_config(folder)
 tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
@@ -218,6 +207,7 @@ prompt = theirs = kept = None
 if args.teacher_path or args.keep:
     from distill import frozen, teaching
 if args.teacher_path:
+    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
     prompt, theirs, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
 reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, theirs)
@@ -291,10 +281,8 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validate
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
-    if resume and args.use_lora:      # on the meta device this only compares shapes
-        adapters.load_adapters(model.net, resume)
-    elif resume:
-        empty_model(resume)
+    if resume:      # on the meta device this only compares shapes
+        adapters.load_adapters(model.net, resume) if args.use_lora else empty_model(resume)
     plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
                     total_steps - step, kept)
     print("dry run ok")
@@ -336,31 +324,26 @@ sizes = [(packed_lm.layer_weights(net), net.config) for net in (
 
 # ---- Validation and checkpoints
 @torch.no_grad()
-def evaluate():
-    """Exact token-weighted {eval/...: float}; None on all ranks if one was asked to stop."""
+def validate():
+    """Validate and log; return True if the loss is the best so far, None on all ranks if one was
+    asked to stop. The losses are exact token-weighted means.
+    """
+    global best_loss, best_step
+    watch.report_progress(f"validation at step {step}", args.wait_timeout)
     held_out = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size,
                          shuffle=False)
     packs = [[int(eval_ids[i]) for i in pack]
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
+    model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # rarely: it takes time
-            return None
+            return None         # the run ends
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
-    return packed_lm.loss_report(Sums(*dist.all_reduce(world, total).tolist()), "eval")
-
-
-def validate():
-    """Validate and log; return True if the loss is the best so far, None if stopped."""
-    global best_loss, best_step
-    watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    model.eval()        # no dropout
-    values = evaluate()
     model.train()
-    if values is None:
-        return None
+    values = packed_lm.loss_report(Sums(*dist.all_reduce(world, total).tolist()), "eval")
     print0(packed_lm.EVAL_LINE.format(step, **values))
     if main_rank:
         log.write(step, values)
@@ -409,13 +392,10 @@ eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted 
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
-if new_ends:
-    print0("note       the base model's generation_config does not stop where answers end: give "
-           f"generate {', '.join(tokenizer.convert_ids_to_tokens(new_ends))} as well")
-start_step, stopping, timer = step, False, metrics.StepTimer(device)
-if eval_due:
-    with timer.paused():
-        eval_due = stopping = validate() is None
+if new_ends:        # a base model's generation_config may not name them
+    print0(f"note       stop generation at {tokenizer.convert_ids_to_tokens(new_ends)} as well")
+eval_due = stopping = eval_due and validate() is None
+start_step, timer = step, metrics.StepTimer(device)
 
 
 def next_batch():
@@ -434,17 +414,15 @@ while step < total_steps and not stopping:
         epoch, first_pack = epoch + 1, 0
     window = train_ids[order.window(epoch, first_pack, per_step)]
     work = packed_lm.step_work(table, window, sizes, args.use_lora)
-    drawn = None
+    taken = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
-        given = [next_batch() for _ in range(accumulation)]
-        drawn, work["targets"] = frozen.own_answers(
-            args, world, model, table, given, ends, step, sampler)
+        taken, work["targets"] = frozen.own_answers(
+            args, world, model, table, list(taken), ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
-    for micro in range(accumulation):
-        batch = drawn[micro] if drawn else next_batch()
+    for micro, batch in enumerate(taken):
         mine = list(batch.samples)
         # a batch that differs from the plan would make ranks divide by different counts
-        assert drawn or batch.counts["targets"] == table.targets[mine].sum()
+        assert args.on_policy or batch.counts["targets"] == table.targets[mine].sum()
         assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
