@@ -1,9 +1,8 @@
 """transformers' causal language models: find, build empty, load into any sharding, answer.
 
-A model starts empty on torch's meta device and reads its weights row by row from the safetensors
-files. No process holds more than its shard, and a model may exceed the host's memory. Missing,
-unexpected or misshapen weights stop the run. For a mixture of experts the files have one matrix per
-expert; transformers has tensors (experts, rows, columns). Quantised and remote-code models fail.
+A model starts empty on the meta device and reads its weights row by row from safetensors files, so
+no process holds more than its shard. Missing, unexpected or misshapen weights stop the run. Of a
+mixture of experts the files have a matrix per expert, transformers (experts, rows, columns).
 """
 import copy
 import math
@@ -71,12 +70,6 @@ def load_config(folder):
     require(not getattr(config, "quantization_config", None),
             f"{folder}: is quantised; give the unquantised model")
     return config
-
-
-def save_config(model, folder):
-    """Write a checkpoint's files except weights, for from_pretrained and servers."""
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
 
 
 def fingerprint_weights(folder):

@@ -341,20 +341,18 @@ def write_results(output, lines, records):
     require(chats, f"no line has a label; see the raw answers in {other}")
 
 
-def leave_on_signals():
-    """Make signals raise SystemExit, so the engine ends its child processes."""
-    def leave(number, frame):
-        for other in signals:       # the first one counts
-            signal.signal(other, signal.SIG_IGN)
-        sys.exit(128 + number)
-    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    for number in signals[:2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 3]:  # nohup
-        signal.signal(number, leave)
+def leave(number, frame):
+    """Signal handler that raises SystemExit, so the engine ends its child processes."""
+    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):        # the first one counts
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    leave_on_signals()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # of nohup
+            signal.signal(number, leave)
 
     # requests and teacher
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))

@@ -292,32 +292,7 @@ def label_of(parser, answer):
     return label or read_label(parser, answer.text, answer.finish_reason)[0]
 
 
-def measure_forgotten(args, run, columns, found):
-    """Add KL(base, column) on the chats of --unrelated to student and control."""
-    rows, kept_file = read_chats(args.unrelated), run.flags.keep
-    seen = read_chats(kept_file) if kept_file and Path(kept_file).exists() else []
-    seen = {question_hash(row["messages"]) for row in seen}
-    both = sum(question_hash(row["messages"]) in seen for row in rows)
-    require(not both, f"--unrelated {args.unrelated}: --keep {kept_file} trained {both} of its "
-                      "questions; judge by others")
-    samples, _ = encode(run, rows, args.unrelated, turns="last")
-    for name in (STUDENT, CONTROL):
-        if name in columns:
-            found[name]["unrelated kl"], _ = likelihoods(columns[name], samples, args.batch_size,
-                                                         columns[BASE])
-
-
 # ---- Verdict
-
-
-def table_lines(found):
-    """The measures as text: one line per measure, one column per model."""
-    rows = [["", *found]]
-    for measure in dict.fromkeys(measure for row in found.values() for measure in row):
-        form = "{:.1%}" if measure in SHARES else "{:.4g}"
-        rows.append([measure, *("-" if row.get(measure) is None else form.format(row[measure])
-                                for row in found.values())])
-    return ["".join(f"{text:<15}" for text in row).rstrip() for row in rows]
 
 
 def verdict_clauses(args, found, closed, n):
@@ -378,6 +353,14 @@ def main(argv=None):
             require(label in parser.labels, f"id {row['id']} is labelled {label[:40]!r}, which is "
                     f"not one of {', '.join(parser.labels)}; see --parser and --labels")
     samples, ends = encode(run, rows, about["file"], prompt)
+    if args.unrelated:      # chats that the base answered, and --keep did not train
+        kept_file, others = run.flags.keep, read_chats(args.unrelated)
+        seen = read_chats(kept_file) if kept_file and Path(kept_file).exists() else []
+        seen = {question_hash(row["messages"]) for row in seen}
+        both = sum(question_hash(row["messages"]) in seen for row in others)
+        require(not both, f"--unrelated {args.unrelated}: --keep {kept_file} trained {both} of its "
+                          "questions; judge by others")
+        unrelated, _ = encode(run, others, args.unrelated, turns="last")
     checkpoint.claim_output(args.output_dir)
     print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge "
           f"({about['file']}), on {device}")
@@ -404,6 +387,8 @@ def main(argv=None):
         texts[name] = [answer.text.strip() for answer in some]
         row["kl"], row["nll"] = likelihoods(column, samples, args.batch_size,
                                             None if taught else columns.get(goal), taught)
+        if args.unrelated and name in (STUDENT, CONTROL):
+            row["unrelated kl"], _ = likelihoods(column, unrelated, args.batch_size, columns[BASE])
         row["tokens in"] = np.mean([answer.prompt_tokens for answer in some]).item()
         row["tokens out"] = np.mean([answer.completion_tokens for answer in some]).item()
         if args.follows:
@@ -414,8 +399,6 @@ def main(argv=None):
             row["accuracy"] = np.mean([a == b for a, b in zip(labels, given)]).item()
     for name, row in found.items():
         row["exact"] = np.mean([a == b for a, b in zip(texts[name], texts.get(goal, given))]).item()
-    if args.unrelated:
-        measure_forgotten(args, run, columns, found)
 
     # report
     closed = {}         # {student or control: {measure: share of the gap, None without a gap}}
@@ -429,7 +412,12 @@ def main(argv=None):
                for measure, value in row.items()}
     figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": value
                 for name, way in closed.items() for measure, value in way.items()}
-    shown = table_lines(found)
+    shown = ["".join(f"{text:<15}" for text in ("", *found)).rstrip()]
+    for measure in dict.fromkeys(measure for row in found.values() for measure in row):
+        form = "{:<15.1%}" if measure in SHARES else "{:<15.4g}"
+        shown.append(f"{measure:<15}" + "".join(
+            f"{'-':<15}" if row.get(measure) is None else form.format(row[measure])
+            for row in found.values()).rstrip())
     if goal:
         saved = figures["tokens saved"] = found[goal]["tokens in"] - found[STUDENT]["tokens in"]
         shown.append(f"note       {saved:.1f} tokens of prompt are saved a request")

@@ -1,10 +1,9 @@
 """Frozen models for a student: a teacher, the base, or vLLM's server, to score and sample answers.
 
-A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients, no
-optimizer state and no place in a checkpoint. FSDP2 shards it too. The server scores answers by
-prompt_logprobs (vllm serve NAME --max-logprobs 64) and gets them as ids. It returns for each token
-its log-probability and those of the K likeliest (--distill_topk); all others form one bucket, as
-with --teacher_path and the same K.
+A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients and no
+place in a checkpoint; FSDP2 shards it too. The server (vllm serve NAME --max-logprobs 64) gets the
+ids of answers and returns for each token its log-probability and those of the K likeliest
+(--distill_topk); all others form one bucket, as with --teacher_path and the same K.
 """
 import math
 import os
@@ -67,20 +66,18 @@ def load_all(model, world, sharding):
             register_fsdp_forward_method(other, "rows")
         if world.is_main:
             print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
-                  "parameters, frozen, in "
-                  f"{str(next(other.parameters()).dtype).removeprefix('torch.')}")
+                  f"parameters, frozen, in {str(next(other.parameters()).dtype)[6:]}")
 
 
 def fingerprint(args, table):
     """Text that identifies the teacher's weights and the ChatTable of --keep; or None."""
-    found = [args.teacher_name] if args.teacher_name else []
+    teacher = kept = ""
     if args.teacher_path and args.teacher_path != args.model_path:
-        teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
-        found.insert(0, causal_lm.fingerprint_weights(teacher))
+        teacher = causal_lm.fingerprint_weights(causal_lm.find_model(args.teacher_path))
     if table:
         data = table.fingerprint(np.arange(len(table)))
-        found.append(f"keep {args.keep_weight:g} / {args.keep_every}: {data}")
-    return ", ".join(found) or None
+        kept = f"keep {args.keep_weight:g} / {args.keep_every}: {data}"
+    return ", ".join(filter(None, (teacher, args.teacher_name, kept))) or None
 
 
 # ---- vLLM's server
@@ -160,11 +157,10 @@ def draw_of(seed, step, number):
     return np.random.default_rng((seed, step, number, 3))
 
 
-def last_answer(trained):
-    """Index of the first token of the last trained turn. trained (n,) bool."""
-    places = np.flatnonzero(trained)
-    gaps = np.flatnonzero(np.diff(places) > 1)
-    return int(places[gaps[-1] + 1] if len(gaps) else places[0])
+def question_of(ids, trained):
+    """The ids (n,) before the last trained turn. trained (n,) bool."""
+    starts = np.flatnonzero(trained[1:] & ~trained[:-1])
+    return ids[:starts[-1] + 1]
 
 
 def own_answers(args, world, model, table, batches, ends, step, sampler=None):
@@ -175,11 +171,8 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     made, rows = [], [[table[i] for i in batch.samples] for batch in batches]
     chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
               if draw_of(args.seed, step, sample[0]).random() < args.on_policy]
-    prompts = []        # for student and teacher
-    for b, r in chosen:
-        _, ids, trained, own = rows[b][r]
-        prompts.append([side[:last_answer(mask)] for side, mask in (
-            (ids[:own], trained[:own]), (ids[own:], trained[own:]))])
+    prompts = [[question_of(ids[part], trained[part]) for part in (slice(own), slice(own, None))]
+               for _, ids, trained, own in (rows[b][r] for b, r in chosen)]    # student, teacher
     limit = min(causal_lm.positions(net.native.config)
                 for net in (model, *model.frozen.values()) if hasattr(net, "native"))
     room = [min(args.max_new_tokens, limit - max(map(len, pair))) for pair in prompts]

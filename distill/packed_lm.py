@@ -237,9 +237,10 @@ def step_work(table, samples, sizes, lora):
 
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
     """Model FLOPs of forward and backward, or of forward alone, without recomputation, adapters and
-    sliding windows. values: from layer_weights. A matrix with N weights costs 2N per row forward, 2N for the input
-    gradient and, if it is trained, 2N for its gradient; the head runs on trained rows only. pairs:
-    attended (query, key) pairs, each 4 * heads * head_dim forward and twice that backward.
+    sliding windows. values: from layer_weights. A matrix with N weights costs 2N per row forward,
+    2N for the input gradient and, if it is trained, 2N for its gradient; the head runs on trained
+    rows only. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
+    backward.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = tokens * values + targets * config.hidden_size * config.vocab_size

@@ -302,12 +302,9 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
                                                         "key has, such as a space or a line feed")
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
-                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-                verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
-            raise UserError(f"{self.name}, by a proxy of the environment: {error}")
+        self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
+            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+            verify=ssl.create_default_context())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 

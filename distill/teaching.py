@@ -7,7 +7,7 @@ vocabulary, which is checked token by token. Does not import torch: flags are pa
 from pathlib import Path
 
 from core import cli
-from core.cli import UserError, require
+from core.cli import require
 
 # {flag: flags of which it needs one}
 NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",

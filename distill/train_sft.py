@@ -366,7 +366,8 @@ def save():
         tokenizer.save_pretrained(path)     # includes the chat template
         if args.use_lora:
             return adapters.save_config(model.net, path)
-        return causal_lm.save_config(model.native, path)
+        model.native.config.save_pretrained(path)
+        model.native.generation_config.save_pretrained(path)
 
     checkpoints.save(step, model, optimizer, stem, named, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
