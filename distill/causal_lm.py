@@ -97,8 +97,7 @@ def empty_model(config, dtype, folder=None, attention=None):
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
                         f"says ({repr(error).splitlines()[0]}); it is not supported")
     stored = [name for name in model.state_dict() if name not in all_names(model)]
-    require(not stored, f"{config.model_type} models keep state next to their weights "
-                        f"({min(stored, default='')}), which is not supported")
+    require(not stored, f"{config.model_type}: {stored} are no weights, which is not supported")
     # for the checkpoint's config.json
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     if folder and (Path(folder) / "generation_config.json").is_file():
@@ -131,8 +130,7 @@ def decoder_layers(model):
     """The model's decoder layers in order; UserError if none are found."""
     layers = [module for module in model.modules()
               if isinstance(module, GradientCheckpointingLayer)]
-    require(layers, f"{type(model).__name__} has no decoder layers that transformers can "
-                    "recompute: it is not supported")
+    require(layers, f"{type(model).__name__} has no known decoder layers: it is not supported")
     return layers
 
 
@@ -177,8 +175,7 @@ def check_weights(model, parts, folder):
         found = {name: parameter} if name in parts else published(name, parameter.detach())
         wanted |= {stored: tensor.shape for stored, tensor in found.items()}
     problem = tensor_io.mismatch(wanted, parts)
-    require(not problem, f"{folder}: {problem}; its files do not hold the weights under the names "
-            f"of {type(model).__name__}, and names are not converted here")
+    require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
 
 
 @torch.no_grad()

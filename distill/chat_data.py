@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, cli, dist, packing
-from core.chat import group_key, question, read_chunks, read_records
+from core.chat import dumped, group_key, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
@@ -267,7 +267,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
         row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
         if twin := twins.get(int(table.asked[i])):
             row["trained_as"] = twin
-        text += json.dumps(row, ensure_ascii=False) + "\n"
+        text += dumped(row) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 

@@ -108,11 +108,9 @@ def check_flags(args, world_size):
     cli.zero_or_more(args, "temperature top_k max_retries max_model_len seed")
     cli.above_zero(args, "request_timeout top_p gpu_memory_utilization")
     cli.share(args, "top_p gpu_memory_utilization")
-    require(args.temperature or not args.max_retries,
-            "--temperature 0 gives the same answer at every retry: add --max_retries 0")
-    require(args.prompt_role != "system" or args.parser != "language"
-            or args.prompt_file == str(PROMPT), "--prompt_role system: say what counts as an "
-            "answer, --parser whole (or regex)")
+    require(args.temperature or not args.max_retries, "--temperature 0 needs --max_retries 0")
+    require(args.prompt_role == "user" or args.parser != "language",
+            "--prompt_role system needs --parser whole or regex")
     shard = re.fullmatch(r"(\d+)/(\d+)", args.shard)
     require(shard and int(shard[1]) < int(shard[2]),
             f"--shard {args.shard}: give I/N with I from 0 to N - 1")
@@ -188,8 +186,7 @@ class Journal:
     def add(self, record):
         rows, self.first = [*self.first, record], []
         with dist.error_names_file(self.path):
-            self.file.write("".join(
-                json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            self.file.write("".join(chat.dumped(row) + "\n" for row in rows).encode())
             self.file.flush()
         if time.monotonic() - self.synced > SYNC_S:
             self.sync()
@@ -220,8 +217,7 @@ def read_journals(folder, header):
             other = [f"{name} was {found.get(name)!r}, is {header[name]!r}"
                      for name in header if found.get(name) != header[name]]
             require(not other, f"{folder}: holds labels made otherwise ({'; '.join(other)}); give "
-                    "the same flags and files, another --output_file, or move the folder away to "
-                    "start again")
+                    "the same flags and files, another --output_file, or move the folder away")
     return records
 
 
@@ -330,8 +326,7 @@ def write_results(output, lines, records):
         chats.append(row | {"messages": [*messages, answer]})
     other = output.with_suffix(".rejected.jsonl")
     for path, rows in ((other, rejected), (output, chats)):
-        checkpoint.write_text(path, "".join(
-            json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        checkpoint.write_text(path, "".join(chat.dumped(row) + "\n" for row in rows))
     words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
                   for found in (labels, reasons))
     retries = sum(len(record["answers"]) for record in records.values()) - len(lines)

@@ -132,8 +132,7 @@ def make_parser(name, pattern=None, labels=None):
         line = re.compile(pattern)
     except re.error as error:
         raise UserError(f"--pattern {pattern!r}: is not a regular expression ({error})")
-    require(line.groups == 1, f"--pattern {pattern!r}: has {line.groups} groups; put the label, "
-                              "nothing else, in one: (...)")
+    require(line.groups == 1, f"--pattern {pattern!r}: has {line.groups} groups; give one: (label)")
     return Parser(line, labels)
 
 
@@ -299,8 +298,8 @@ class Server:
         # uncompressed: nested gzip could expand to gigabytes before bytes are counted
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
-            require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
-                                                        "key has, such as a space or a line feed")
+            require(re.fullmatch(r"[\x21-\x7e]+", key),
+                    "OPENAI_API_KEY: holds a space, a line feed or another character of no key")
             headers["Authorization"] = f"Bearer {key}"
         self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
             headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
@@ -380,9 +379,8 @@ def address(base_url, flag):
         parts = urllib.parse.urlsplit(base_url)
     except ValueError as error:
         raise UserError(f"{flag}: is not an address ({error})")
-    require("@" not in base_url and not parts.query and not parts.fragment,
-            f"{flag}: holds a name and password (@), ?... or #..., which no call would carry; give "
-            "the key in OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
+    require("@" not in base_url and not parts.query and not parts.fragment, f"{flag}: holds a name "
+            "and password (@), ?... or #...; the key is read from OPENAI_API_KEY")
     return base_url.rstrip("/")
 
 
@@ -393,8 +391,7 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
         models = server.wait(server.fetch("/models", read=lambda data: [
             model["id"] for model in json_files.loads(data)["data"]]))
     except ServerError as error:
-        raise UserError(f"{server.name}: {error.why}; start the server, or correct the address (it "
-                        "mostly ends in /v1)")
+        raise UserError(f"{server.name}: {error.why}; start it, or correct its address (.../v1)")
     require(name in models, f"--model_name {name}: the server has {', '.join(map(str, models))}")
     return lambda requests: server.each(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)

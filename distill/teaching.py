@@ -26,18 +26,16 @@ def check_flags(args, parser):
                 f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
         require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would download
-                "--teacher_url needs --teacher_path, a folder with the server's config.json and "
-                "tokenizer: they prove that the student has its vocabulary")
+                "--teacher_url needs --teacher_path, a folder of its config.json and tokenizer")
         require(args.distill_topk, "--teacher_url needs --distill_topk, as servers give no others")
-        require(args.divergence != "reverse", "--divergence reverse needs the teacher's smallest "
-                "probabilities, which a server rounds: take forward or js, or --teacher_path alone")
+        require(args.divergence != "reverse", "--divergence reverse needs the smallest "
+                "probabilities, which a server rounds: take forward or js, or no --teacher_url")
     for flag in ("teacher_url", "base_url"):
         if getattr(args, flag):
             from distill.teachers import address
             address(getattr(args, flag), f"--{flag}")
-            require(0 < 2 * args.request_timeout < args.collective_timeout, "--request_timeout: "
-                    f"twice {args.request_timeout:g} s must end before --collective_timeout "
-                    f"({args.collective_timeout} s)")
+            require(0 < 2 * args.request_timeout < args.collective_timeout,
+                    "--request_timeout must be above 0 and below half of --collective_timeout")
     if args.keep:
         cli.at_least_one(args, "keep_every")
         cli.above_zero(args, "keep_weight")
@@ -107,9 +105,8 @@ def check_lesson(args, table, numbers):
     if same and not args.teacher_url and not args.prompt_file and args.distill_weight == 1:
         samples = (table[i] for i in numbers)
         require(any(ids[:own].tolist() != ids[own:].tolist() for _, ids, _, own in samples),
-                f"--teacher_path {args.teacher_path} is --model_path and reads what the student "
-                "reads, so there is nothing to learn: give --prompt_file, records with "
-                '"teacher_messages", or --distill_weight below 1')
+                "--teacher_path is --model_path and reads what the student reads, so there is "
+                'nothing to learn: give --prompt_file, "teacher_messages", or --distill_weight below 1')
 
 
 def context(record):

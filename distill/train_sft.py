@@ -56,6 +56,7 @@ flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.j
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
+known = len(p._actions)
 flag("--teacher_path", None, "model that scores the answers (default with a prompt: the base)")
 flag("--teacher_url", None, "vLLM server that scores; --teacher_path: its config and tokenizer")
 flag("--teacher_name", None, "the teacher's name on the server (default: --teacher_path)")
@@ -72,6 +73,7 @@ flag("--distill_weight", None, "weight of the divergence in the loss (default: 1
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
 flag("--keep_every", 4, argparse.SUPPRESS)
+DISTILLING = [action.dest for action in p._actions[known:]]
 # batch and length of the run
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
@@ -120,9 +122,6 @@ flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 
 flag("--save_total_limit", 2, "newest checkpoints to keep besides the best, 0 = all")
 flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
      type=cli.alias(true="auto", false="none"))
-DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
-              "on_policy max_new_tokens base_url request_timeout distill_topk distill_weight keep "
-              "keep_weight keep_every")
 
 
 def check_flags(args, world_size):
@@ -139,7 +138,7 @@ def check_flags(args, world_size):
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "distill_topk")
-    if any(getattr(args, name) != p.get_default(name) for name in DISTILLING.split()):
+    if any(getattr(args, name) != p.get_default(name) for name in DISTILLING):
         from distill import teaching
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
