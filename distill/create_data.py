@@ -35,8 +35,7 @@ ENGINE_FLAGS = {            # of teachers.open_...
     "vllm": ("max_model_len", "chunk_size", "tensor_parallel_size", "pipeline_parallel_size",
              "gpu_memory_utilization", "enforce_eager"),
     "openai": ("base_url", "concurrency", "request_timeout"),
-    "transformers": ("max_model_len", "chunk_size", "batch_size"),
-}
+    "transformers": ("max_model_len", "chunk_size", "batch_size")}
 
 
 def build_parser():
@@ -294,11 +293,10 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 
 
 def log_line(count, total, seconds):
-    done = count["lines"]
+    done, left = count["lines"], (total - count["lines"]) * seconds / max(count["lines"], 1)
     return (f"lines {done:>7,}/{total:,} | rejected {done - count['labelled']:,} | "
             f"{count['answers']:,} answers | in {count['in'] / seconds:,.0f} tok/s | "
-            f"out {count['out'] / seconds:,.0f} tok/s | "
-            f"eta {(total - done) * seconds / max(done, 1):,.0f} s")
+            f"out {count['out'] / seconds:,.0f} tok/s | eta {left:,.0f} s")
 
 
 # ---- Results

@@ -90,11 +90,9 @@ def known_tokens(found, k, token):
     ranked = sorted((value["rank"], name, value["logprob"]) for name, value in found.items())
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
     require(not odd, f"names a token {odd[:1]}, which is not an id")
-    require(str(token) in found, f"has no log-probability of token {token}, which was sent: it is "
-                                 "of another place")
+    require(str(token) in found, f"has no log-probability of token {token}, which was sent")
     best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
-    require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest; it needs "
-            f"--max-logprobs {k}")
+    require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest: --max-logprobs {k}")
     total = sum(math.exp(min(value, 1)) for _, value in best)
     require(all(value <= ROUNDING for _, _, value in ranked) and total <= 1 + ROUNDING,
             "gave log-probabilities that are none: above 0, nan, or of more than 1 together")
@@ -133,8 +131,7 @@ class Scorer:
                   if any(a < place < b for place in places)]
         end = time.monotonic() + 2 * self.server.timeout        # for all calls, as other ranks wait
         at = {a + i: row for (a, _), rows in self.server.each(
-            lambda part: self.ask(ids[slice(*part)], end), wanted)
-            for i, row in enumerate(rows, 1)}
+            lambda part: self.ask(ids[slice(*part)], end), wanted) for i, row in enumerate(rows, 1)}
         known = torch.tensor([at[place] for place in places], dtype=torch.float64)
         known = known.reshape(-1, self.k, 2)    # ids below 2**53 are exact
         tokens, logprobs = known[..., 0].long(), known[..., 1]

@@ -106,7 +106,7 @@ def check_lesson(args, table, numbers):
         samples = (table[i] for i in numbers)
         require(any(ids[:own].tolist() != ids[own:].tolist() for _, ids, _, own in samples),
                 "--teacher_path is --model_path and reads what the student reads, so there is "
-                'nothing to learn: give --prompt_file, "teacher_messages", or --distill_weight below 1')
+                'nothing to learn: give --prompt_file, "teacher_messages" or --distill_weight < 1')
 
 
 def context(record):
