@@ -11,9 +11,9 @@ answers (from the data, or sampled by the student), which learns its distributio
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import argparse
 import os
 import sys
+from argparse import SUPPRESS, BooleanOptionalAction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
@@ -53,7 +53,7 @@ flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read la
 flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the model's positions")
 flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
      f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
-switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+switch("--drop_too_long", SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
 known = len(p._actions)
@@ -72,7 +72,7 @@ flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; others are 
 flag("--distill_weight", None, "weight of the divergence in the loss (default: 1)", type=float)
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
-flag("--keep_every", 4, argparse.SUPPRESS)
+flag("--keep_every", 4, SUPPRESS)
 DISTILLING = [action.dest for action in p._actions[known:]]
 # batch and length of the run
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
@@ -98,9 +98,8 @@ switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit
 flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
 flag("--parallel", None, "replicas, or shards over all GPUs, over each node, or over groups of N "
      "(default: one GPU ddp, else fsdp)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
-flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
-flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights after the forward pass; "
-     "no-: faster, more memory", action=argparse.BooleanOptionalAction)
+flag("--shard_size", 0, SUPPRESS)          # the N of --parallel hsdp:N
+flag("--reshard_after_forward", True, "fsdp: less memory, slower", action=BooleanOptionalAction)
 switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
 switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
@@ -120,8 +119,7 @@ flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
 flag("--save_total_limit", 2, "newest checkpoints to keep besides the best, 0 = all")
-flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
-     type=cli.alias(true="auto", false="none"))
+flag("--resume", "auto", "auto, none, or a checkpoint", type=cli.alias(true="auto", false="none"))
 
 
 def check_flags(args, world_size):
