@@ -285,7 +285,6 @@ class PackedChats:
     targets: torch.Tensor           # (R,) the tokens they predict
     longest: int                    # longest conversation, rounded up to a multiple of 128
     samples: tuple                  # sample numbers in the table, for error messages
-    counts: dict                    # Python ints: tokens, samples, targets
     teacher: object = None          # PackedChats of the same R targets in the teacher's version
     kept: bool = False              # True for --keep: the base scores it
 
@@ -310,11 +309,9 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
         other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
         assert torch.equal(batch.targets, other.targets), "student and teacher have other answers"
-        batch.counts["tokens"] += other.counts["tokens"]
         return replace(batch, teacher=other)
     numbers = tuple(number for number, _, _ in samples)
-    total = sum(len(ids) for _, ids, _ in samples)
-    padding = max(pad_to - total, 0 if samples else 1)
+    padding = max(pad_to - sum(len(ids) for _, ids, _ in samples), 0 if samples else 1)
     for start in range(0, padding, PAD_LENGTH):
         n = min(PAD_LENGTH, padding - start)
         samples = [*samples, (None, np.full(n, pad_id, np.int64), np.zeros(n, bool))]
@@ -324,10 +321,8 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     trained[bounds[:-1]] = False        # a sample's first token is not predicted
     rows = np.flatnonzero(trained) - 1
     positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
-    counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}
     tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
-    return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers,
-                       counts)
+    return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers)
 
 
 def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_id=0):

@@ -190,7 +190,7 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
         trained[len(own):len(own) + len(answer)] = trained[len(ids) - len(answer):] = True
         rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
     found = [collate(part, prompted=True).to(world.device) for part in rows]
-    targets = sum(batch.counts["targets"] for batch in found)
+    targets = sum(len(batch.targets) for batch in found)
     return found, dist.all_reduce(world, torch.tensor(float(targets), device=world.device)).item()
 
 

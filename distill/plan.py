@@ -18,8 +18,8 @@ def loss(model, tokens, targets, kept=False):
     places, rows, teacher = numbers(tokens), numbers(targets), None
     if model.prompted or kept:  # the teacher's forward keeps only the head's rows: two tokens
         two = places[:2]
-        teacher = PackedChats(two, two, two.int(), rows, rows, 2, (), {})
-    return model(PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), {}, teacher,
+        teacher = PackedChats(two, two, two.int(), rows, rows, 2, ())
+    return model(PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), teacher,
                              kept)).loss
 
 

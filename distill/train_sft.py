@@ -420,7 +420,7 @@ while step < total_steps and not stopping:
     for micro, batch in enumerate(taken):
         mine = list(batch.samples)
         # a batch that differs from the plan would make ranks divide by different counts
-        assert args.on_policy or batch.counts["targets"] == table.targets[mine].sum()
+        assert args.on_policy or len(batch.targets) == table.targets[mine].sum()
         assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
