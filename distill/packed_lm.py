@@ -84,10 +84,7 @@ class PackedLM(nn.Module):
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
         super().__init__()
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
-        self.sums = 5 if prompted else 3        # number of Sums that forward returns
-        self.frozen = {}
-        # in a list, where torch does not register it again
-        self._native = [net.get_base_model() if self.lora else net]
+        self.sums, self.frozen = 5 if prompted else 3, {}       # number of Sums of forward
         kernels.use(self.native)
         if recompute:
             kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
@@ -97,7 +94,7 @@ class PackedLM(nn.Module):
     @property
     def native(self):
         """transformers' model, including adapters."""
-        return self._native[0]
+        return self.net.get_base_model() if self.lora else self.net
 
     def forward(self, batch: PackedChats):
         """Sums. Without a teacher only the first three, and the loss is the cross-entropy."""

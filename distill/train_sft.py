@@ -238,8 +238,8 @@ def empty_model(folder):
 model, parts = empty_model(folder)
 if args.auto or dry:
     from distill import plan
-    lengths, targets = table.lengths[train_ids], table.targets[train_ids]
-    if args.auto and plan.choose(args, world, ranks, model, lengths, targets, kept):
+    if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
+                                 table.targets[train_ids], kept):
         model, parts = empty_model(folder)
 args.compile = dist.choose_compile(world, args, "shapes change with --keep and a teacher" * bool(
     args.keep or args.teacher_path))
@@ -410,8 +410,8 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    window = train_ids[order.window(epoch, first_pack, per_step)]
-    work = packed_lm.step_work(table, window, sizes, args.use_lora)
+    work = packed_lm.step_work(table, train_ids[order.window(epoch, first_pack, per_step)], sizes,
+                               args.use_lora)
     taken = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
         taken, work["targets"] = frozen.own_answers(
