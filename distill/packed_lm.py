@@ -179,7 +179,8 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def loss_report(sums, prefix):
-    """Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
+    """Stacked Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
+    sums = Sums(*sums)
     names = {"loss": sums.loss, "accuracy": sums.right, "ce_loss": sums.ce,
              "kl_loss": sums.divergence}
     return {f"{prefix}/{name}": total / sums.targets if sums.targets else math.nan

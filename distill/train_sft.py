@@ -28,18 +28,12 @@ CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
-# before the run
-flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check, plan for N GPUs, stop", nargs="?", type=int, const=0, metavar="N")
+# of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
+cli.trainer_flags(p)
+p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2)
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
-switch("--use_lora", "train adapters on a frozen base instead of all weights")
-flag("--lora_rank", 32, "adapter rank")
-flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
-flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
-switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern", required=True)
@@ -54,7 +48,6 @@ flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the mod
 flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
      f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", SUPPRESS)        # the same as --drop_bad too_long
-flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
 known = len(p._actions)
 flag("--teacher_path", None, "model that scores the answers (default with a prompt: the base)")
@@ -74,7 +67,7 @@ flag("--keep", None, "chats on which the loss keeps the student close to the bas
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
 flag("--keep_every", 4, SUPPRESS)
 DISTILLING = [action.dest for action in p._actions[known:]]
-# batch and length of the run
+# batch, length and learning rate of the run
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
 flag("--per_device_eval_batch_size", 16, "samples per validation batch")
@@ -82,44 +75,17 @@ flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --gl
 flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
 flag("--num_train_epochs", 4, "passes over the training samples")
 flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
-# optimization
 flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
-flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
-     type=cli.alias(constant_with_warmup="constant"))
 flag("--min_lr_ratio", 0.1, "final learning rate as a share of the peak")
 flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up")
-flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
-flag("--adam_beta2", 0.95, "AdamW decay of the variance")
-flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
-flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
-# speed and memory
-switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
-flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
-flag("--parallel", None, "replicas, or shards over all GPUs, over each node, or over groups of N "
-     "(default: one GPU ddp, else fsdp)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
-flag("--shard_size", 0, SUPPRESS)          # the N of --parallel hsdp:N
+# speed, memory, intervals
 flag("--reshard_after_forward", True, "fsdp: less memory, slower", action=BooleanOptionalAction)
 switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
-switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
 switch("--float8", "lora with --compile: multiply by frozen weights in float8")
-switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
-     "but attention and matmuls)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
-flag("--wait_timeout", 21600, "the same in data preparation, validation and saves")
-# logging, validation, checkpoints
-flag("--output_dir", "./output", "folder for all output; shared by all nodes")
-flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
-flag("--logging_steps", 10, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 2, "newest checkpoints to keep besides the best, 0 = all")
-flag("--resume", "auto", "auto, none, or a checkpoint", type=cli.alias(true="auto", false="none"))
 
 
 def check_flags(args, world_size):
@@ -162,9 +128,7 @@ def check_flags(args, world_size):
 
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None
-if dry and os.environ.get("RANK", "0") != "0":
-    sys.exit(0)     # one process plans for all
+dry = args.dry_run is not None      # one process plans for all
 
 import math
 from functools import partial
@@ -174,7 +138,6 @@ import torch
 from core import chat, checkpoint, dist, metrics, optim, packing, run, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
-from distill.packed_lm import Sums
 
 if args.use_lora:
     from core import adapters
@@ -340,7 +303,7 @@ def validate():
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
     model.train()
-    values = packed_lm.loss_report(Sums(*dist.all_reduce(world, total).tolist()), "eval")
+    values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
     print0(packed_lm.EVAL_LINE.format(step, **values))
     if main_rank:
         log.write(step, values)
@@ -458,7 +421,7 @@ while step < total_steps and not stopping:
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * pad_to or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
-        values = packed_lm.loss_report(Sums(*dist.all_reduce(world, sums).tolist()), "train")
+        values = packed_lm.loss_report(dist.all_reduce(world, sums).tolist(), "train")
         sums.zero_()
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
