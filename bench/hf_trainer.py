@@ -128,7 +128,7 @@ def main(argv=None):
     parser.add_argument("--per_device_train_batch_size", type=int, required=True)
     parser.add_argument("--max_steps", type=int, required=True)
     parser.add_argument("--learning_rate", type=float, required=True)
-    parser.add_argument("--seed", type=int, default=42, help="of our trainer's order")
+    parser.add_argument("--seed", type=int, default=42, help="seed of our trainer's order")
     for name in ("--use_lora", "--bf16", "--compile", "--flat"):
         parser.add_argument(name, action="store_true")
     for name in ("--audio_tokenizer_path", "--train_data_file", "--logging_steps"):

@@ -35,7 +35,7 @@ def find_model(name, flag="--model_path"):
     """Local folder of a model given as a path or hub name; downloads the latter. UserError."""
     folder = tensor_io.find_folder(name, flag)
     require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json; give the "
-            "folder of a whole model: of an adapter its base, of a run a checkpoint")
+            "folder of a whole model: an adapter's base, or a checkpoint of a run")
     return folder
 
 

@@ -53,8 +53,8 @@ def build_parser():
            "answer, for free-form answers", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, with the label as group")
     p.flag("--labels", None, "allowed labels, comma between them (default: any, or 13 languages)")
-    p.flag("--shard", "0/1", "I/N: only lines whose 0-based number leaves remainder I by N")
-    p.switch("--dry_run", "check flags and files, say what there is to do, end")
+    p.flag("--shard", "0/1", "I/N: only lines with 0-based number modulo N equal to I")
+    p.switch("--dry_run", "check flags and files, print the plan and stop")
     # teacher
     p.flag("--model_name", None, f"folder, hub name, or name on a server (default: {TEACHER})")
     p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "

@@ -71,7 +71,7 @@ def check_flags(args, world_size):
         groups = re.compile(args.topic or "()").groups
     except re.error as error:
         raise UserError(f"--follows or --topic: is not a regular expression ({error})")
-    require(groups == 1, f"--topic {args.topic!r}: has {groups} groups; the topic is in one: (...)")
+    require(groups == 1, f"--topic {args.topic!r}: has {groups} groups instead of one: (...)")
     require((TOPIC in (args.follows or "")) == bool(args.topic),
             f"--topic and {TOPIC} in --follows belong together")
     require(args.prompt_file or args.prompt_role == "user", "--prompt_role needs --prompt_file")

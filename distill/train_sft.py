@@ -69,9 +69,9 @@ flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or 
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of samples whose answer the student generates at each step")
 flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_policy")
-flag("--base_url", None, "vLLM server that generates them with the adapters (frozen.py)")
+flag("--base_url", None, "vLLM server that generates --on_policy answers")
 flag("--request_timeout", 240.0, "seconds per request; a step retries for twice as long")
-flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; others are one", metavar="K")
+flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; the rest as one", metavar="K")
 flag("--distill_weight", None, "weight of the divergence in the loss (default: 1)", type=float)
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
@@ -511,4 +511,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{monitor.skipped} steps skipped{best}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")

@@ -178,7 +178,7 @@ def check_data(args):
     for name in ("train_data_file", "train_data_dir"):
         setattr(args, name, [word for word in getattr(args, name) or [] if word])
     require(bool(args.train_data_file) != bool(args.train_data_dir),
-            "give one of --train_data_file and --train_data_dir")
+            "give --train_data_file or --train_data_dir")
     require(not (args.eval_data_file and args.eval_data_dir),
             "give one of --eval_data_file and --eval_data_dir, not both")
     check_columns(args.columns)

@@ -4,8 +4,8 @@ The shapes: the community's "reference + 'Please generate speech ...'" form, the
 form, samples without a reference, several speakers. The canonical form is the one Higgs-Audio's own
 inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with each
 reference's transcript answered by an assistant turn with its clip, then the target text answered by
-the target clip. Text is never cut. The text to speak is normalised where the caller asks for it, a
-reference's transcript never, as in that code. Imports no torch.
+the target clip. Text is never cut. The text to speak is normalised if the caller asks for it; like
+that code, this never normalises a reference's transcript. Imports no torch.
 """
 import json
 import os
@@ -461,7 +461,7 @@ def save_setting(path, value, base_dtype=None):
 
 
 def saved_setting(folder, name="normalize_text", known=("on", "off")):
-    """A setting of a checkpoint folder, None where it does not say."""
+    """A setting of a checkpoint folder, None if it has none."""
     try:
         value = read_object(Path(folder) / SETTINGS)[name]
     except (UserError, KeyError):

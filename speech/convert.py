@@ -313,7 +313,7 @@ def read_kaldi(folder):
 
 
 def read_sidecar(folder):
-    """Rows of the clips of a tree; a subfolder is taken for a speaker."""
+    """Rows of the clips of a tree; each subfolder is a speaker."""
     seen = set()        # links may lead to a folder twice, or round
     for place, folders, names in os.walk(folder, followlinks=True):
         new = (real := os.path.realpath(place)) not in seen
@@ -571,8 +571,8 @@ def open_source(name, given):
     if path.is_dir():
         return open_folder(path, given)
     files = [path] if path.exists() else sorted(map(Path, glob.glob(str(name))))
-    require(files, f"{name}: there is no such file or folder; copy a URL's data here first; the "
-            "hub's: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
+    require(files, f"{name}: there is no such file or folder; download data of a URL or the "
+            "Hub first: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
     return files[0] if len(files) == 1 else path, *open_files(files, given)
 
 
@@ -913,9 +913,9 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())
     counts = f" ({', '.join(f'{n} {check}' for check, n in counts)})" * bool(counts)
-    lines = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
-             f"{kept} kept + {len(refused)} refused{counts}; {out_path}"
-             + f"; {other} are of another split" * bool(other)]
+    lines = [f"converted  {printable(source)} ({printable(about)}): "
+             f"{counted(kept + len(refused), 'row')} = {kept} kept + {len(refused)} refused"
+             f"{counts}; {out_path}" + f"; {other} are of another split" * bool(other)]
     lines += [f"           first: {printable(first)}"] if first else []
     lines += [f"           {counted(n, 'row' if what == OUTSIDE else 'text')} {what}, such as "
               f"{printable(one)[:60]!r}" for what, (n, one) in odd.items()]

@@ -208,8 +208,9 @@ def read_all(builder, sources, problems, noted=None, folder=None):
         parallel_map_ordered(chunks, sources.processes, take)
         kept, lost = len(builder) - first, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {printable(path)}: chatml ({source.about}); {kept + lost} rows = {kept} "
-              f"kept + {lost} refused{f' ({counts})' if counts else ''}", flush=True)
+        print(f"source     {printable(path)}: chatml ({source.about}); "
+              f"{counted(kept + lost, 'row')} = {kept} kept + {lost} refused"
+              f"{f' ({counts})' if counts else ''}", flush=True)
         for text in shown[:1]:
             print(f"           first: {printable(text)}", flush=True)
         for check, n in sorted(notes.items()):

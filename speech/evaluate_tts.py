@@ -32,7 +32,7 @@ from speech import choices
 
 p = cli.Parser(__doc__.partition("\n")[0])
 p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
-p.add_argument("folders", nargs="+", metavar="FOLDER", help="of generate_tts.py")
+p.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of generate_tts.py")
 choices.judges(p)
 p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")
 p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))

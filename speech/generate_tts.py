@@ -55,14 +55,14 @@ flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then error
 flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
      "and at tags, which are repeated; each part continues from the reference, or from its "
      "speaker's last part; 0 = off", metavar="N")
-flag("--stream", None, "with --split_text and one --text: write each part's sound as soon as it is "
-     "spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
+flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
+     "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
 choices.judges(p)
 # output
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
 switch("--overwrite", "first delete results of an earlier run in --output_dir")
-flag("--max_cer", None, "with --best_of: write training data best.jsonl from takes that ended by "
-     "themselves with at most this character error rate", type=float, metavar="SHARE")
+flag("--max_cer", None, "write best.jsonl, training data: --best_of takes that ended by themselves "
+     "with at most this character error rate", type=float, metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 
 BEST = "best.jsonl"     # written with --max_cer

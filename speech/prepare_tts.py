@@ -206,7 +206,7 @@ def main():
         report = prepare(world, tokenizer, ids, *of_flags(args, ids, codec_dir), args.output_dir,
                          args.min_clip_seconds, args.max_clip_seconds)
     except watchdog.Stopped as why:
-        raise UserError(f"{why}; the same command goes on from there")
+        raise UserError(f"{why}; rerun the same command to resume")
     if world.is_main:
         for check, about in report["checks"].items():
             print(f"check      {check}: {about['samples']} samples, "

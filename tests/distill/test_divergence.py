@@ -230,7 +230,7 @@ def test_answers_of_a_server_are_the_same(train, drawn, made, tmp_path):
 
 
 def test_drawn_answers_are_draws(made, tmp_path):
-    """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
+    """The student samples them after its prompt, with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")
     lora = (4, 4, 0.0, "all-linear", "x")
     model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, prompted=(1.0, "forward", 0.5, 0))

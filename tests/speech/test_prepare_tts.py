@@ -1,4 +1,4 @@
-"""A prepared folder trains as its sources do, wherever it is; checks find what is wrong, and say all of it."""
+"""A prepared folder trains like its sources, also when moved; checks find every fault and report all."""
 import json
 import shutil
 import sys
@@ -58,7 +58,7 @@ def batches(table, ids):
 
 
 def same(a, b):
-    """Whether the tensors of two lists of batches are equal, and what is known beside them but the samples' numbers."""
+    """True if two lists of batches are equal: tensors and the other fields, except the samples' numbers."""
     return len(a) == len(b) and all(torch.equal(x[name], y[name]) if torch.is_tensor(x[name]) else name == "samples"
                                     or x[name] == y[name] for x, y in zip(a, b) for name in x)
 
@@ -191,7 +191,7 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
     expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem in names]
                 for check, names in FOUND.items()}
     expected["empty_text"] = [39]
-    with pytest.raises(UserError, match="4 problems:") as caught:        # of rows and of their sound in one list
+    with pytest.raises(UserError, match="4 problems:") as caught:        # in rows and in audio, in one list
         prepared(tiny, tokenizer, ids, faulty, tmp_path / "b", cache=cache)
     for said in ("line 40 (good1.wav): its text is empty", "its audio", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
                  "quiet.wav", "is silent, -103 dB of full scale", "--drop_bad"):
