@@ -34,7 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli, json_files
-from core.cli import UserError, counted, error_text, printable, require
+from core.cli import UserError, counted, error_text, first_line, printable, require
 from speech import choices
 from speech.choices import COLUMNS, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
@@ -167,8 +167,7 @@ def lines_of(path):
 
 def fields_of(line, separator, header=True):
     """Fields of a line. Quotes that do not fit are text; without a header, so are those that
-    Python's csv module would not write: LJSpeech's are text, Piper's are not.
-    """
+    Python's csv module would not write: LJSpeech's are text, Piper's are not."""
     if '"' in line:
         with contextlib.suppress(csv.Error):
             how = {"delimiter": separator, "strict": True, "skipinitialspace": True}
@@ -298,8 +297,7 @@ def read_kaldi(folder):
     audio, texts, segments, speakers = (pairs(name) if (folder / name).exists() else {}
                                         for name in ("wav.scp", "text", "segments", "utt2spk"))
     for key, where in audio.items():
-        require(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not "
-                "run; write its output to files (wav-copy)")
+        require(where[-1:] != "|", f"{folder / 'wav.scp'}: {key} is a command: run wav-copy first")
     for key in dict.fromkeys([*texts, *(segments or audio)]):
         recording, start, end = (segments.get(key, key).split() + [None, None])[:3]
         row = {"id": key, "audio": audio.get(recording), "text": texts.get(key),
@@ -435,8 +433,7 @@ def read_columns(path):
 
 def read_tar(path):
     """Entries of a WebDataset shard: files of one name up to the first dot are a sample, or where
-    these have several clips, up to the last.
-    """
+    these have several clips, up to the last."""
     with tarfile.open(path, mode="r:") as tar:
         files = ((member.name, tar.extractfile(member).read()) for member in tar
                  if member.isfile() and not os.path.basename(member.name).startswith("."))
@@ -467,8 +464,7 @@ def read_tar(path):
 
 def unpacked(rows, folder):
     """Rows whose audio is a path: bytes of a file, or {array, sampling_rate}, are written to FLAC
-    files of about SHARD_S seconds in `folder`.
-    """
+    files of about SHARD_S seconds in `folder`."""
     import numpy as np
     import soundfile
 
@@ -600,8 +596,7 @@ def open_files(paths, given):
                 yield from read(one)
             except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
                     ValueError, NotImplementedError) as error:
-                raise UserError(f"{one}: cannot be read, it may be cut off "
-                                f"({str(error).partition(chr(10))[0]})")
+                raise UserError(f"{one}: cannot be read, it may be cut off ({first_line(error)})")
     if read:
         return f"{counted(len(paths), 'file')} with audio", rows_of(path, entries(), given)
     require(len(paths) == 1, f"{path}: is one of {len(paths)} lists; give one")
@@ -864,8 +859,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
     problems: a list that takes the Problems of rows that cannot be used. held_out: whether
-    validation data is asked for: rows whose `split` says so are that alone. how: of Reading.
-    """
+    validation data is asked for: rows whose `split` says so are that alone. how: of Reading."""
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
     out_path, reading, refused = Path(out_path), Reading(**how), []

@@ -44,7 +44,6 @@ ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 
 import json
 import re
-import stat
 
 import numpy as np
 import torch
@@ -107,12 +106,6 @@ I will call you as soon as we land. Good night, and thank you for the soup.
 SENTENCES = re.split(r"(?<=[.?]) ", " ".join(STORY.split()))
 
 
-def allow_others(folder):
-    """save_pretrained's weights, which nobody else may read, get the mode of config.json."""
-    for path in Path(folder).glob("*.safetensors"):
-        path.chmod(stat.S_IMODE((Path(folder) / "config.json").stat().st_mode))
-
-
 def make_tokenizer(out_dir, sentences=SENTENCES):
     """train_bpe's tokenizer, saved in OUT_DIR/model; it adds no begin-of-text token by itself."""
     tokenizer = PreTrainedTokenizerFast(
@@ -161,7 +154,6 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
         ras_win_max_num_repeat=2)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
-    allow_others(folder)
     weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))
     return model
 
@@ -187,7 +179,6 @@ def make_codec(out_dir, seed=0):
             quantizer.codebook.embed.normal_(std=0.05)
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
-    allow_others(folder)
     weights.feature_extractor().save_pretrained(folder)
     return codec
 
@@ -231,8 +222,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
 def synthesise(text, speaker, sample_rate, rng):
     """Text in a toy voice, (n,) float32 mono, 1.6 to 4 s: a tone and overtones for each letter.
 
-    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise.
-    """
+    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise."""
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # they spread evenly over 0..1
     hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
     n = (hundredths + 1) * (sample_rate // 100)

@@ -243,7 +243,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
         return frozen.own_answers(args, world, model, table, batches, ends, step)
     (first, second), targets = own_answers(batches, 1.0, 7)
-    assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
+    assert targets == len(first.targets) + len(second.targets) and first.samples == (0, 1, 2, 3)
     same, _ = own_answers(batches[1:], 1.0, 7)
     assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
     other, _ = own_answers(batches[1:], 1.0, 8)

@@ -121,7 +121,7 @@ def test_a_sample_takes_little_memory(tools, tmp_path):
     builder = TableBuilder(*tools, tmp_path / "table")
     chunk = builder.chunk([Sample(f"some/where/data.json sample {i}", [
         Turn("user", ["What shall be said, in some words."], 0),
-        Turn("assistant", [Clip(f"/data/of/some/one/{i:04d}.wav", seconds=3.0)], 1, True)]) for i in range(2048)], [])
+        Turn("assistant", [Clip(f"/data/of/some/one/{i:04d}.wav")], 1, True)]) for i in range(2048)], [])
     rounds, rng = 50, np.random.default_rng(0)
     n = rounds * 2048
 

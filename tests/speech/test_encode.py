@@ -112,9 +112,9 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
     path = str(write_audio(tmp_path / "a.wav", np.tile(sine(40, 1000), 601), 1000))
     config, _ = codec_config(tiny.codec, 8)
     for cut in ((None, None), (0.5, None)):
-        with pytest.raises(ValueError, match="lasts 10.0 minutes.*; at most 10 are decoded: cut it"):
+        with pytest.raises(ValueError, match="lasts 60[01] s.*, 600 are decoded: cut it"):
             decode_audio(path, [cut])
-        with pytest.raises(ValueError, match="at most 10 are decoded"):
+        with pytest.raises(ValueError, match="600 are decoded"):
             header_frames(Clip(path, *cut), config, 8)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
     monkeypatch.setattr("speech.codes.PIECE", 1 << 12)
