@@ -5,7 +5,6 @@ into a cache (speech/codes.py). A loader worker turns a list of sample numbers i
 delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
 """
 import os
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,29 +13,23 @@ from torch.utils.data import Dataset
 from core import packing
 from core.cli import require
 from core.problems import Problems
-from speech import choices
-from speech.codes import Encoding, ensure_codes, plan_codes
-from speech.dataset import Reading, Sources, Table, build, is_prepared, open_prepared
-from speech.labels import IGNORE, PackedBatch, audio_targets
+from speech.codes import ensure_codes, plan_codes
+from speech.dataset import Table, build, is_prepared, of_flags, open_prepared
+from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
 
 
 def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
     """make_table() with the trainer's flags."""
-    sources = Sources(*choices.sources(args), Reading(
-        **choices.reading(args), lone_reference=ids.lone_reference), args.preprocess_num_proc,
-        args.drop_bad)
-    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
-                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
-    return make_table(world, tokenizer, ids, sources, encoding, work_dir, args.dry_run is not None)
+    return make_table(world, tokenizer, ids, *of_flags(args, ids, codec_dir), work_dir,
+                      args.dry_run is not None)
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     """Table of the samples of Sources, on every rank: read, encode new audio, write, map. Folders
     of prepare_tts.py are only mapped. dry: new clips are not encoded; their number of frames comes
-    from the file header. Bad samples are then not listed in output_dir.
-    """
+    from the file header. Bad samples are then not listed in output_dir."""
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
@@ -83,14 +76,14 @@ class SpeechSamples(Dataset):
 def padding_sample(n, ids):
     none = np.empty((0, ids.num_codebooks), np.int64)
     return {"number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
-            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_labels": none}
+            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_at": none[:, 0],
+            "audio_targets": none}
 
 
 def collate(samples, ids, pad_to=0):
     """List of sample dicts -> PackedBatch. pad_to: pad the flat sequence to this many tokens.
 
-    An empty list gives a batch of padding with zero weight, since every rank runs every step.
-    """
+    An empty list gives a batch of padding with zero weight, since every rank runs every step."""
     total = sum(len(sample["input_ids"]) for sample in samples)
     padding = max(pad_to - total, 0 if samples else 1)
     samples = [*samples, *(padding_sample(min(PAD_LENGTH, padding - start), ids)
@@ -103,9 +96,8 @@ def collate(samples, ids, pad_to=0):
     seqlens = [len(sample["input_ids"]) for sample in samples]
     starts = np.cumsum([0, *seqlens])
     next_text[starts[1:] - 1] = IGNORE          # a sample's last token predicts nothing
-    found = [audio_targets(sample) for sample in samples]
-    audio_at = np.concatenate([at + start for (at, _), start in zip(found, starts)])
-    targets = np.concatenate([rows for _, rows in found])
+    audio_at = np.concatenate([one["audio_at"] + start for one, start in zip(samples, starts)])
+    targets = joined("audio_targets")
     # all text rows first, then all audio rows: each FFN reads one contiguous slice
     text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
     seq_index = np.empty(len(is_audio), np.int64)

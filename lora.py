@@ -57,8 +57,7 @@ from core import adapters  # isort: skip
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
     """adapters.add_lora for a native model; with `table`, TTS 3's audio table is trained in full.
 
-    targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora.
-    """
+    targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora."""
     whole = weights.module(model.config).WHOLE_MODULES
     require(whole or not table, "--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains "
             "audio embedding and head")

@@ -21,23 +21,20 @@ from core.cli import require
 from speech import choices
 
 # ---- Flags: name, default, help
-p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. The flags of speech/prepare_tts.py "
-               "work here as well: they set how other formats than ChatML become prompts.")
+p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. Flags of speech/prepare_tts.py work too.")
 flag, switch = p.flag, p.switch
-# of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
-cli.trainer_flags(p)
+cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --output_dir, ...
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
 flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or module name endings "
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
-switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
+switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
 switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
-flag("--validation_split", None, "share held out, 0 = none (default: 0.005; small data sets 5 %%)",
-     type=float)
+flag("--validation_split", None, "share held out (default: 0.005; small data: 5 %%)", type=float)
 switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that prepare data")
@@ -106,6 +103,9 @@ from speech import conversations, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.labels import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
+if args.float8 or args.base_dtype == "nf4":
+    from core import quantized
+
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
 main_rank, device = world.is_main, world.device
@@ -145,7 +145,6 @@ def empty_model(source, config_dict):
     # DDP would wait for the gradients of weights that no loss depends on
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
-        from core import quantized
         quantized.to_nf4(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
     require(any(parameter.requires_grad for parameter in model.parameters()),
@@ -224,7 +223,7 @@ watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     config_dict = json_files.read_object(resume / "config.json")
     model, parts = empty_model(resume, config_dict)
-native, net, scaler = model.base_model, model.net, None
+native, net = model.base_model, model.net
 if args.compile:        # before sharding, which hooks into each layer's call
     dist.compile_layers(module.layers(native))
 if args.parallel != "ddp":
@@ -234,14 +233,12 @@ model.to_empty(device="cpu" if args.cpu_offload else device)
 module.reset_buffers(native, device)        # to_empty leaves them unset
 named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
 if args.base_dtype == "nf4":
-    from core import quantized
     quantized.load_nf4(native, weights.load_weights, named, parts, world)
 else:
     weights.load_weights(named, parts, world)
 if args.use_lora:
     adapters.load_adapters(net, resume) if resume else adapters.init_adapters(net, args.seed)
 if args.float8:
-    from core import quantized
     quantized.to_float8(module.layers(native))
 model.train()
 # FSDP2 changes the model in place; DDP wraps it in a module
@@ -250,8 +247,7 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), decays)
-if args.fp16:
-    scaler = optim.Scaler(device, state.get("scaler"))
+scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
@@ -288,9 +284,8 @@ torch.manual_seed(args.seed + world.rank)       # different dropout on every ran
 if resume:
     checkpoints.restore(resume, model, optimizer)
 
+
 # ---- Validation and checkpoints
-
-
 @torch.no_grad()
 def validate():
     """Validate, speak prompts, log; True if the loss is the best so far, None if asked to stop."""
@@ -327,9 +322,8 @@ def save():
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     dist.reshard(model)     # after a validation FSDP2's parameters are gathered
-    stem, named = "model", module.weight_names(native)      # under transformers' names
-    if args.use_lora:
-        stem, named = "adapter_model", adapters.adapter_weights(net)    # under PEFT's
+    stem, named = ("adapter_model", adapters.adapter_weights(net)) if args.use_lora else (
+        "model", module.weight_names(native))       # under PEFT's or transformers' names
 
     def save_config(path):
         # speaking with this checkpoint normalises texts as training did
@@ -453,4 +447,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{monitor.skipped} steps skipped{best}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")

@@ -62,8 +62,8 @@ def wait(process, until):
 
 
 def run_all(commands, until, side_by_side):
-    """{name: status} of {name: (command, log, env)}."""
-    names, running, found = list(commands), {}, {}
+    """Yield (name, status) of {name: (command, log, env)} as they end."""
+    names, running = list(commands), {}
     while names or running:
         while names and len(running) < side_by_side:
             command, log, env = commands[names[0]]
@@ -71,8 +71,7 @@ def run_all(commands, until, side_by_side):
         time.sleep(0.1)
         for name, process in list(running.items()):
             if process.poll() is not None or time.monotonic() > until:
-                found[name] = wait(running.pop(name), until)
-    return found
+                yield name, wait(running.pop(name), until)
 
 
 def tail(log):
@@ -150,21 +149,21 @@ ONLY = {"bf16 compiled float8": ("speech lora", "chats lora"),      # cases of a
 LIMITS = {"fp32": (1e-4, 5e-3, 2e-3), "bf16": (1e-3, 2e-2, 5e-3)}
 
 
-def tiny_files(folder):
-    """{trainer: its flags}; makes missing files."""
+def tiny_files(folder, cases):
+    """{trainer: its flags} of some cases; makes missing files."""
     from bench import shapes
     folder.mkdir(parents=True, exist_ok=True)
     pairs = shapes.log_normal(24, 3, 0.5, 1, 6).reshape(-1, 2).round(2).tolist()
-    speech = shapes.speech_files(folder, pairs, 0, "tiny", shapes.write_random)
-    chats = shapes.chat_files(folder, shapes.log_normal(32, 60, 0.6, 10, 200), 0, "tiny",
-                              shapes.write_random)
-    flags = {"speech": speech, "speech3": shapes.speech3_files(folder, pairs, 0, "tiny"),
-             "chats": chats,
-             "blocks": [*shapes.block_files(folder, shapes.log_normal(24, 60, 0.3, 30, 120)),
-                        "--validation_split", 0, "--dropout", 0]}
-    for name in ("speech", "speech3"):
-        flags[name] += ["--code_cache", folder / "codes", "--disable_eval", "--normalize_text",
-                        "off"]
+    speech = ["--code_cache", folder / "codes", "--disable_eval", "--normalize_text", "off"]
+    make = {
+        "speech": lambda: [*shapes.speech_files(folder, pairs, 0, "tiny", shapes.write_random),
+                           *speech],
+        "speech3": lambda: [*shapes.speech3_files(folder, pairs, 0, "tiny"), *speech],
+        "chats": lambda: shapes.chat_files(folder, shapes.log_normal(32, 60, 0.6, 10, 200), 0,
+                                           "tiny", shapes.write_random),
+        "blocks": lambda: [*shapes.block_files(folder, shapes.log_normal(24, 60, 0.3, 30, 120)),
+                           "--validation_split", 0, "--dropout", 0]}
+    flags = {name: make[name]() for name in dict.fromkeys(CASES[case][0] for case in cases)}
     for path in folder.rglob("*"):      # the code cache goes by times, which a copy may round
         os.utime(path, (1_700_000_000, 1_700_000_000))
     return flags
@@ -185,10 +184,10 @@ def tiny_run(folder, flags, case, way):
 
 
 def refs(folder, only):
-    flags = tiny_files(folder / "tiny")
-    commands = {case: tiny_run(folder, flags, case, "ref")
-                for case in CASES if re.search(only, case)}
-    for case, status in run_all(commands, BEGAN + 600, 1).items():
+    cases = [case for case in CASES if re.search(only, case)]
+    flags = tiny_files(folder / "tiny", cases)
+    commands = {case: tiny_run(folder, flags, case, "ref") for case in cases}
+    for case, status in run_all(commands, BEGAN + 600, 1):
         if status:
             sys.exit(f"error: {case}: {tail(commands[case][1])}")
     found = {case: [(loss_of(row), row["train/grad_norm"]) for row in metrics(command[-1])]
@@ -200,7 +199,8 @@ def refs(folder, only):
 def right(folder, seconds, only):
     if not (folder / "refs.json").exists():
         refs(folder, "")
-    wanted, flags = json.loads((folder / "refs.json").read_text()), tiny_files(folder / "tiny")
+    wanted = json.loads((folder / "refs.json").read_text())
+    flags = tiny_files(folder / "tiny", wanted)
     until, rows = BEGAN + seconds, []
     todo = [(case, way) for way in WAYS for case in ONLY.get(way, CASES)
             if case in wanted and re.search(only, f"{case} {way}")
@@ -208,7 +208,7 @@ def right(folder, seconds, only):
     for compiled in (False, True):      # those that compile use all cores
         commands = {(case, way): tiny_run(folder, flags, case, way)
                     for case, way in todo if ("compiled" in way) == compiled}
-        for (case, way), status in run_all(commands, until, 2 if TINY else 8).items():
+        for (case, way), status in run_all(commands, until, 2 if TINY else 8):
             limits, ref = LIMITS["fp32" if way == "fp32" else "bf16"], wanted[case]
             command, log, _ = commands[case, way]
             found, errors = metrics(command[-1]), [math.inf] * 3
@@ -242,9 +242,9 @@ OPTIONS = {"eager": ["--compile", "false"], "compiled": ["--compile"], "full": [
            "lora": ["--use_lora"], "all": ["--lora_target_modules", "all-linear"],
            "float8": ["--float8"], "fsdp": ["--parallel", "fsdp"],
            "recomputed": ["--gradient_checkpointing", "selective"]}
-JOBS = ["speech lora compiled", "speech lora eager", "speech lora all compiled float8",
-        "chats lora compiled", "blocks compiled", "speech lora fsdp", "speech3 lora compiled",
-        "speech lora Trainer"]
+JOBS = ["speech lora compiled", "chats lora compiled", "blocks compiled", "speech lora fsdp",
+        "speech3 lora compiled", "speech lora all compiled float8", "speech lora eager",
+        "speech lora Trainer"]      # what matters most, and what was never measured, comes first
 
 
 def big_files(folder, trainer):
@@ -274,7 +274,7 @@ def job_command(folder, job, flags, out):
     _, _, *words = speed.our_command(
         trainer, flags, SHAPES[trainer][0], BATCH, folder / "files" / trainer, *more,
         *speed.length(trainer, 1000, 1000), "--logging_steps", 4, "--learning_rate", "1e-4",
-        *["--bf16"] * (not TINY), "--output_dir", out)
+        *["--bf16"] * (not TINY or "float8" in options), "--output_dir", out)
     return [SCRIPTS[trainer], *words]
 
 
@@ -298,7 +298,7 @@ def fast(folder, seconds, jobs):
     trainers = dict.fromkeys(job.split()[0] for job in jobs)
     commands = {name: (child("files", folder, name), work / f"{name}.log", {}) for name in trainers}
     commands["rate"] = child("rate", folder), work / "rate.log", {}
-    ready = run_all(commands, until, many)
+    ready = dict(run_all(commands, until, many))
     rate = json.loads((folder / "rate.json").read_text()) if ready.pop("rate") == 0 else math.nan
     flags = {name: json.loads((work / f"{name}.json").read_text())
              for name, status in ready.items() if status == 0}
@@ -309,7 +309,7 @@ def fast(folder, seconds, jobs):
     plans = {job: ([sys.executable, *words[:-1], f"{outs[job]}-plan", "--dry_run", 1],
                    f"{outs[job]}.plan.log", {})
              for job, words in ours.items() if "Trainer" not in job}
-    run_all(plans, until, many)
+    dict(run_all(plans, until, many))
     rows = []
     for job in jobs:
         out, row = outs[job], {"job": job}
@@ -384,8 +384,8 @@ def main():
     parser.add_argument("what", choices=("refs", "right", "fast"))
     parser.add_argument("folder", type=Path, help="where all files go")
     parser.add_argument("jobs", nargs="*", metavar="JOB", default=[], help=f"default: {JOBS}")
-    parser.add_argument("--seconds", type=float, default=540, help="of this run, all in all")
-    parser.add_argument("--only", default="", help="cases (right: and ways) by a pattern")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of the whole run")
+    parser.add_argument("--only", default="", help="pattern: run only the cases that match")
     args = parser.parse_args()
     for job in args.jobs or JOBS:
         trainer, *options = job.split()

@@ -18,17 +18,9 @@ from torch.utils.data import Subset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    HiggsAudioV2ForConditionalGeneration,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq,
+                          DataCollatorWithFlattening, HiggsAudioV2ForConditionalGeneration,
+                          PrinterCallback, Trainer, TrainerCallback, TrainingArguments)
 from transformers.utils import is_flash_attn_2_available
 
 from bench import measure
@@ -37,8 +29,16 @@ from core.packing import PackOrder
 IGNORE = -100
 
 
+def audio_labels(sample):
+    """(a, 8) labels of a sample's audio rows, not shifted."""
+    labels = np.full((len(sample["input_ids"]) + 1, 8), IGNORE)
+    labels[sample["audio_at"] + 1] = sample["audio_targets"]
+    return labels[:-1][sample["is_audio"]]
+
+
 def padded_batch(samples, ids):
     """Speech samples -> what transformers' forward takes, padded on the right, with our labels."""
+    samples = [{**sample, "audio_labels": audio_labels(sample)} for sample in samples]
     length, rows = (max(len(s[key]) for s in samples) for key in ("input_ids", "audio_ids"))
 
     def padded(key, fill, size):
@@ -128,7 +128,7 @@ def main(argv=None):
     parser.add_argument("--per_device_train_batch_size", type=int, required=True)
     parser.add_argument("--max_steps", type=int, required=True)
     parser.add_argument("--learning_rate", type=float, required=True)
-    parser.add_argument("--seed", type=int, default=42, help="of our trainer's order")
+    parser.add_argument("--seed", type=int, default=42, help="seed of our trainer's order")
     for name in ("--use_lora", "--bf16", "--compile", "--flat"):
         parser.add_argument(name, action="store_true")
     for name in ("--audio_tokenizer_path", "--train_data_file", "--logging_steps"):

@@ -128,7 +128,7 @@ def tables(found, steps, times, cuda):
 
 
 def rows_of(found, steps, seconds, kind):
-    """Lines of the names that take longest, a step each; seconds: of a step, all in all."""
+    """Lines of the slowest names, per step. seconds: duration of a step."""
     lines = ["", f"{'self ms':>12} {'%':>9}   {'calls':>7}   {kind}"]
     for name, (spent, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:ROWS]:
         lines.append(f"{spent / steps:12,.2f} {spent / steps / seconds / 10:9.1f}   "
@@ -138,11 +138,11 @@ def rows_of(found, steps, seconds, kind):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=SCRIPTS, help="whose step")
-    parser.add_argument("--shape", help="size of the model, as speed.py has it")
-    parser.add_argument("--lora", action="store_true", help="speech, chats: adapters")
-    parser.add_argument("--compile", action="store_true", help="as the trainer's flag")
-    parser.add_argument("--steps", type=int, default=2, help="steps to time, and to profile")
+    parser.add_argument("name", choices=SCRIPTS, help="system to profile")
+    parser.add_argument("--shape", help="size of the model, as in speed.py")
+    parser.add_argument("--lora", action="store_true", help="speech, chats: train adapters")
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
+    parser.add_argument("--steps", type=int, default=2, help="steps to time and to profile")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available()

@@ -39,7 +39,7 @@ WORDS = "the quick brown fox "
 
 
 def write_holes(named, path):
-    """A safetensors file of (name, parameter) pairs in bf16, whose values are a hole: no disk."""
+    """A safetensors file of (name, parameter) pairs in bf16; a sparse file, which takes no disk."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, parameter in named:
         end = at + 2 * parameter.numel()

@@ -3,7 +3,7 @@
     python bench/table.py               # rewrite every block
     python bench/table.py --check       # change nothing; exit 1 naming the pages that differ
 
-A block is all between these two lines. TABLE is a key of the file's `tables`; machine, day,
+A block is all between these two lines. TABLE is a key of the file's `tables`; machine,
 versions and the command that measures it again follow:
 
     <!-- table NAME-DEVICE.json TABLE; columns way | step (ms) -->
@@ -29,14 +29,14 @@ def cell(value):
 
 
 def origin(report):
-    """Where, when, with what and how a report was measured, in one line."""
+    """Where, with what and how a report was measured, in one line."""
     machine = [part for part in dict.fromkeys((report["device"], report["cpu"]))
                if part not in ("", "CPU")]
     for name in ("core", "thread"):
         count = report[f"{name}s"]
         machine.append(f"{count} {name}{'s' * (count != 1)}")
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    return f"{', '.join(machine)}; {report['date']}; {versions}; `{report['command']}`"
+    return f"{', '.join(machine)}; {versions}; `{report['command']}`"
 
 
 def fill(block):

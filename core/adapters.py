@@ -1,10 +1,10 @@
 """LoRA adapters in any model, plain or sharded: add, compute, fill, save, load; files are PEFT's.
 
 Frozen linear layers of one input and their adapters are one operation with its gradient: each
-product is added to the sum so far, and the adapters' halves that read the input are one matrix,
-so the input and its gradient are read once for all of them. Layer by layer, autograd would make and
-add up a gradient as wide as the layer for each weight and each adapter. Same sums but for rounding.
-Dropout draws one mask for all adapters of an input, where PEFT draws one each: each drops as much.
+product is added to the sum so far, and the adapters' halves that read the input are one matrix.
+Layer by layer, autograd would make and add up a gradient as wide as the layer for each weight and
+each adapter. Same sums but for rounding. Dropout draws one mask for all adapters of an input, where
+PEFT draws one each.
 """
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from core import checkpoint, json_files, kernels, tensor_io
+from core import checkpoint, dist, json_files, kernels, tensor_io
 from core.cli import UserError, require
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
@@ -36,9 +36,7 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change 
 
 
 def add_products(lefts, rights):
-    """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., each added by the kernel that computes it;
-    2-d, one dtype.
-    """
+    """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., summed by the kernels; 2-d, one dtype."""
     out = lefts[0] @ rights[0]
     for left, right in zip(lefts[1:], rights[1:]):
         out.addmm_(left, right)
@@ -59,13 +57,11 @@ def sum_products(lefts, rights):
 
 
 class _Outputs(torch.autograd.Function):
-    """x W_i^T + scale dropout(x) A_i^T B_i^T of n layers. x (rows, in), W_i (out_i, in),
-    A_i (rank_i, in), B_i (out_i, rank_i).
-    """
+    """x W_i^T + scale dropout(x) A_i^T B_i^T of n layers; x (rows, in), A_i (rank_i, in)."""
 
     @staticmethod
     def forward(ctx, x, dtype, scale, rate, in_place, *weights):
-        """weights: all W, all A, all B. dtype: computed in. rate: of the dropout."""
+        """weights: all W, all A, all B. dtype: of the products. rate: dropout rate."""
         n = len(weights) // 3
         bases, downs, ups = weights[:n], weights[n:2 * n], [up.to(dtype) for up in weights[2 * n:]]
         x, down = x.to(dtype), torch.cat(downs).to(dtype)
@@ -130,9 +126,8 @@ def outputs(x, *layers):
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it, where
-    PEFT's own forward passes three more times over memory as wide as the output, which at rank 16
-    takes longer than the products. Same numbers but for rounding, same names and files.
+    """PEFT's LoRA linear layer whose update is added by the product that makes it: PEFT's forward
+    passes three more times over memory as wide as the output, longer than products of rank 16.
     """
     # False copies the base's output first: recomputation may have kept it
     adds_in_place = True
@@ -150,10 +145,9 @@ class AddingLinear(Linear):
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
              **settings):
-    """Wrap a model in fp32 adapters; the base is frozen. UserError when a target matches nothing.
-    layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or
-    comma-separated module name endings. base_name: written into the adapter's config. rslora, dora,
-    settings: of PEFT's LoraConfig; task_type None: not a transformers model.
+    """Wrap the linear modules in a model's decoder layers in fp32 adapters; the base is frozen.
+    targets: "all-linear" or endings of module names, with commas; UserError when one matches none.
+    base_name, rslora, dora, settings: as in PEFT's config; task_type None: no transformers model.
     """
     linear = {name for layer in layers for name, module in layer.named_modules()
               if isinstance(module, torch.nn.Linear)}
@@ -170,9 +164,7 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen. autocast: it will
-    run under that, or all in fp32; else PEFT casts the inputs itself.
-    """
+    """Wrap a model as a LoraConfig says; fp32 adapters. autocast: PEFT need not cast inputs."""
     with warnings.catch_warnings():     # PEFT asks transformers in a way that newer ones find old
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)     # which overwrites the base's name
@@ -188,13 +180,12 @@ def attach(model, config, base_name=None, autocast=True):
 
 def add_saved(model, folder, whole=()):
     """Wrap a model in the adapters of a PEFT folder, weights not yet loaded; PEFT's own forward
-    computes them: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. whole: modules that may be
-    saved with adapters. UserError for another configuration.
+    computes them. whole: modules that may be saved with adapters. UserError for another config.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
-        inside = checkpoint.list_checkpoints(folder)
-        hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
+        found = [p for f in (path.parent, path.parents[1]) for p in checkpoint.list_checkpoints(f)]
+        hint = f"; the newest checkpoint is {found[-1][1]}" if found else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
     require(saved.get("peft_type") == "LORA" and {"r", "lora_alpha", "target_modules"} <= {*saved},
@@ -219,9 +210,7 @@ def add_saved(model, folder, whole=()):
 
 @contextlib.contextmanager
 def switched_off(model):
-    """Within this context the model computes as its base, without gradients. PEFT's own
-    disable_adapter changes requires_grad, too, which FSDP2 copies when it gathers a layer.
-    """
+    """The model computes as its base. PEFT's disable_adapter would change requires_grad, too."""
     layers = [(module, module._disable_adapters) for module in model.modules()
               if isinstance(module, BaseTunerLayer)]
     for layer, _ in layers:
@@ -252,8 +241,7 @@ def adapter_weights(model):
 
 def init_adapters(model, seed):
     """Fill new adapters, alike for any sharding: A as PEFT does (Kaiming uniform), B with zeros,
-    DoRA's magnitudes with the lengths of the base's rows, whole modules with the base's, which must
-    be there already.
+    DoRA's magnitudes and whole modules from the base's weights, which must be there already.
     """
     def local(tensor):      # this rank's part of a tensor that may be sharded
         return getattr(tensor, "_local_tensor", tensor).detach()
@@ -290,10 +278,4 @@ def load_adapters(model, folder):
             value, stored = set(value or ()), set(stored or ())
         require(stored == value, f"{folder}: adapter has {key} {stored}, this run {value}; give "
                 "the same LoRA flags or another --output_dir")
-    weights = adapter_weights(model)
-    path = Path(folder) / "adapter_model.safetensors"
-    found = {name: [part] for name, part in tensor_io.open_tensors([path]).items()}
-    problem = tensor_io.mismatch({name: p.shape for name, p in weights.items()}, found)
-    require(not problem, f"{folder}: the adapter does not fit this model: {problem}")
-    for name, parameter in weights.items():
-        tensor_io.read_rows(parameter.detach(), found[name])
+    tensor_io.load(dist.World(), folder, "adapter_model", adapter_weights(model))

@@ -2,13 +2,12 @@
 
 One JSON object a line, or a row of .parquet: {"messages": [{"role": "user", "content": "..."},
 {"role": "assistant", ...}]}, ShareGPT's "conversations", or "prompt" and "completion" (or
-"response"). Only assistant turns are trained. Where one begins is proven with the tokenizer's own
-template: the ids of the prompt (all messages before it, with the generation prompt) must be the
-first ids of the whole conversation. Where its text begins the whole, but not its ids (an opened
-think block may share a token with what follows), the last answer is tokenised apart, as generation
-writes it. A template that rewrites earlier turns, such as their thoughts, gives each answer a
-sample, with the template's text at that turn (split); one for which nothing holds is refused.
-White space after a turn's special token is not trained, nor is an answer of "weight" 0.
+"response"). Only assistant turns are trained, but for "weight" 0. Where one begins is proven with
+the tokenizer's own template: the ids of the prompt (all before it, with the generation prompt) must
+be the first ids of the whole. Where only its text begins the whole (an opened think block may share
+a token with what follows), the last answer is tokenised apart, as generation writes it. A template
+that rewrites earlier turns, such as their thoughts, gives each answer a sample (split); one for
+which nothing holds is refused.
 """
 import copy
 import functools
@@ -37,9 +36,7 @@ dumped = functools.partial(json.dumps, ensure_ascii=False)
 
 @functools.cache
 def files_of(name):
-    """[paths] of what holds a data set's lines: of a file, of the files of a pattern, or of a
-    folder's one set of .jsonl or .parquet, in it or its data/. UserError.
-    """
+    """[paths] of a file, a pattern, or a folder's one set of .jsonl or .parquet. UserError."""
     path = Path(name)
     if not path.is_dir():
         found = [str(name)] if path.is_file() else sorted(glob.glob(str(name)))
@@ -69,9 +66,7 @@ def parsed(value):
 
 
 def usable(path, lines, problems):
-    """Yield (number, record with messages that can be used) of numbered lines of a file, nothing of
-    empty ones; the list `problems` takes a problem of each other line.
-    """
+    """Yield (number, record) of numbered lines; `problems` takes the faults of the others."""
     for number, line in lines:
         if not isinstance(line, dict) and not line.strip():
             continue
@@ -89,9 +84,7 @@ def usable(path, lines, problems):
 
 
 def read_chunks(path, size, first=0, step=1):
-    """Yield ([(line number, record)], [problem]) of every `step`-th chunk of `size` lines from
-    chunk `first` on. Raises UserError when the file cannot be read.
-    """
+    """Yield ([(line number, record)], [problem]) of every `step`-th chunk of lines. UserError."""
     lines = enumerate(lines_of(path), 1)
     chunks = iter(lambda: list(itertools.islice(lines, size)), [])
     for chunk in itertools.islice(chunks, first, None, step):
@@ -130,9 +123,8 @@ def as_messages(record, answered=True):
 
 
 def as_message(message):
-    """A message in the form that templates take; check_messages refuses others. ShareGPT's keys
-    become ours, a message that only has calls gets an empty text, and arguments of calls, which
-    servers send as text, become JSON values. ValueError.
+    """A message as templates take it: keys of ShareGPT become ours, one that only has calls gets an
+    empty text, and arguments of calls, which servers send as text, JSON values. ValueError.
     """
     if isinstance(message, dict) and message.keys() - {"weight"} == {"from", "value"}:
         names = {"from": "role", "value": "content"}
@@ -198,9 +190,7 @@ def check_messages(record):
 
 
 def as_question(record):
-    """(messages that end with a question, tools or None, whether its answer was left out) of a
-    record that a teacher is to answer. ValueError.
-    """
+    """(messages up to a question, tools or None, whether its answer was left out). ValueError."""
     record = as_messages(record, answered=False)
     messages = record["messages"]
     answered = messages[-1]["role"] == "assistant"
@@ -248,9 +238,8 @@ def attempt(function, *args):
 
 
 class Encoder:
-    """Conversations -> (ids, mask of the trained ones), proven. turns: "all" assistant turns or the
-    "last" one. thinking: None or what the template gets as enable_thinking. split: a conversation
-    whose answers do not fit one sample gives a list of samples.
+    """Conversations -> (ids, mask of the trained ones), proven. turns: "all" or the "last" answer.
+    thinking: the template's enable_thinking. split: a list of samples where one cannot hold all.
     """
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
@@ -265,9 +254,7 @@ class Encoder:
         self.ends = Counter()   # ids that trained turns ended with
 
     def encode(self, chats, tools=None):
-        """[messages], [list of tools or None] -> [(ids, mask) or the ValueError that says why not],
-        lists of ints and bools.
-        """
+        """[messages], [tools or None] -> [(ids, mask) or the ValueError that says why not]."""
         found = [attempt(self._turns, *pair) for pair in zip(chats, tools or [None] * len(chats))]
         turns = [turn for some in found if isinstance(some, list) for turn in some]
         texts = list(set(itertools.chain.from_iterable(turns)))
@@ -280,9 +267,7 @@ class Encoder:
         return found
 
     def _turns(self, messages, tools):
-        """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError for a
-        control token, nothing to train, and for what the template leaves out.
-        """
+        """[(prompt, prompt and answer)]: texts of the trained turns. ValueError."""
         schemas = dumped(tools or "")
         texts = {f"message {number} contains": dumped(m) for number, m in enumerate(messages, 1)}
         for what, text in (texts | {"its tools contain": schemas}).items():

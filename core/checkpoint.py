@@ -1,9 +1,8 @@
 """Checkpoints: whole or not there, written in the background, with all that exact resume needs.
 
-OUTPUT_DIR/checkpoint-STEP/ holds the files that people load (adapter or model), trainer_state/
-(optimizer, random states of every rank, position) and manifest.json, written last, with the size
-and SHA-256 of every file. The folder is built under a .tmp name, synced and renamed, so a kill at
-any instant leaves the newest whole one untouched.
+OUTPUT_DIR/checkpoint-STEP/ holds what people load (adapter or model), trainer_state/ (optimizer,
+random states of every rank, position) and manifest.json, written last, with every file's SHA-256.
+It is built under a .tmp name, synced and renamed, so a kill at any instant costs no older one.
 """
 import contextlib
 import errno
@@ -124,38 +123,29 @@ def claim_output(output_dir):
 def new_folder(output_dir, size=0, flag="--output_dir"):
     """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
 
-    UserError: a folder with files, one that another process is making, or a full disk.
+    UserError: a folder with files, or a full disk. A kill leaves NAME.unfinished-...
     """
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
             f"{output_dir}: is there already and not empty; give another name or move it away")
-    # in the same folder, so that both are on one disk and a renaming is enough; the same name each
-    # time, so that the lock keeps two processes apart and the next one clears what a kill has left
-    building = final.with_name(f".{final.name}.new-{hashlib.md5(final.name.encode()).hexdigest()}")
+    # in the same folder, so on one disk: a renaming is enough
+    building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
-        building.mkdir(parents=True, exist_ok=True)
-        # a link of this name may lead to a folder that is not ours to empty
-        require(not building.is_symlink() and building.stat().st_uid == os.getuid(),
-                f"{building}: is a link, or another user's; move it away")
-        with lock_folder(building, flag) as lock:
-            try:
-                remove_named(building, rf"(?!{lock.name.name}$).*")
-                free = shutil.disk_usage(building).free     # before hours of work, not after
-                require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be "
-                                      f"written, {free / 1e9:.1f} GB are free there")
-                yield building
-                for path in [*building.iterdir(), building]:
-                    fsync(path)
-            except BaseException:
-                shutil.rmtree(building, ignore_errors=True)
-                raise
-            os.rename(building, final)      # still locked
-            (final / lock.name.name).unlink()
-            fsync(final.parent)
+        building.mkdir(parents=True)
+        free = shutil.disk_usage(building).free     # before hours of work, not after
+        require(free >= size, f"{flag} {output_dir}: needs {size / 1e6:,.0f} MB; "
+                              f"{free / 1e6:,.0f} MB are free there")
+        yield building
+        for path in [*building.iterdir(), building]:
+            fsync(path)
+        building.rename(final)
+        fsync(final.parent)
     except Exception as error:      # tokenizers raise nothing else for a full disk
         if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
             raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
         raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 # ---- One process at a time owns a folder: an output folder, a code cache in the making, a journal.
@@ -175,8 +165,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
     """Own a folder until the file that is returned is closed, or the process ends.
 
     UserError, naming the flag, when another process owns it after wait_s seconds (None: a few, and
-    longer in a job that Slurm queued again, which may have lost its node); OSError when it cannot
-    be written. waiting: called meanwhile; it may raise.
+    longer in a job that Slurm queued again). waiting: called meanwhile; it may raise.
     """
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
@@ -246,11 +235,10 @@ class CheckpointManager:
              split=lambda name, tensor: {name: tensor}):
         """Copy everything off the device and start writing checkpoint-STEP. On every rank.
 
-        weights: {name: parameter}, plain or sharded, for STEM.safetensors (split: as in
-        tensor_io.stage); named after dist.reshard(model), or FSDP2's are the gathered ones.
-        save_config(folder): writes the small files, on rank 0, at once. state: JSON-able dict for
-        trainer_state/state.json; rank 0's counts. Rotation keeps the checkpoint of its "best_step".
-        files: {relative path: write(path)} of more files.
+        weights: {name: parameter}, plain or sharded, for STEM.safetensors; named after
+        dist.reshard(model), or FSDP2's are the gathered ones. save_config(folder): writes the small
+        files, on rank 0, at once. state: JSON-able; rotation keeps the one of its "best_step".
+        files: {relative path: write(path)} of more files. split: as in tensor_io.stage.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
         building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
@@ -309,25 +297,23 @@ class CheckpointManager:
             report = write_files(building, share), None
         except Exception as error:      # rank 0 would wait for this share otherwise
             report = {}, str(error)
-        keys = {rank: f"checkpoint/{step}/{rank}" for rank in tensor_io.writers(self.world.size)}
+        keys = [f"checkpoint/{step}/{rank}" for rank in range(self.world.size)]
         try:    # through the store: a collective of this thread would mix with training's
-            if self.world.rank in keys:
-                self.store.set(keys[self.world.rank], json.dumps(report))
+            self.store.set(keys[self.world.rank], json.dumps(report))
             if self.world.is_main:
-                self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
-                self._complete(step, building, best_step, {
-                    rank: json.loads(self.store.get(key)) for rank, key in keys.items()})
+                self.store.wait(keys, timedelta(seconds=self.timeout_s))
+                reports = [json.loads(self.store.get(key)) for key in keys]
+                self._complete(step, building, best_step, reports)
         except Exception as error:      # raised by the main thread, in check() or wait()
             self.error = self.failure(step, error)
 
     def _complete(self, step, building, best_step, reports):
         """Every rank has written its files, or failed: manifest, the real name, rotation."""
-        if any(why for _, why in reports.values()):
+        if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
             shutil.rmtree(building, ignore_errors=True)     # the next needs room
-            raise OSError("; ".join(f"rank {rank}: {why}" for rank, (_, why) in reports.items()
-                                    if why))                # of all: disks of nodes differ
+            raise OSError("; ".join(failed))        # disks of nodes differ
         final = self.output_dir / f"checkpoint-{step}"
-        files = {name: facts for written, _ in reports.values() for name, facts in written.items()}
+        files = {name: facts for written, _ in reports for name, facts in written.items()}
         text = json.dumps({"step": step, "files": files}, indent=1)
         # last: it is the proof that all others are there
         write_files(building, {MANIFEST: lambda path: path.write_text(text)})
@@ -345,10 +331,7 @@ class CheckpointManager:
         return dist.rank0(self.world, find_newest, self.output_dir, resume)
 
     def restore(self, path, model, optimizer):
-        """Fill the optimizer from a checkpoint, and this rank's random states. Collective.
-
-        A rank that the saved run did not have keeps its random states.
-        """
+        """Fill the optimizer and this rank's random states; new ranks keep theirs. Collective."""
         moments = optim.state_tensors(optimizer, model.named_parameters())
         tensor_io.load(self.world, Path(path) / STATE, "optimizer", moments)
         # weights_only: a checkpoint from somebody else must not run code
@@ -363,10 +346,7 @@ class CheckpointManager:
 
 
 def find_newest(output_dir, resume):
-    """(path, state) of the newest whole checkpoint, or (None, {}). None is changed.
-
-    resume: auto | none | FOLDER. UserError when all are damaged, or the one that was named is.
-    """
+    """(path, state) of the newest whole one or (None, {}). resume: auto | none | FOLDER."""
     named = resume not in ("auto", "none")
     require(not named or Path(resume).exists(), f"--resume {resume}: no such folder")
     listed = list_checkpoints(output_dir)
@@ -393,9 +373,7 @@ def find_newest(output_dir, resume):
 
 
 def check_identity(path, state, identity, *keys):
-    """UserError when a checkpoint does not share {name: value} with the run that resumes it, or its
-    state has no such keys, as that of another trainer.
-    """
+    """UserError unless a checkpoint has these keys, and the same {name: value} as this run."""
     usual = "epoch", "first", "identity", "validation", "best_step", "best_loss"
     missing = [key for key in (*usual, *keys) if key not in state]
     require(not missing, f"{path}: is not a checkpoint of this trainer: {STATE}/state.json has no "
@@ -426,16 +404,13 @@ def facts(path):
 
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
-    paths = Path(output_dir).iterdir() if os.path.exists(output_dir) else ()
+    paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
 def damage(path):
-    """The damage of a checkpoint in words, or "" when every file has its size and checksum.
-
-    Raises OSError where that cannot be known: a file that this user may not read is not damaged.
-    """
+    """Damage in words, or "" when all files have their checksums. OSError: one may not be read."""
     path = Path(path)
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
@@ -443,9 +418,9 @@ def damage(path):
         listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
     except (ValueError, TypeError, KeyError):
         return f"unreadable {MANIFEST}"
-    if f"{STATE}/state.json" not in listed:     # an empty list would prove any folder whole
+    if f"{STATE}/state.json" not in listed:     # an empty list would verify any folder
         return f"{MANIFEST} does not list {STATE}/state.json"
-    with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
+    with ThreadPoolExecutor(16) as pool:        # hashing needs no GIL
         for name, found in zip(listed, pool.map(lambda name: facts(path / name), listed)):
             if found != listed[name]:
                 return f"{name} {'has changed since it was written' if found else 'is missing'}"
@@ -453,10 +428,7 @@ def damage(path):
 
 
 def rotate(output_dir, newest, keep, best_step=None):
-    """Delete the oldest checkpoints up to step `newest` beyond `keep` (0 = all), never the best.
-
-    Only those with our manifest. Later ones, passed over as damaged, do not count.
-    """
+    """Delete the oldest whole ones up to step `newest` beyond `keep` (0 = all), never the best."""
     found = [(step, path) for step, path in list_checkpoints(output_dir)
              if step <= newest and (path / MANIFEST).is_file()]
     for step, path in found[:-keep] if keep else ():

@@ -1,9 +1,5 @@
 """Flags of a script, one line for a mistake in them, and safe printing of users' files.
 
-    p = cli.Parser("...")
-    p.flag("--output_dir", "output", "everything is written here")
-    args = cli.parse(p, check_flags)        # check_flags(args, world_size) may raise UserError
-
 Imports the standard library only: --help and a mistake answer before torch is imported.
 """
 import argparse
@@ -47,7 +43,11 @@ WITHOUT_EFFECT = {
     "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
     "--strategic_logging_steps": ("--freeze_llm", None),
     "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
-RETIRED = ("host_memory", )     # in run.yaml of older runs: read with a notice
+# In run.yaml of older runs: {flag that is gone: the value that every run has now; None: any}
+RETIRED = {"host_memory": None, "asr_time_limit": None, "sample_time_limit": None,
+           "save_minutes": None, "replay_every": None, "eval_ranks": None, "reduce_dtype": "fp32",
+           "audio_loss_reduction": "mean", "noise_schedule": "loglinear", "refresh_steps": "1",
+           "hdp_layout": "hierarchical", "official_t_order": "false", "init_ema": "true"}
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
@@ -146,12 +146,12 @@ def without_secrets(value):
 
 
 class Help(argparse.HelpFormatter):
-
     def _get_help_string(self, action):
         """A flag's help with its default, unless there is none or the help has it in words."""
         if not action.default or action.default == argparse.SUPPRESS or "default:" in action.help:
             return action.help
-        return f"{action.help} (default: %(default)s)"
+        listed = isinstance(action.default, list)
+        return f"{action.help} (default: {action.default[0] if listed else '%(default)s'})"
 
 
 def switch(parser, name, help):
@@ -292,7 +292,7 @@ def read_config(parser, words):
     require(isinstance(tree, dict), f"--config {file}: must be lines of flag: value")
     for key, value in tree.items():
         flag, name = f"--{key}", f"--config {file}: {key}"
-        if key in RETIRED:
+        if key in RETIRED and RETIRED[key] in (None, value):
             notice(f"{name}: is no longer a flag, and ignored")
             continue
         require(flag in known and key not in ("config", "help"),
@@ -313,7 +313,7 @@ def read_config(parser, words):
 
 def config_text(args, script):
     """The flags as given, as the YAML that --config of the script takes."""
-    lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags after it count more"]
+    lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; later flags override it"]
     for name, value in args.given.items():
         if value is not None and name not in ("config", "dry_run"):     # JSON's values are YAML's
             lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}")
@@ -344,8 +344,8 @@ def trainer_flags(p):
     flag, switch = p.flag, p.switch
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-    flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's) "
-         "and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+    flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
+         nargs="?", type=int, const=0, metavar="N")
     # adapters
     switch("--use_lora", "train adapters on a frozen base instead of all weights")
     flag("--lora_rank", 16, "adapter rank")
@@ -475,13 +475,12 @@ def check_trainer(args, world_size, parser):
 def check_parallel(args, world_size):
     """--parallel and what goes with it; fills in --shard_size."""
     args.parallel, _, size = args.parallel.partition(":")
-    args.shard_size, hsdp = int(size or getattr(args, "shard_size", 0)), args.parallel == "hsdp"
+    args.shard_size, hsdp = int(size or args.shard_size), args.parallel == "hsdp"
     require(hsdp or not args.shard_size, "--shard_size needs --parallel hsdp")
     require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    selective = getattr(args, "gradient_checkpointing", None) == "selective"
-    require(not selective or args.compile is not True,
+    require(args.gradient_checkpointing != "selective" or args.compile is not True,
             "--gradient_checkpointing selective does not go with --compile; drop one of the two")
     if hsdp:
         args.shard_size = args.shard_size or local_ranks(world_size)
@@ -495,7 +494,7 @@ def check_precision(args):
     require(not args.float8 or args.compile and args.use_lora and args.bf16 and ddp
             and not args.use_dora,
             "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp, and no --use_dora")
-    require(not (args.fp16 and args.bf16), "give one of --bf16 and --fp16")
+    require(not (args.fp16 and args.bf16), "give --bf16 or --fp16, not both")
     require(ddp or not args.fp16, "--fp16 needs --parallel ddp: FSDP2 computes in bfloat16 here")
     require(kind is None or args.use_lora and (args.bf16 or nf4 and args.fp16),
             f"--base_dtype {kind} needs --use_lora and --bf16{' or --fp16' * nf4}")
@@ -525,7 +524,7 @@ def set_intervals(args, total_steps, before, validates, **own):
     for flag, steps in usual.items():
         if getattr(args, flag, 0) is None:
             setattr(args, flag, before.get(flag, steps))
-    saves, evals = (f"every {steps} steps" if steps else "at the end"
+    saves, evals = (f"every {counted(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     lines = [f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates]
     late = {"warmup_steps": "the learning rate never reaches its peak",

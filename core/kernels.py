@@ -2,14 +2,13 @@
 
 As transformers writes them, a norm is 8 kernels forward and 12 backward, a rotary embedding 5 and 8
 for q and the same for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a
-norm is F.rms_norm or F.layer_norm, and the others, with cross-entropy, are one kernel each way,
-which torch.compile makes of a function of a few lines (without Triton it runs plainly). They round
-once, at the end, and keep only their inputs for the backward pass. On a CPU, and in compiled
-layers, transformers' code runs.
+norm is torch's own, and the others, with cross-entropy, are one kernel each way, which
+torch.compile makes of a function of a few lines. They round once, at the end, and keep only their
+inputs. On a CPU, and in compiled layers, which fuse by themselves, transformers' code runs.
 
-Recomputation: "all" keeps a layer's input and computes the whole layer again. "selective" also
-keeps the outputs of attention and of matrix products, but for the wide ones of adapters, cheap for
-their size, and FlexAttention's, which cannot be looked into. Gradients are the same bits.
+Recomputation: "all" keeps a layer's input and computes the layer again. "selective" also keeps the
+outputs of attention (not FlexAttention) and of products, but for the wide ones of adapters, cheap
+for their size. Gradients are the same bits.
 """
 import functools
 import importlib.util
@@ -46,7 +45,7 @@ def wanted(x):
 
 @functools.cache
 def _compiled(function):
-    # a size is symbolic once it has changed; were all of them, Triton could not prove that rows are
+    # sizes are symbolic once they have changed; were all, Triton could not prove that rows are
     # aligned, and would read 2 bytes at a time instead of 16 (tests/gpu/test_kernels.py)
     torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
     return torch.compile(function)
@@ -54,9 +53,7 @@ def _compiled(function):
 
 @functools.cache
 def compiles(kind):
-    """True if torch.compile can build for devices of a kind; one small kernel is tried. Triton's
-    launcher wants a C compiler and Python.h, a CPU's code C++.
-    """
+    """True if torch.compile can build for devices of a kind; one small kernel is tried."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
@@ -67,18 +64,27 @@ def compiles(kind):
     return True
 
 
+def grouped_attention():
+    """Output and gradients of packed attention with fewer key heads on a GPU, from fixed draws."""
+    like = {"generator": torch.Generator("cuda").manual_seed(0), "dtype": torch.bfloat16,
+            "device": "cuda", "requires_grad": True}
+    q, k, v = (torch.randn(8, heads, 64, **like) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+    out = varlen_attn(q, k, v, ends, ends, 5, 5, window_size=(-1, 0), **GROUPED)
+    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
 @functools.cache
 def use_flash3():
-    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
-    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
+    """Use FlashAttention 3 for packed attention if its package is installed and a trial has the
+    results of torch's own kernel; a notice says which. It was never run on a GPU here.
     """
     if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
         return
+    own = grouped_attention()
     try:
         attention.activate_flash_attention_impl("FA3")
-        q = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
-        varlen_attn(q, q, q, ends, ends, 5, 5, window_size=(-1, 0)).sum().backward()
+        torch.testing.assert_close(grouped_attention(), own, rtol=0.05, atol=0.05)
         notice("FlashAttention 3 is used")
     except Exception as error:      # of a package that is too old for this torch, or for this GPU
         attention.restore_flash_attention_impl()
@@ -95,11 +101,11 @@ def define_operator(name, schema, function, fake):
     """torch.ops.flat_trainers.NAME, which compiled layers call as a whole. fake: its outputs
     without their values. torch.library.custom_op would check each call, three times its cost.
     """
-    operators = torch.ops.flat_trainers
+    operators, full = torch.ops.flat_trainers, f"flat_trainers::{name}"
     if not hasattr(operators, name):        # another copy of this file may have defined it
-        torch.library.define(f"flat_trainers::{name}", schema)
-        torch.library.impl(f"flat_trainers::{name}", ("cpu", "cuda"), function)
-        torch.library.register_fake(f"flat_trainers::{name}", fake)
+        torch.library.define(full, schema)
+        torch.library.impl(full, ("cpu", "cuda"), function)
+        torch.library.register_fake(full, fake)
     return getattr(operators, name)
 
 
@@ -107,9 +113,7 @@ def define_operator(name, schema, function, fake):
 
 
 def stream_dtype(x):
-    """dtype of hidden states x between layers: autocast's, or theirs. Embeddings in fp32 would make
-    all that is added to them fp32.
-    """
+    """dtype of hidden states x between layers: autocast's, which embeddings in fp32 ignore."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -219,8 +223,8 @@ def use(model):
             # compiled, too: adapters of gate and up are computed together
             module.__class__ = replaced(kind, mlp_forward, True)
         plain = getattr(place, "apply_rotary_pos_emb", None)
-        if plain and not hasattr(plain, "plain") and ROTATED in code_of(plain) \
-                and HALVES in code_of(place.rotate_half):
+        known = plain and not hasattr(plain, "plain") and ROTATED in code_of(plain)
+        if known and HALVES in code_of(place.rotate_half):
             place.apply_rotary_pos_emb = rotary(plain)
     return model
 
@@ -334,29 +338,25 @@ def keeps(op, args):
     return outer <= WIDER * inner
 
 
-def _policy(context, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def set_mode(model, layers, mode):
     """Have a model's layers be called as `mode`, "all", "selective" or None, wants it. layers: of
     transformers, or the model calls them by model.call.
     """
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
+    contexts = functools.partial(selective_contexts, policy)
+    more = {"context_fn": contexts} if mode == "selective" else {}
+
+    def call(layer, *args, **kwargs):
+        if not mode:
+            return layer(*args, **kwargs)
+        return checkpoint(layer, *args, use_reentrant=False, **more, **kwargs)
     for module in model.modules():      # adapters.AddingLinear must not change products that stay
         if mode == "selective" and hasattr(module, "adds_in_place"):
             module.adds_in_place = False
     if hasattr(model, "call"):
-        model.call = caller(mode)
+        model.call = call
         return
     for layer in layers:        # transformers' own switch
         layer.gradient_checkpointing = bool(mode)
-        layer._gradient_checkpointing_func = caller(mode)
-
-
-def caller(mode):
-    """A function of (layer, its arguments) that calls the layer as `mode` of set_mode wants it."""
-    if not mode:
-        return lambda layer, *args, **kwargs: layer(*args, **kwargs)
-    selective = {"context_fn": functools.partial(selective_contexts, _policy)}
-    return functools.partial(checkpoint, use_reentrant=False,
-                             **(selective if mode == "selective" else {}))
+        layer._gradient_checkpointing_func = call

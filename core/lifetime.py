@@ -1,9 +1,9 @@
-"""Processes that end with the one that started them, however that one ends; kill -9 included.
+"""Child processes die with their parent, even on SIGKILL.
 
-A rank ends with its torchrun, from before torch is imported on; a loader process ends with its
-trainer, and a command with the process that start()ed it. They ask for the parent's number: when a
-process ends, the kernel gives its children another parent. That needs no pipe, whose ends every
-fork would inherit, and a parent's threads may come and go. Standard library only.
+A rank ends with its torchrun, also before torch is imported; a loader process ends with its
+trainer, and a command with the process that start()ed it. They poll the parent's process id: when a
+process ends, the kernel gives its children another parent. A pipe would not do, since every fork
+inherits its ends. Threads of the parent may come and go. Standard library only.
 """
 import contextlib
 import ctypes
@@ -89,15 +89,13 @@ def end_with_torchrun():
                 os.write(2, b"\nerror: torchrun has ended; its ranks end with it\n")
         os._exit(1)
 
-    # a rank that is stopped runs no thread: it goes on, to its end
+    # a stopped rank runs no thread: SIGCONT resumes it, so that it can end
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, daemon=True).start()
 
 
 def is_adopted(parent):
-    """True if torchrun ended before this rank asked: `parent` is not Python or a script. Torchrun
-    itself may have lost its parent, as under nohup.
-    """
+    """True if torchrun ended before this rank asked: `parent` is no Python, nor a script of its."""
     try:
         program = os.readlink(f"/proc/{parent}/exe")
         env = Path(f"/proc/{parent}/environ").read_bytes()

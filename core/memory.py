@@ -388,15 +388,15 @@ def earlier_choice(args, ranks):
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
+    # --auto chose these as well, once
     for flag, value, words in ("cpu_offload", True, ""), ("base_dtype", "nf4", " nf4"):
-        # --auto chose these as well, once
         require(earlier.get(flag) != value or getattr(args, flag, None) == value,
                 f"--auto: give --{flag}{words}, as in the run that is resumed")
     chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named(args)}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in named(args):
         require(packs % ranks == 0,
-                f"--auto: this run has {packs} packs a step, which {ranks} ranks cannot share out; "
+                f"--auto: this run has {packs} packs a step, not a multiple of {ranks} ranks; "
                 "take another number of ranks, or give --gradient_accumulation_steps")
         chosen |= {"gradient_accumulation_steps": packs // ranks, "packs_per_step": packs}
     return chosen
@@ -449,8 +449,8 @@ def data_lines(args, setup, model, order, lengths):
     dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if setup.bf16 else "fp32"
     return [f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
             metrics.model_text(model, args.use_lora),
-            f"packs      {order.packs_per_epoch:,} of {lengths.sum():,} tokens an epoch, of "
-            f"{len(lengths) / order.packs_per_epoch:.1f} samples; longest sample "
+            f"packs      {order.packs_per_epoch:,} an epoch, {lengths.sum():,} tokens, "
+            f"{len(lengths) / order.packs_per_epoch:.1f} samples a pack; longest sample "
             f"{lengths.max():,} tokens"]
 
 

@@ -113,7 +113,7 @@ class MetricsLog:
     """A run's record, of rank 0 alone. report_to: some of cli.TRACKERS; config: flags, for W&B.
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
     dropped first, so no step is there twice. A metrics.jsonl with other lines than ours is moved
-    aside whole, its good lines go on in a new one.
+    aside whole; its good lines are copied to a new one.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
@@ -140,7 +140,7 @@ class MetricsLog:
             with self.naming(logging_dir):
                 self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
         if "wandb" in report_to:
-            # a resumed run goes on in the same run there, a new one does not
+            # a resumed run continues the same W&B run, a new one does not
             run_id = Path(output_dir) / "wandb_id"
             if not (resumed_step and run_id.exists()):
                 checkpoint.write_text(run_id, uuid.uuid4().hex[:16])
@@ -201,7 +201,7 @@ def read_rows(path):
             rows.append(row)
         elif line.strip() and number < len(lines):      # the last one was being written
             wrong.append(number)
-    return rows, f"{len(wrong)} lines are not metrics, line {wrong[0]} first" if wrong else ""
+    return rows, f"damaged lines: {len(wrong)}, the first is line {wrong[0]}" if wrong else ""
 
 
 def read_metrics(path):

@@ -12,9 +12,7 @@ FIRST_SCALE, GROW = 65536.0, 2000       # of --fp16; steps without an overflow u
 
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
-    """Fused AdamW, which take_step needs, over the trainable ones of (name, parameter) in two
-    groups. decays(name, parameter) -> bool says what weight decay may shrink.
-    """
+    """Fused AdamW, for take_step. decays(name, parameter): whether weight decay may shrink it."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named_parameters:
         if parameter.requires_grad:
@@ -24,9 +22,7 @@ def build_adamw(named_parameters, lr, weight_decay, betas, decays):
 
 
 def state_tensors(optimizer, named_parameters):
-    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or
-    filled in place. Parameters that had no step yet get the zeros that it would give them.
-    """
+    """{"NAME.exp_avg" and so on: tensor} of all that AdamW remembers; zeros before a step."""
     tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
@@ -40,9 +36,7 @@ def state_tensors(optimizer, named_parameters):
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
-    """Multiplier of the learning rate at step `step`, 0-based: linear warm-up from 1 / warmup_steps
-    on, then cosine or linear decay to min_ratio at total_steps.
-    """
+    """Multiplier of the learning rate at a step (from 0): linear warm-up, down to min_ratio."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if scheduler == "constant":
@@ -53,9 +47,7 @@ def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0
 
 
 def clip_gradients(parameters, max_norm):
-    """Global L2 norm of the gradients, 0-d on their device; where max_norm > 0 they are scaled to
-    it. Collective when the gradients are sharded: the norm is over all shards.
-    """
+    """Global L2 norm of the gradients, 0-d; they are cut to a max_norm above 0. Collective."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if max_norm > 0:
@@ -64,9 +56,7 @@ def clip_gradients(parameters, max_norm):
 
 
 def take_step(optimizer, lr, norm):
-    """Step with this learning rate, unless the gradient norm (0-d) is not finite; then clear the
-    gradients. Returns 1.0 where the step was skipped, 0.0 where not, 0-d like norm. No host sync.
-    """
+    """Step, clear the gradients; 1.0 (0-d): skipped, as their norm is not finite. No host sync."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     bad = 1 - torch.isfinite(norm).float()
@@ -80,9 +70,8 @@ def take_step(optimizer, lr, norm):
 
 class Scaler:
     """--fp16: the loss is scaled, or gradients would vanish; steps that overflow are skipped. As
-    torch.amp.GradScaler does it: half the scale after an overflow, twice the scale after GROW steps
-    without. But the global gradient norm, the same on every rank, says whether a step overflowed,
-    and no step waits for it. scale, and steps since it changed, are 0-d on the device and saved.
+    torch.amp.GradScaler, but the global gradient norm, the same on every rank, says whether a step
+    overflowed, and no step waits for it. scale, and steps since it changed, are 0-d on the device.
     """
 
     def __init__(self, device, saved=None):
@@ -109,10 +98,9 @@ class Scaler:
 
 
 class StepMonitor:
-    """Flags of each step for the host, fetched one step late so that the device never waits:
-    was its gradient not finite, or exactly 0; did any rank ask to stop (stop). skipped: steps that
-    the run has not taken. sample_name(i): the file and row of sample i. before_error(): called on
-    every rank before the run is given up, to complete the checkpoint under way.
+    """Flags of each step for the host, fetched one step late so that the device never waits: was
+    its gradient not finite, or exactly 0; did any rank ask to stop. sample_name(i): file and row.
+    skipped: steps not taken. before_error(): completes the checkpoint under way, on every rank.
     """
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
@@ -125,15 +113,12 @@ class StepMonitor:
         self.event = torch.cuda.Event() if cuda else None
 
     def watch(self, loss, samples):
-        """Remember whether a micro-step's loss is finite: its samples (numbers) are named if the
-        step is skipped. No host sync.
-        """
+        """Remember if a micro-step's loss is finite, and its samples (numbers). No host sync."""
         self.losses.append((torch.isfinite(loss.detach()), list(samples)))
 
     def push(self, step, norm, stop, trains=True):
-        """Start fetching the flags of the step just queued: its gradient norm, 0-d; whether this
-        rank was asked to stop; whether it has anything to learn, so that a norm of exactly 0 is a
-        fault. Collective.
+        """Start fetching the flags of the step just queued. norm: of its gradient, 0-d. stop: this
+        rank was asked to stop. trains: a norm of exactly 0 is a fault. Collective.
         """
         norm = norm.to(self.world.device)       # with CPU offload gradients are elsewhere
         zero = (norm == 0).float() * trains
@@ -144,9 +129,8 @@ class StepMonitor:
         self.pending, self.losses = (step, self.losses), []
 
     def poll(self):
-        """Take the flags of the step pushed last, on every rank before the next push. Names the
-        samples of a skipped step. UserError, on all ranks, after max_bad_steps of them in a row,
-        and for a gradient norm of exactly 0.
+        """Take the flags of the step pushed last, on every rank before the next push. UserError on
+        all ranks: max_bad_steps skipped in a row, or a norm of exactly 0.
         """
         if self.pending is None:
             return
@@ -158,8 +142,7 @@ class StepMonitor:
         if zero:
             self.before_error()
             raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
-                            "look at the trained modules (--lora_target_modules, --freeze_llm), at "
-                            "the weight of the loss, and whether the run learns without --compile")
+                            "look at the trained modules, the weight of the loss, and --compile")
         if not bad:
             self.in_a_row = 0
             return

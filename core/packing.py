@@ -1,20 +1,18 @@
-"""Packs of samples and their order, the same on every rank and for every world size. And the loader
-processes that make batches of them; columns of millions of samples on disk.
+"""Packs of samples in one order for every world size, the loader processes that make batches of
+them, and columns of millions of samples on disk.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
-run can stop on 16 GPUs and go on with 8 (accumulation doubled) and see the same data, and loader
-workers change nothing. The tail of an epoch is topped up with empty packs, which weigh nothing, so
-every rank runs the same number of steps.
+run can stop on 16 GPUs and resume on 8 (accumulation doubled) and see the same data. Empty packs,
+which weigh nothing, fill an epoch's tail: every rank runs the same number of steps.
 
-A batch is a dataclass or a NamedTuple whose fields are CPU tensors or plain values. Its class has
-
-    __reduce__ = packing.reduce     # how pickle, and with it a loader process, hands a batch over
-    to = packing.to
+A batch is a dataclass or a NamedTuple of CPU tensors and plain values. Its class has
+`__reduce__ = packing.reduce` and `to = packing.to`.
 """
 import bisect
 import itertools
 import os
+import signal
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from core.cli import UserError, first_line
 from core.dist import error_names_file
-from core.watchdog import fork_loaders, init_loader
+from core.watchdog import HELD, init_loader
 
-# With length grouping, packs that run side by side should be equally long, whatever the number of
-# ranks. So blocks of up to 512 packs that follow each other by length are shuffled, and blocks of
-# one node's 8 within each of those. An epoch has at least 64 of the large ones, or long samples
-# would come first or last.
+# Packs grouped by length run side by side with equally long ones: blocks of up to 512 that follow
+# each other are shuffled, at least 64 an epoch, and within each blocks of a node's 8.
 LARGE, SMALL, LEAST = 512, 8, 64
 JITTER = 0.01       # of its length a sample may be sorted wrongly: other neighbours in each epoch
 HERE = 4            # parts made in this process before others are started: small files need none
@@ -84,20 +80,17 @@ def best_fit(lengths, order, budget):
 
 
 def _shuffled(packs, size, rng):
-    """Packs (n,) in blocks of `size` that are shuffled; a short last block stays last, or it would
-    shift the others.
-    """
+    """Packs (n,) in blocks of `size` that are shuffled; a short last block stays last."""
     full = len(packs) // size
     blocks = packs[:full * size].reshape(full, size)[rng.permutation(full)]
     return np.concatenate([blocks.ravel(), packs[full * size:]])
 
 
 class PackOrder:
-    """Deterministic packs of every epoch.
+    """Deterministic packs of every epoch. lengths: (n,) tokens per sample.
 
-    lengths: (n,) tokens per sample. tokens_per_pack: whole samples up to a token budget; which ones
-    share a pack is fixed by the seed, epochs shuffle the packs. Or samples_per_pack: a fixed count,
-    with group_by_length of similar lengths, shuffled in blocks so that ranks stay balanced.
+    tokens_per_pack: whole samples up to a token budget; the seed fixes which share a pack, epochs
+    shuffle the packs. Or samples_per_pack: a fixed count, with group_by_length of similar lengths.
     shuffle=False keeps the file's order, for validation.
     """
 
@@ -156,22 +149,18 @@ class PackOrder:
         return max(map(plan.pack, range(len(plan))), key=lambda pack: self.lengths[pack].sum())
 
     def window(self, epoch, first, count):
-        """Sample indices (n,) of `count` packs from `first` on: an optimizer step of all ranks. The
-        last step of an epoch may have fewer.
-        """
+        """Sample indices (n,) of the packs first, first + 1, ...: a step of all ranks."""
         return np.concatenate([self.epoch(epoch).pack(p) for p in range(first, first + count)])
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
-    """Yield this rank's packs (lists of sample indices) from position (epoch, first) to the end of
-    `epochs` epochs. Every rank gets the same number of packs; empty lists are zero-weight packs.
-    """
+    """Yield this rank's packs, lists of indices, from (epoch, first) on; as long on all ranks."""
     per_step = world_size * accumulation
     while epoch < epochs:
         plan = order.epoch(epoch)
         for step in range(first, len(plan), per_step):
-            # side by side on the ranks, one after the other in the micro-steps: the same packs make
-            # a step whatever their numbers
+            # first over ranks, then over micro-steps: N ranks x M micro-steps take the same packs
+            # as any other split of N * M
             for micro in range(accumulation):
                 yield plan.pack(step + micro * world_size + rank).tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may begin in its middle
@@ -199,9 +188,7 @@ def values_of(batch):
 
 
 def reduce(batch):
-    """__reduce__ of a batch. Its tensors travel as arrays, in the bytes of the message: torch would
-    make a file in /dev/shm of each, which takes longer, and containers have little room there.
-    """
+    """__reduce__ of a batch: its tensors travel as arrays, not as files in /dev/shm."""
     return _rebuild, (type(batch), {name: value.numpy() if torch.is_tensor(value) else value
                                     for name, value in values_of(batch).items()})
 
@@ -223,20 +210,21 @@ def to(batch, device):
 
 def over_packs(samples, packs, collate, num_workers, prefetch_factor):
     """DataLoader of collate([samples[i] of a pack]) over `packs`, lists of numbers."""
-    more = {}
-    if num_workers:     # forked: they share the mapped files
-        more = {"prefetch_factor": prefetch_factor, "persistent_workers": True,
-                "multiprocessing_context": "fork"}
-    # a generator: else each loader would draw from that of the dropout
+    # forked: they share the mapped files; a generator: else it would draw from that of the dropout
     return DataLoader(samples, batch_sampler=packs, collate_fn=collate, num_workers=num_workers,
-                      worker_init_fn=init_loader, generator=torch.Generator(), **more)
+                      worker_init_fn=init_loader, generator=torch.Generator(),
+                      prefetch_factor=prefetch_factor if num_workers else None,
+                      persistent_workers=num_workers > 0,
+                      multiprocessing_context="fork" if num_workers else None)
 
 
 def iterate(loader):
-    """Iterator over a DataLoader's batches. Its processes are forked now, and end with it. Their
-    UserErrors come without the traceback that torch puts before the text.
-    """
-    batches = fork_loaders(loader)
+    """Iterator over a DataLoader's batches; its processes are forked now, and end with it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)     # torch's handlers end a worker
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def each():
         try:
@@ -324,11 +312,10 @@ class _Share(IterableDataset):      # parts that one of several processes makes
 
 
 def parallel_map_ordered(share, processes, take):
-    """take(part) for every part of share(0, 1) in order, most of them made by other processes; 0:
-    all are made here. Few parts are on their way at a time. UserError when a process is killed.
+    """take(part) for every part of share(0, 1) in order, made by other processes (0: none).
 
-    share(first, step): an iterator over parts first, first + step, ... of a sequence. Parts must be
-    picklable, and numpy rather than tensors, which would travel through /dev/shm.
+    share(first, step): an iterator over parts first, first + step, ... of a sequence; no tensors,
+    which would travel through /dev/shm. UserError when a process is killed.
     """
     made, parts = 0, share(0, 1)
     for part in itertools.islice(parts, HERE if processes else None):

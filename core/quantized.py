@@ -1,15 +1,14 @@
 """Frozen linear layers of a LoRA run in fewer bits: --base_dtype nf4 and --float8.
 
 NF4 (QLoRA, arXiv 2305.14314): 64 neighbouring values share a scale, of eight bits, and 256 scales a
-float32: 4.13 bits a value in all. A layer is one tensor of bytes, made when its weight is read from
-the file, so that never more than one weight is whole. Forward and backward make the weight again in
-the dtype they compute in, multiply, and drop it. The arithmetic is that of bitsandbytes.
+float32: 4.13 bits a value. A layer is one tensor of bytes, made when its weight is read, so that
+only one weight is whole. Forward and backward make it again, multiply, and drop it. The arithmetic
+is that of bitsandbytes.
 
 Float8: both matrix products of a layer, forward and input gradient, in e4m3 (arXiv 2209.05433). A
-frozen weight is rounded once: one copy for the forward product and one, turned, for the backward
-product, together as large as in bfloat16. Rows are rounded when they come. Each row of weights,
-inputs and gradients has a scale, so what it gives does not depend on what else is in the pack.
-torchao's training API rounds frozen weights in every step, so it is not used.
+frozen weight is rounded once, unlike torchao's: a copy for the forward product and a turned one for
+the backward, together as large as in bfloat16. Each row of weights, inputs and gradients has a
+scale, so no result depends on the other samples of the pack.
 """
 import math
 
@@ -45,9 +44,7 @@ class FrozenLinear(nn.Linear):
 
 
 def sizes(values):
-    """Bytes of a weight's parts: values, scales, what their bytes mean, scales of scales, mean.
-    Each part begins at a multiple of 256.
-    """
+    """Bytes of values, scales, their meanings, scales of scales, mean; each a multiple of 256."""
     scales = -(-values // BLOCK)
     parts = -(-values // 2), scales, 4 * 256, 4 * -(-scales // SCALES), 4
     return [-(-part // 256) * 256 for part in parts]
@@ -150,9 +147,7 @@ rounded = kernels.define_operator(
 
 
 def product(rows, weight, scales):
-    """rows (n, width) times the transpose of weight (m, width), float8 as uint8, with (m, 1)
-    scales; bf16 (n, m).
-    """
+    """bf16 (n, m) = rows (n, width) @ weight (m, width).T, float8 as uint8, scales (m, 1)."""
     (rows, row_scales), weight = rounded(rows.contiguous()), weight.view(FLOAT8)
     # adding in fewer digits, without which scales by rows are slow on Hopper
     if rows.is_cuda and len(rows):
@@ -183,9 +178,7 @@ class Float8Linear(FrozenLinear):
 
 
 def to_float8(layers):
-    """Round the frozen linear layers inside decoder layers, whose weights are loaded -> how many.
-    UserError.
-    """
+    """Round the frozen linear layers inside decoder layers, already loaded -> how many."""
     found = [module for module in frozen_linears(layers)
              if not any(n % MULTIPLE for n in module.weight.shape)]
     require(found, f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} "

@@ -85,7 +85,7 @@ def open_log(args, world, step, eval_due):
 def end(args, watch, checkpoints, log, step, total_steps, stopping, words):
     """Wait for the last checkpoint, say how the run ended, leave the process group.
 
-    stopping: it was asked to, so the launcher gets its marker. words: of a run that is done.
+    stopping: the run was asked to stop, so the launcher gets its marker. words: for a done run.
     """
     watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
     checkpoints.wait()

@@ -1,9 +1,8 @@
 """Tensors in safetensors files, read into and written from plain or sharded parameters.
 
-Reading: every rank takes just its rows of each tensor, so no process ever holds a whole model.
-Writing: each sharded tensor is gathered once, by the rank that writes it; up to 16 ranks each write
-a file, so no host needs room for the full copy. Files hold whole tensors under the names of
-transformers and PEFT: any number of ranks, and any other program, can read them.
+Every rank reads just its rows of each tensor. Each sharded one is gathered once, by the rank that
+writes it, a file each, so no host needs room for the full copy. Files hold whole tensors under the
+names of transformers and PEFT: any number of ranks can read them.
 """
 import hashlib
 import json
@@ -23,7 +22,7 @@ from core.cli import UserError, first_line, require
 from core.dist import barrier, error_names_file
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the host
-WRITERS = 16                # ranks that write a checkpoint; rank 0 waits for each of them
+
 FLOATS = ("F64", "F32", "F16", "BF16")      # integers and float8 would need scales
 # its name since torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,11 +49,8 @@ def fill(tensor, whole):
 
 
 def full_tensor(tensor):
-    """A sharded tensor, whole, on every rank that holds a part. Collective among these ranks.
-
-    Not DTensor.full_tensor(): now and then it ends a gloo process, whose two threads store the
-    collective's name without a lock (torch 2.11, 2.13): ALLGATHER_COALESCED, of more than 15
-    letters, is freed twice.
+    """A sharded tensor, whole, on every rank that holds a part. Collective among these ranks. Not
+    DTensor.full_tensor(): gloo now and then frees its collective's long name twice (torch 2.13).
     """
     local, mesh = tensor.to_local(), tensor.device_mesh
     parts = mesh.size(mesh.ndim - 1)
@@ -70,10 +66,7 @@ def full_tensor(tensor):
 
 
 def find_folder(name, flag, more=()):
-    """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError.
-
-    more: patterns of files to download besides configuration, tokenizer and safetensors.
-    """
+    """Folder of a model, downloaded if it is a hub name; `more` patterns of files. UserError."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -84,7 +77,7 @@ def find_folder(name, flag, more=()):
         return Path(snapshot_download(name, allow_patterns=[
             "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *more]))
     except Exception as error:      # a dozen kinds: no network, no such name, not allowed
-        raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
+        raise UserError(f"{flag} {name}: neither a local folder nor available on the Hub "
                         f"({type(error).__name__}: {first_line(error)})")
 
 
@@ -123,10 +116,7 @@ class Slice:
 
 
 def open_tensors(paths):
-    """{tensor name: Slice} over safetensors files; reads only their headers.
-
-    Raises UserError for a file that is not a safetensors file, or a name that is in two of them.
-    """
+    """{tensor name: Slice} of safetensors files, whose headers alone are read. UserError."""
     found = {}
     for path in paths:
         # safe_open would wait for ever at a pipe, and calls every reason "No such file"
@@ -193,10 +183,7 @@ def read_rows(tensor, parts):
 
 
 def load(world, folder, stem, tensors):
-    """Fill {name: tensor}, plain or sharded, from STEM.safetensors of a folder (one file or parts).
-
-    Collective. Raises UserError where names or shapes differ.
-    """
+    """Fill {name: tensor}, plain or sharded, from STEM.safetensors. Collective. UserError."""
     found = {name: [part] for name, part in open_tensors(files_of(folder, stem)).items()}
     # a step count is 0-d, and was written as one row
     problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, found)
@@ -209,21 +196,18 @@ def load(world, folder, stem, tensors):
 # ---- Writing
 
 
-def writers(ranks):
-    """Ranks that write sharded tensors: at most WRITERS, spread over the nodes."""
-    return range(0, ranks, -(-ranks // WRITERS))
+
 
 
 @torch.no_grad()
 def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
     """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
 
-    Collective where tensors are sharded; the same names on every rank. spread: sharded tensors are
-    shared out over writers(), a file each, else rank 0 writes all; plain ones are always rank 0's.
-    split: what files hold of a tensor, {name: tensor}, where their names are others. Training may
-    go on: it cannot change what write(path) writes.
+    Collective where tensors are sharded; the same names on every rank. spread: all ranks share the
+    sharded ones, a file each; else, and of plain ones, rank 0 writes all. split: what files hold of
+    a tensor, {name: tensor}. Training may continue: write(path) writes a copy.
     """
-    share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
+    share, owners, load = {}, {}, [0] * world.size
     waiting, gathered = {}, 0
 
     def copy_to_host():
@@ -234,7 +218,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
         owners[name], tensor = 0, tensor.detach()
         if isinstance(tensor, DTensor):
             if spread:
-                owners[name] = min(load, key=load.get)
+                owners[name] = load.index(min(load))
                 load[owners[name]] += tensor.numel()
             mesh = tensor.device_mesh       # under HSDP only the writer's copy is gathered
             if owners[name] not in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)):
@@ -275,10 +259,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
 
 
 def save(tensors, path, about=None, write=save_file):
-    """Write a safetensors file with the mode of any new file; the library's is its owner's alone.
-
-    about: {str: str} for its header. write: safetensors' function for the kind of tensors.
-    """
+    """Write a safetensors file, `about` in its header, that others may read as any new file."""
     open(path, "wb").close()
     mode = os.stat(path).st_mode        # as umask and folder have it
     try:

@@ -91,8 +91,8 @@ def generate(model, ids, form, threshold=0.9):
 
 def main():
     parser = argparse.ArgumentParser(description="Answer questions with the model in this folder.")
-    parser.add_argument("questions", nargs="+")
-    parser.add_argument("--threshold", type=float, default=0.9, help="least probability of a token")
+    parser.add_argument("questions", nargs="+", help="texts to answer")
+    parser.add_argument("--threshold", type=float, default=0.9, help="least token probability")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, form = load(Path(__file__).resolve().parent, device)

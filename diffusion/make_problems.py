@@ -179,7 +179,7 @@ def main(argv=None):
     checkpoint.prepare_folder(Path(args.output).resolve().parent, "--output")
     problems = read_problems(args.input, "train", "gsm8k")
     if args.command == "lines":
-        require(not args.teacher, "--teacher belongs to plans")
+        require(not args.teacher, "--teacher is for `plans` only")
         checkpoint.write_text(args.output, "".join(teacher_line(p) + "\n" for p in problems))
     else:
         worked = [problem.solution.rpartition("####")[0] for problem in problems]

@@ -28,8 +28,7 @@ from diffusion.choices import PRESETS
 # ---- Flags
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
-# of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
-cli.trainer_flags(p)
+cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --output_dir, ...
 p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
                num_workers=min(16, cli.cpus_per_rank()))
 # data
@@ -37,7 +36,7 @@ choices.data(p)
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
-flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
+flag("--dropout", 0.1, "dropout on the outputs of attention and MLP, 0 to 1")
 flag("--t_range", None, "trained noise levels, and limits for the masked share of a block "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "train on the range of one of these widths with least variance",
@@ -53,7 +52,7 @@ flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (defaul
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
-flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of two")
+flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of these two")
 flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
@@ -221,9 +220,8 @@ torch.manual_seed(args.seed + world.rank)       # different dropout on every ran
 if resume:
     checkpoints.restore(resume, model, optimizer)
 
+
 # ---- Validation and checkpoints
-
-
 def validate():
     """Validate the averaged weights, log; True if they are the best so far, None if stopped."""
     global t_range, stale, best_loss, best_tie, best_step
@@ -389,4 +387,4 @@ while step < total_steps and not stopping and stale < patience:
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
 run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
-        f"{monitor.skipped} steps skipped; best at step {best_step}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped; best at step {best_step}")

@@ -1,11 +1,11 @@
 """transformers' causal language models: find, build empty, load into any sharding, answer.
 
-A model starts empty on torch's meta device and reads its weights row by row from the safetensors
-files. No process holds more than its shard, and a model may exceed the host's memory. Missing,
-unexpected or misshapen weights stop the run. For a mixture of experts the files have one matrix per
-expert; transformers has tensors (experts, rows, columns). Quantised and remote-code models fail.
+A model starts empty on the meta device and reads its weights row by row from safetensors files, so
+no process holds more than its shard. Missing, unexpected or misshapen weights stop the run. Of a
+mixture of experts the files have a matrix per expert, transformers (experts, rows, columns).
 """
 import copy
+import math
 from pathlib import Path
 
 import torch
@@ -35,18 +35,22 @@ def find_model(name, flag="--model_path"):
     """Local folder of a model given as a path or hub name; downloads the latter. UserError."""
     folder = tensor_io.find_folder(name, flag)
     require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json; give the "
-            "folder of a whole model: of an adapter its base, of a run a checkpoint")
+            "folder of a whole model: an adapter's base, or a checkpoint of a run")
     return folder
+
+
+def positions(config):
+    """Most tokens that a model reads; infinite if its config names no number."""
+    return getattr(config, "max_position_embeddings", None) or math.inf
 
 
 def length_limit(config, max_length=0, pack_tokens=0):
     """Most tokens of a sample: the least of positions and both limits. UserError."""
-    positions = getattr(config, "max_position_embeddings", None)
-    require(positions or max_length or pack_tokens,
-            "this model names no longest text; say it with --max_length")
-    require(not positions or max_length <= positions,
-            f"--max_length {max_length} is more than the model's {positions} positions")
-    return min(n for n in (max_length, pack_tokens, positions) if n)
+    require(max_length <= positions(config), f"--max_length {max_length} is more than the model's "
+                                             f"{positions(config)} positions")
+    limit = min(max_length or math.inf, pack_tokens or math.inf, positions(config))
+    require(limit < math.inf, "this model names no longest text; say it with --max_length")
+    return limit
 
 
 def check_vocabulary(tokenizer, config):
@@ -66,12 +70,6 @@ def load_config(folder):
     require(not getattr(config, "quantization_config", None),
             f"{folder}: is quantised; give the unquantised model")
     return config
-
-
-def save_config(model, folder):
-    """Write a checkpoint's files except weights, for from_pretrained and servers."""
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
 
 
 def fingerprint_weights(folder):
@@ -99,8 +97,7 @@ def empty_model(config, dtype, folder=None, attention=None):
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
                         f"says ({repr(error).splitlines()[0]}); it is not supported")
     stored = [name for name in model.state_dict() if name not in all_names(model)]
-    require(not stored, f"{config.model_type} models keep state next to their weights "
-                        f"({min(stored, default='')}), which is not supported")
+    require(not stored, f"{config.model_type}: {stored} are no weights, which is not supported")
     # for the checkpoint's config.json
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     if folder and (Path(folder) / "generation_config.json").is_file():
@@ -133,8 +130,7 @@ def decoder_layers(model):
     """The model's decoder layers in order; UserError if none are found."""
     layers = [module for module in model.modules()
               if isinstance(module, GradientCheckpointingLayer)]
-    require(layers, f"{type(model).__name__} has no decoder layers that transformers can "
-                    "recompute: it is not supported")
+    require(layers, f"{type(model).__name__} has no known decoder layers: it is not supported")
     return layers
 
 
@@ -179,8 +175,7 @@ def check_weights(model, parts, folder):
         found = {name: parameter} if name in parts else published(name, parameter.detach())
         wanted |= {stored: tensor.shape for stored, tensor in found.items()}
     problem = tensor_io.mismatch(wanted, parts)
-    require(not problem, f"{folder}: {problem}; its files do not hold the weights under the names "
-            f"of {type(model).__name__}, and names are not converted here")
+    require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
 
 
 @torch.no_grad()
@@ -211,12 +206,16 @@ def load_whole(folder, dtype, device="cpu"):
 # ---- Generation of answers, for teachers, students and rollouts
 
 
+def end_ids(model):
+    """[id] of the tokens that stop generate."""
+    known = model.generation_config.eos_token_id
+    return known if isinstance(known, list) else [] if known is None else [known]
+
+
 def stop_at(model, ends):
     """Add `ends` to the tokens that stop generate; returns those that were missing."""
-    known = model.generation_config.eos_token_id
-    known = known if isinstance(known, list) else [] if known is None else [known]
-    if new := [int(token) for token in ends if token not in known]:
-        model.generation_config.eos_token_id = [*known, *new]
+    if new := [int(token) for token in ends if token not in end_ids(model)]:
+        model.generation_config.eos_token_id = [*end_ids(model), *new]
     return new
 
 

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, cli, dist, packing
-from core.chat import group_key, question, read_chunks, read_records
+from core.chat import dumped, group_key, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
@@ -52,8 +53,7 @@ def encode_chunk(records, path, reading, problems):
     record to the list `problems`.
     """
     encoder, limit, prompt = reading[:3]
-    ends, encoder.ends = encoder.ends, Counter()
-    split, short, ids, masks, numbers = 0, [], [], [], []
+    encoder.ends, split, short, ids, masks, numbers = Counter(), 0, [], [], [], []
 
     def refuse(line, check, why):
         problems.append(problem(f"{path}:{line}", check, why, path))
@@ -87,13 +87,12 @@ def encode_chunk(records, path, reading, problems):
                 # a sample's first token is not predicted
                 numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
                                 -1 if key is None else key, own, question_hash(record["messages"])))
-    ends, encoder.ends = encoder.ends, ends
     numbers = np.array(numbers, np.int64).reshape(-1, 6).T
     total = numbers[0].sum()
     return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
             "trained": np.fromiter(itertools.chain.from_iterable(masks), bool, total),
             **dict(zip(("lengths", "targets", "lines", "keys", "own", "asked"), numbers)),
-            "ends": ends, "split": split}
+            "ends": encoder.ends, "split": split}
 
 
 def question_hash(messages):
@@ -107,7 +106,7 @@ def write_table(folder, paths, reading, output_dir=None):
     chats with several samples, "bad": text with the drops per check of reading.drop}. UserError
     lists all other unusable samples; output_dir: folder for the full list.
     """
-    encoder, samples, split = reading.encoder, [], 0
+    ends, samples, split = Counter(), [], 0
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
@@ -124,7 +123,7 @@ def write_table(folder, paths, reading, output_dir=None):
             nonlocal split
             chunk, wrong = part
             problems.add(wrong)
-            encoder.ends.update(chunk["ends"])
+            ends.update(chunk["ends"])
             split += chunk["split"]
             chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
@@ -135,12 +134,12 @@ def write_table(folder, paths, reading, output_dir=None):
         samples.append(len(columns["lengths"]) - first)
         check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
         if not samples[-1] and not problems.stopping:
-            bad = problems.settle()
-            raise UserError(f"{path}: holds no conversations that can be used{bad and f' ({bad})'}")
+            raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
-    bad = problems.settle(hint if problems.counts["too_long"] else "")
+    bad = problems.settle(hint * bool(problems.counts["too_long"]))
     for column in columns.values():
         column.close()
+    reading.encoder.ends = ends
     with error_names_file(folder):
         (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
     return {"samples": samples, "split": split, "bad": bad}
@@ -149,17 +148,14 @@ def write_table(folder, paths, reading, output_dir=None):
 class ChatTable(Dataset):
     """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,). Per sample: lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
-    sources, asked (question_hash); own (the student's tokens) if the teacher's version follows.
-
-    table[i]: (i, ids (n,) int64, trained (n,) bool), and own if the table is prompted.
+    sources, asked (question_hash); own (the student's tokens) if the teacher's version follows:
+    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted.
     """
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
             setattr(self, path.stem, np.load(path, mmap_mode="r"))
         self.paths = json.loads((Path(folder) / "sources.json").read_text())
-
-        # True if samples include the teacher's version, with its prompt
         self.prompted = hasattr(self, "own")
 
     def __len__(self):
@@ -175,7 +171,7 @@ class ChatTable(Dataset):
         return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
 
     def fingerprint(self, numbers):
-        """Short hash of these samples' tokens, masks and numbers. numbers: sorted."""
+        """Short hash of these samples' tokens, masks and numbers (sorted); "" of none."""
         if not len(numbers):
             return ""
         part = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
@@ -194,9 +190,9 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
         found = write_table(folder, paths, reading, list_in)
-        split = (f"; {cli.counted(found['split'], 'chat')} with a sample for each answer: the "
-                 "template rewrites earlier turns" * bool(found["split"]))
-        print(f"data       read in {time.monotonic() - start:.1f} s{split}"
+        print(f"data       read in {time.monotonic() - start:.1f} s"
+              + f"; {cli.counted(found['split'], 'chat')} with a sample for each answer: the "
+              "template rewrites earlier turns" * bool(found["split"])
               + f"\ndata       dropped: {found['bad']}" * bool(found["bad"]), flush=True)
         return folder, found["samples"][0], sorted(reading.encoder.ends)
 
@@ -226,8 +222,7 @@ def check_duplicates(path, lines, keys):
     lines, once = np.unique(lines, return_index=True)       # a line may give several samples
     _, first, which = np.unique(keys[once], return_index=True, return_inverse=True)
     again = np.flatnonzero((keys[once] >= 0) & (first[which] < np.arange(len(once))))
-    if len(again):
-        at = again[0]
+    for at in again[:1]:
         raise UserError(f"{path}:{lines[at]}: has the same id {keys[once][at]} as "
                         f"{path}:{lines[first[which[at]]]} ({len(again)} such lines); give each "
                         "another id, or join files that create_data.py made of different inputs")
@@ -240,8 +235,8 @@ def split_groups(groups, share, seed):
     names = np.unique(groups)
     require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
             "--eval_data_file, a smaller --group_size, or --validation_split 0")
-    held_out = min(max(1, round(len(names) * share)), len(names) - 1) if share else 0
-    out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:held_out])
+    n = min(max(1, round(len(names) * share)), len(names) - 1) if share else 0
+    out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:n])
     return np.flatnonzero(~out), np.flatnonzero(out)
 
 
@@ -272,7 +267,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
         row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
         if twin := twins.get(int(table.asked[i])):
             row["trained_as"] = twin
-        text += json.dumps(row, ensure_ascii=False) + "\n"
+        text += dumped(row) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -290,7 +285,6 @@ class PackedChats:
     targets: torch.Tensor           # (R,) the tokens they predict
     longest: int                    # longest conversation, rounded up to a multiple of 128
     samples: tuple                  # sample numbers in the table, for error messages
-    counts: dict                    # Python ints: tokens, samples, targets
     teacher: object = None          # PackedChats of the same R targets in the teacher's version
     kept: bool = False              # True for --keep: the base scores it
 
@@ -315,11 +309,9 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
         other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
         assert torch.equal(batch.targets, other.targets), "student and teacher have other answers"
-        batch.counts["tokens"] += other.counts["tokens"]
         return replace(batch, teacher=other)
     numbers = tuple(number for number, _, _ in samples)
-    total = sum(len(ids) for _, ids, _ in samples)
-    padding = max(pad_to - total, 0 if samples else 1)
+    padding = max(pad_to - sum(len(ids) for _, ids, _ in samples), 0 if samples else 1)
     for start in range(0, padding, PAD_LENGTH):
         n = min(PAD_LENGTH, padding - start)
         samples = [*samples, (None, np.full(n, pad_id, np.int64), np.zeros(n, bool))]
@@ -329,14 +321,11 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     trained[bounds[:-1]] = False        # a sample's first token is not predicted
     rows = np.flatnonzero(trained) - 1
     positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
-    counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}
     tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
-    return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers,
-                       counts)
+    return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers)
 
 
 def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
-    def batch(samples):
-        return collate(samples, pad_to, pad_id, table.prompted)
+    batch = partial(collate, pad_to=pad_to, pad_id=pad_id, prompted=table.prompted)
     return packing.over_packs(table, packs, batch, num_workers, prefetch_factor)

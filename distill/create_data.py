@@ -35,8 +35,7 @@ ENGINE_FLAGS = {            # of teachers.open_...
     "vllm": ("max_model_len", "chunk_size", "tensor_parallel_size", "pipeline_parallel_size",
              "gpu_memory_utilization", "enforce_eager"),
     "openai": ("base_url", "concurrency", "request_timeout"),
-    "transformers": ("max_model_len", "chunk_size", "batch_size"),
-}
+    "transformers": ("max_model_len", "chunk_size", "batch_size")}
 
 
 def build_parser():
@@ -53,8 +52,8 @@ def build_parser():
            "answer, for free-form answers", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, with the label as group")
     p.flag("--labels", None, "allowed labels, comma between them (default: any, or 13 languages)")
-    p.flag("--shard", "0/1", "I/N: only lines whose 0-based number leaves remainder I by N")
-    p.switch("--dry_run", "check flags and files, say what there is to do, end")
+    p.flag("--shard", "0/1", "I/N: only lines with 0-based number modulo N equal to I")
+    p.switch("--dry_run", "check flags and files, print the plan and stop")
     # teacher
     p.flag("--model_name", None, f"folder, hub name, or name on a server (default: {TEACHER})")
     p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "
@@ -108,11 +107,9 @@ def check_flags(args, world_size):
     cli.zero_or_more(args, "temperature top_k max_retries max_model_len seed")
     cli.above_zero(args, "request_timeout top_p gpu_memory_utilization")
     cli.share(args, "top_p gpu_memory_utilization")
-    require(args.temperature or not args.max_retries,
-            "--temperature 0 gives the same answer at every retry: add --max_retries 0")
-    require(args.prompt_role != "system" or args.parser != "language"
-            or args.prompt_file == str(PROMPT), "--prompt_role system: say what counts as an "
-            "answer, --parser whole (or regex)")
+    require(args.temperature or not args.max_retries, "--temperature 0 needs --max_retries 0")
+    require(args.prompt_role == "user" or args.parser != "language",
+            "--prompt_role system needs --parser whole or regex")
     shard = re.fullmatch(r"(\d+)/(\d+)", args.shard)
     require(shard and int(shard[1]) < int(shard[2]),
             f"--shard {args.shard}: give I/N with I from 0 to N - 1")
@@ -143,21 +140,21 @@ def read_input(path, prompt):
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
     texts = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
-    require(texts != [""], f"--input_file {path}: is empty")
     for number, text in enumerate(texts, 1):
-        messages, tools = [{"role": "user", "content": text.strip()}], None
+        record = {"messages": [{"role": "user", "content": text.strip()}]}
         try:
             if not text.strip():
                 raise ValueError("is empty; delete it")
             if Path(path).suffix == ".jsonl":
-                if not isinstance(record := json_files.loads(text), dict):
-                    raise ValueError("is not a JSON object")
-                messages, tools, had_answer = chat.as_question(record)
-                answered += had_answer
+                record = json_files.loads(text)
+            if not isinstance(record, dict):
+                raise ValueError("is not a JSON object")
+            messages, tools, had_answer = chat.as_question(record)
             asked.append((teachers.with_prompt(prompt, messages), tools))
         except ValueError as error:
             raise UserError(f"--input_file {path}: line {number} {printable(error)}")
         lines.append((messages, tools))
+        answered += had_answer
     if answered:
         print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
     return lines, asked
@@ -188,8 +185,7 @@ class Journal:
     def add(self, record):
         rows, self.first = [*self.first, record], []
         with dist.error_names_file(self.path):
-            self.file.write("".join(
-                json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            self.file.write("".join(chat.dumped(row) + "\n" for row in rows).encode())
             self.file.flush()
         if time.monotonic() - self.synced > SYNC_S:
             self.sync()
@@ -220,8 +216,7 @@ def read_journals(folder, header):
             other = [f"{name} was {found.get(name)!r}, is {header[name]!r}"
                      for name in header if found.get(name) != header[name]]
             require(not other, f"{folder}: holds labels made otherwise ({'; '.join(other)}); give "
-                    "the same flags and files, another --output_file, or move the folder away to "
-                    "start again")
+                    "the same flags and files, another --output_file, or move the folder away")
     return records
 
 
@@ -240,8 +235,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
     answers: from open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the
     teacher. answered: True if it has answered any line before.
     """
-    records = {number: {"id": number, "label": None, "prompt_tokens": 0, "completion_tokens": 0,
-                        "answers": []} for number in todo}
+    records = {number: {"id": number, "label": None, "answers": []} for number in todo}
     waiting, held = list(todo), []      # held: consecutive lines without an answer
     random.Random(args.seed).shuffle(waiting)       # refused lines may be neighbours
     count, start = Counter(), time.monotonic()
@@ -268,14 +262,12 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             requests, waiting = map(request, waiting), []       # created lazily
             for (number, *_), answer in answers(requests):
                 record = records[number]
+                record["label"], why = read_label(parser, answer.text, answer.finish_reason,
+                                                  draw.thinking and not answer.thought)
                 # if the whole answer is the label, tool calls count too
-                calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
-                must_think = draw.thinking and not answer.thought
-                record["label"], why = (answer.text.strip(), "") if calls else read_label(
-                    parser, answer.text, answer.finish_reason, must_think)
-                record |= {"tool_calls": answer.tool_calls} if calls else {}
-                record["prompt_tokens"] += answer.prompt_tokens
-                record["completion_tokens"] += answer.completion_tokens
+                if answer.tool_calls and not parser.line and answer.finish_reason == "stop":
+                    record |= {"label": answer.text.strip(), "tool_calls": answer.tool_calls}
+                    why = ""
                 record["answers"].append({"text": answer.text, "why": why,
                                           "finish_reason": answer.finish_reason})
                 count.update({"answers": 1, "in": answer.prompt_tokens,
@@ -286,11 +278,9 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
                     continue
                 note(held)
                 answered, held = True, []
-                if record["label"] is None and len(record["answers"]) <= args.max_retries \
-                        and answer.finish_reason != "too_long":
-                    waiting.append(number)
-                else:
-                    note([number])
+                again = answer.finish_reason != "too_long" and why and (
+                    len(record["answers"]) <= args.max_retries)
+                waiting.append(number) if again else note([number])
                 if time.monotonic() - logged > LOG_S:
                     logged = time.monotonic()
                     print(log_line(count, len(todo), logged - start))
@@ -303,11 +293,10 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 
 
 def log_line(count, total, seconds):
-    done = count["lines"]
+    done, left = count["lines"], (total - count["lines"]) * seconds / max(count["lines"], 1)
     return (f"lines {done:>7,}/{total:,} | rejected {done - count['labelled']:,} | "
             f"{count['answers']:,} answers | in {count['in'] / seconds:,.0f} tok/s | "
-            f"out {count['out'] / seconds:,.0f} tok/s | "
-            f"eta {(total - done) * seconds / max(done, 1):,.0f} s")
+            f"out {count['out'] / seconds:,.0f} tok/s | eta {left:,.0f} s")
 
 
 # ---- Results
@@ -333,35 +322,30 @@ def write_results(output, lines, records):
         answer = {"role": "assistant", "content": record["label"]}
         answer |= {"tool_calls": record["tool_calls"]} if record.get("tool_calls") else {}
         chats.append(row | {"messages": [*messages, answer]})
-    for path, rows in ((output.with_suffix(".rejected.jsonl"), rejected), (output, chats)):
-        checkpoint.write_text(path, "".join(
-            json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    other = output.with_suffix(".rejected.jsonl")
+    for path, rows in ((other, rejected), (output, chats)):
+        checkpoint.write_text(path, "".join(chat.dumped(row) + "\n" for row in rows))
     words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
                   for found in (labels, reasons))
     retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
     print(f"labels     {len(chats):,} of {len(lines):,} lines: {words}\n"
-          f"answers    {retries:,} retries, {len(rejected):,} lines rejected")
-    if rejected:
-        print(f"notice     {output.with_suffix('.rejected.jsonl')} has them: {why}")
-    print(f"done       {output}")
-    require(chats, f"no line has a label; see the raw answers in "
-                   f"{output.with_suffix('.rejected.jsonl')}")
+          f"answers    {retries:,} retries, {len(rejected):,} lines rejected"
+          + f"\nnotice     {other} has them: {why}" * bool(rejected) + f"\ndone       {output}")
+    require(chats, f"no line has a label; see the raw answers in {other}")
 
 
-def leave_on_signals():
-    """Make signals raise SystemExit, so the engine ends its child processes."""
-    def leave(number, frame):
-        for other in signals:       # the first one counts
-            signal.signal(other, signal.SIG_IGN)
-        sys.exit(128 + number)
-    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    for number in signals[:2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 3]:  # nohup
-        signal.signal(number, leave)
+def leave(number, frame):
+    """Signal handler that raises SystemExit, so the engine ends its child processes."""
+    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):        # the first one counts
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    leave_on_signals()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # of nohup
+            signal.signal(number, leave)
 
     # requests and teacher
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))

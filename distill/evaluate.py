@@ -71,7 +71,7 @@ def check_flags(args, world_size):
         groups = re.compile(args.topic or "()").groups
     except re.error as error:
         raise UserError(f"--follows or --topic: is not a regular expression ({error})")
-    require(groups == 1, f"--topic {args.topic!r}: has {groups} groups; the topic is in one: (...)")
+    require(groups == 1, f"--topic {args.topic!r}: has {groups} groups instead of one: (...)")
     require((TOPIC in (args.follows or "")) == bool(args.topic),
             f"--topic and {TOPIC} in --follows belong together")
     require(args.prompt_file or args.prompt_role == "user", "--prompt_role needs --prompt_file")
@@ -84,6 +84,7 @@ ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 import argparse
 import contextlib
 import hashlib
+import tempfile
 from typing import NamedTuple
 
 import numpy as np
@@ -91,16 +92,16 @@ import torch
 
 from core import adapters, chat, checkpoint, dist, json_files, kernels, metrics
 from core.chat import THINKING
-from core.problems import settle
 from distill import causal_lm, packed_lm
-from distill.chat_data import HELD_OUT, Reading, collate, encode_chunk, kept, question_hash
+from distill.chat_data import (HELD_OUT, ChatTable, Reading, collate, kept, question_hash,
+                               write_table)
 from distill.losses import chunked_loss
 
 # ---- Checkpoints and models
 
 
 class Run(NamedTuple):
-    """A checkpoint and its run."""
+    """A checkpoint of train_sft.py."""
     folder: Path
     meta: dict                  # its state
     flags: argparse.Namespace   # RUN_FLAGS
@@ -117,10 +118,7 @@ def open_run(args, name):
         flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
         trained_from = meta["identity"]["base model"]
     except (KeyError, TypeError, UserError) as error:
-        others = [str(path) for place in (folder, folder.parent) if place.is_dir()
-                  for _, path in checkpoint.list_checkpoints(place)]
-        raise UserError(f"{where}: is not a checkpoint of train_sft.py ({type(error).__name__}: "
-                        f"{error}); there are {', '.join(others) or 'none'}")
+        raise UserError(f"{where}: is not a checkpoint of train_sft.py ({error!r})")
     base, teacher = causal_lm.find_model(args.model_path or flags.model_path), None
     require(causal_lm.fingerprint_weights(base) == trained_from,
             f"{where}: was not trained from {base} but from other weights ({flags.model_path} "
@@ -194,14 +192,13 @@ def read_rows(args, run):
         require(about["hash"], f"--checkpoint {run.folder}: its run held nothing out, so there is "
                 "nothing to judge it by; train with --validation_split 0.1, or give "
                 "--eval_data_file with lines it has not seen")
-        text, count = json_files.read_text(path), about["trained"]
-        require(hashlib.sha256(text.encode()).hexdigest() == about["hash"],
+        require(hashlib.sha256(json_files.read_text(path).encode()).hexdigest() == about["hash"],
                 f"{path}: is not what the run of {run.folder} held out: it has changed since; "
                 "start the training command again, which writes it")
-        rows = [json_files.loads(line) for line in text.removesuffix("\n").split("\n")]
-    leaked = [number for number, row in enumerate(rows, 1) if "trained_as" in row]
+        rows, count = read_chats(path), about["trained"]
+    leaked = [row for row in rows if "trained_as" in row]
     require(not leaked or args.drop_leaked and len(leaked) < len(rows), leaked and (
-        f"{path}:{leaked[0]}: its text was trained, as {rows[leaked[0] - 1]['trained_as']} "
+        f"{path}:{leaked[0]['line']}: its text was trained, as {leaked[0]['trained_as']} "
         f"({len(leaked)} such lines of {len(rows)}); --drop_leaked leaves them out"))
     about = {"file": str(path), "training_lines": count, "held_out_lines": len(rows),
              "leaked_lines_left_out": len(leaked), "enable_thinking": run.flags.enable_thinking}
@@ -209,24 +206,22 @@ def read_rows(args, run):
 
 
 def encode(run, rows, path, prompt=None, turns=None):
-    """([sample as in ChatTable], end ids of answers). path: file of the rows."""
+    """([sample of a ChatTable], end ids of answers). rows: those of the file `path` to take."""
     around = prompt and prompt.role == "user"
     turns = turns or ("last" if around else run.flags.train_turns)
     thinking, other = THINKING[run.flags.enable_thinking], None
     if prompt and run.teacher:
         theirs = chat.load_tokenizer(run.teacher, run.flags.chat_template)
         other = chat.Encoder(theirs, turns, thinking)
-    config = causal_lm.load_config(run.base)
-    limit = causal_lm.length_limit(config, run.flags.max_length, run.flags.max_tokens_per_batch)
+    limit = causal_lm.length_limit(causal_lm.load_config(run.base), run.flags.max_length,
+                                   run.flags.max_tokens_per_batch)
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
-    reading = Reading(encoder, limit, prompt, teacher=other)
-    wrong, lines = [], [(row.get("line", number), row) for number, row in enumerate(rows, 1)]
-    made = encode_chunk(lines, path, reading, wrong)
-    settle(wrong, run.flags.drop_bad)
-    bounds = np.cumsum(made["lengths"])[:-1]
-    columns = (np.split(made["tokens"].astype(np.int64), bounds), np.split(made["trained"], bounds),
-               *([made["own"].tolist()] if prompt else []))
-    return [(i, *sample) for i, sample in enumerate(zip(*columns))], sorted(made["ends"])
+    with tempfile.TemporaryDirectory() as folder:
+        write_table(folder, [path], Reading(encoder, limit, prompt, run.flags.drop_bad,
+                                            teacher=other))
+        table, lines = ChatTable(folder), {row["line"] for row in rows}
+        samples = [table[i] for i in range(len(table)) if table.lines[i] in lines]
+    return samples, sorted(encoder.ends)
 
 
 # ---- Answers and measures
@@ -234,9 +229,8 @@ def encode(run, rows, path, prompt=None, turns=None):
 
 @torch.no_grad()
 def likelihoods(column, samples, batch_size, teacher=None, as_teacher=False):
-    """(KL(teacher, column) or None, negative log-likelihood) per trained token, in nats.
-
-    samples: of encode. teacher: a Column. as_teacher: the column reads the teacher's side.
+    """(KL(teacher, column), None without a teacher; negative log-likelihood) per trained token, in
+    nats. samples: of encode. teacher: a Column. as_teacher: the column is the teacher.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
@@ -253,17 +247,15 @@ def likelihoods(column, samples, batch_size, teacher=None, as_teacher=False):
                                       packed_lm.KEPT if teacher else None, taught[1])
         ce, apart = more or (loss, loss)
         sums += torch.tensor([apart.item(), ce.item(), len(batch.targets)])
-    return (sums[0] / sums[2]).item() if teacher else None, (sums[1] / sums[2]).item()
+    kl, nll = (sums[:2] / sums[2]).tolist()
+    return kl if teacher else 0.0 if as_teacher else None, nll
 
 
 def ask_column(column, ends, thinking, requests, tokens, batch_size):
     """[Answer] of a Column, greedy. ends: end ids of trained answers."""
     causal_lm.stop_at(column.native, ends)
-    known = column.native.generation_config.eos_token_id
     draw = teachers.Sampling(tokens, thinking=THINKING[thinking])
-    answers = teachers.answers_of(
-        column.native, column.tokenizer, draw,
-        sorted(known if isinstance(known, list) else [known]), batch_size=batch_size)
+    answers = teachers.answers_of(column.native, column.tokenizer, draw, batch_size=batch_size)
     with column.switched(column.usual):
         found = {request.id: answer for request, answer in answers(requests)}
     return [found[request.id] for request in requests]
@@ -300,43 +292,15 @@ def label_of(parser, answer):
     return label or read_label(parser, answer.text, answer.finish_reason)[0]
 
 
-def measure_forgotten(args, run, columns, found):
-    """Add KL(base, column) on the chats of --unrelated to student and control."""
-    rows, kept_file = read_chats(args.unrelated), run.flags.keep
-    seen = read_chats(kept_file) if kept_file and Path(kept_file).exists() else []
-    seen = {question_hash(row["messages"]) for row in seen}
-    both = sum(question_hash(row["messages"]) in seen for row in rows)
-    require(not both, f"--unrelated {args.unrelated}: --keep {kept_file} trained {both} of its "
-                      "questions; judge by others")
-    samples, _ = encode(run, rows, args.unrelated, turns="last")
-    for name in (STUDENT, CONTROL):
-        if name in columns:
-            found[name]["unrelated kl"], _ = likelihoods(columns[name], samples, args.batch_size,
-                                                         columns[BASE])
-
-
 # ---- Verdict
-
-
-def table_lines(found):
-    """The measures as text: one line per measure, one column per model."""
-    rows = [["", *found]]
-    for measure in dict.fromkeys(measure for row in found.values() for measure in row):
-        form = "{:.1%}" if measure in SHARES else "{:.4g}"
-        rows.append([measure, *("-" if row.get(measure) is None else form.format(row[measure])
-                                for row in found.values())])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [first.ljust(widths[0]) + "".join(
-        f"  {text:>{width}}" for text, width in zip(more, widths[1:])) for first, *more in rows]
 
 
 def verdict_clauses(args, found, closed, n):
     """[clause] that summarise learning and forgetting."""
     clauses = []
-    for measure, what in SHARES.items():
-        if shares := [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
-                      if measure in row]:
-            clauses.append(f"{what} of {n} held-out answers: {', '.join(shares)}")
+    for measure in [measure for measure in SHARES if measure in found[STUDENT]]:
+        shares = [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()]
+        clauses.append(f"{SHARES[measure]} of {n} held-out answers: {', '.join(shares)}")
     for name, ways in closed.items():
         words = [f"{metrics.percent(part)} of the way in {WAYS[measure]}"
                  for measure, part in ways.items() if part is not None]
@@ -349,14 +313,13 @@ def verdict_clauses(args, found, closed, n):
 
 def check_learned(args, found, closed, goal):
     """UserError unless the student closed --min_closed of the gap and the control did not."""
-    for measure, part in closed[STUDENT].items():
+    for measure, part in sorted(closed[STUDENT].items()):
         theirs, before = found[goal][measure], found[BASE][measure]
-        require(part is not None and (theirs or measure == "kl"), f"{args.checkpoint}: "
-                f"{WAYS[measure]}: there is no gap to close: {theirs:.3g} of the teacher, "
-                f"{before:.3g} of the base")
-    for measure, part in closed[STUDENT].items():
-        require(part >= args.min_closed, f"{args.checkpoint}: {WAYS[measure]}: {part:.3f} of the "
-                                         f"gap is closed, less than --min_closed {args.min_closed}")
+        where = f"{args.checkpoint}: {WAYS[measure]}"
+        require(part is not None and (theirs or measure == "kl"), f"{where}: there is no gap to "
+                f"close: {theirs:.3g} of the teacher, {before:.3g} of the base")
+        require(part >= args.min_closed, f"{where}: {part:.3f} of the gap is closed, less than "
+                                         f"--min_closed {args.min_closed}")
     if args.control:
         least = min(part or 0 for part in closed[CONTROL].values())
         require(least < args.min_closed, f"--control {args.control}: closed {least:.3f} of "
@@ -372,13 +335,12 @@ def main(argv=None):
     dtype = torch.bfloat16 if half else torch.float32
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
     run = open_run(args, args.checkpoint)
-    learned, prompt = run.flags.prompt_file or run.flags.teacher_path, None
-    require(not (learned and args.prompt_file),
-            f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; drop the flag")
-    if learned:     # as the run read it, even if the file has changed
+    prompt = args.prompt_file and teachers.read_prompt(args.prompt_file, args.prompt_role)
+    if learned := run.flags.prompt_file or run.flags.teacher_path:
+        require(not prompt, f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; "
+                            "drop the flag")
+        # as the run read it, even if the file has changed
         prompt = teachers.Prompt(*run.meta["held_out"]["prompt"])
-    elif args.prompt_file:
-        prompt = teachers.read_prompt(args.prompt_file, args.prompt_role)
     require(prompt or not args.min_closed,
             "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
     rows, about = read_rows(args, run)
@@ -391,6 +353,14 @@ def main(argv=None):
             require(label in parser.labels, f"id {row['id']} is labelled {label[:40]!r}, which is "
                     f"not one of {', '.join(parser.labels)}; see --parser and --labels")
     samples, ends = encode(run, rows, about["file"], prompt)
+    if args.unrelated:      # chats that the base answered, and --keep did not train
+        kept_file, others = run.flags.keep, read_chats(args.unrelated)
+        seen = read_chats(kept_file) if kept_file and Path(kept_file).exists() else []
+        seen = {question_hash(row["messages"]) for row in seen}
+        both = sum(question_hash(row["messages"]) in seen for row in others)
+        require(not both, f"--unrelated {args.unrelated}: --keep {kept_file} trained {both} of its "
+                          "questions; judge by others")
+        unrelated, _ = encode(run, others, args.unrelated, turns="last")
     checkpoint.claim_output(args.output_dir)
     print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge "
           f"({about['file']}), on {device}")
@@ -417,7 +387,8 @@ def main(argv=None):
         texts[name] = [answer.text.strip() for answer in some]
         row["kl"], row["nll"] = likelihoods(column, samples, args.batch_size,
                                             None if taught else columns.get(goal), taught)
-        row["kl"] = 0.0 if taught else row["kl"]
+        if args.unrelated and name in (STUDENT, CONTROL):
+            row["unrelated kl"], _ = likelihoods(column, unrelated, args.batch_size, columns[BASE])
         row["tokens in"] = np.mean([answer.prompt_tokens for answer in some]).item()
         row["tokens out"] = np.mean([answer.completion_tokens for answer in some]).item()
         if args.follows:
@@ -427,10 +398,7 @@ def main(argv=None):
             labels = [label_of(parser, answer) for answer in some]
             row["accuracy"] = np.mean([a == b for a, b in zip(labels, given)]).item()
     for name, row in found.items():
-        wanted = texts.get(goal, given)
-        row["exact"] = np.mean([a == b for a, b in zip(texts[name], wanted)]).item()
-    if args.unrelated:
-        measure_forgotten(args, run, columns, found)
+        row["exact"] = np.mean([a == b for a, b in zip(texts[name], texts.get(goal, given))]).item()
 
     # report
     closed = {}         # {student or control: {measure: share of the gap, None without a gap}}
@@ -444,7 +412,12 @@ def main(argv=None):
                for measure, value in row.items()}
     figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": value
                 for name, way in closed.items() for measure, value in way.items()}
-    shown = table_lines(found)
+    shown = ["".join(f"{text:<15}" for text in ("", *found)).rstrip()]
+    for measure in dict.fromkeys(measure for row in found.values() for measure in row):
+        form = "{:<15.1%}" if measure in SHARES else "{:<15.4g}"
+        shown.append(f"{measure:<15}" + "".join(
+            f"{'-':<15}" if row.get(measure) is None else form.format(row[measure])
+            for row in found.values()).rstrip())
     if goal:
         saved = figures["tokens saved"] = found[goal]["tokens in"] - found[STUDENT]["tokens in"]
         shown.append(f"note       {saved:.1f} tokens of prompt are saved a request")

@@ -1,10 +1,9 @@
 """Frozen models for a student: a teacher, the base, or vLLM's server, to score and sample answers.
 
-A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients, no
-optimizer state and no place in a checkpoint. FSDP2 shards it too. The server scores answers by
-prompt_logprobs (vllm serve NAME --max-logprobs 64) and gets them as ids. It returns for each token
-its log-probability and those of the K likeliest (--distill_topk); all others form one bucket, as
-with --teacher_path and the same K.
+A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients and no
+place in a checkpoint; FSDP2 shards it too. The server (vllm serve NAME --max-logprobs 64) gets the
+ids of answers and returns for each token its log-probability and those of the K likeliest
+(--distill_topk); all others form one bucket, as with --teacher_path and the same K.
 """
 import math
 import os
@@ -67,20 +66,18 @@ def load_all(model, world, sharding):
             register_fsdp_forward_method(other, "rows")
         if world.is_main:
             print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
-                  "parameters, frozen, in "
-                  f"{str(next(other.parameters()).dtype).removeprefix('torch.')}")
+                  f"parameters, frozen, in {str(next(other.parameters()).dtype)[6:]}")
 
 
 def fingerprint(args, table):
     """Text that identifies the teacher's weights and the ChatTable of --keep; or None."""
-    found = [args.teacher_name] if args.teacher_name else []
+    teacher = kept = ""
     if args.teacher_path and args.teacher_path != args.model_path:
-        teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
-        found.insert(0, causal_lm.fingerprint_weights(teacher))
+        teacher = causal_lm.fingerprint_weights(causal_lm.find_model(args.teacher_path))
     if table:
         data = table.fingerprint(np.arange(len(table)))
-        found.append(f"keep {args.keep_weight:g} / {args.keep_every}: {data}")
-    return ", ".join(found) or None
+        kept = f"keep {args.keep_weight:g} / {args.keep_every}: {data}"
+    return ", ".join(filter(None, (teacher, args.teacher_name, kept))) or None
 
 
 # ---- vLLM's server
@@ -93,11 +90,9 @@ def known_tokens(found, k, token):
     ranked = sorted((value["rank"], name, value["logprob"]) for name, value in found.items())
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
     require(not odd, f"names a token {odd[:1]}, which is not an id")
-    require(str(token) in found, f"has no log-probability of token {token}, which was sent: it is "
-                                 "of another place")
+    require(str(token) in found, f"has no log-probability of token {token}, which was sent")
     best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
-    require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest; it needs "
-            f"--max-logprobs {k}")
+    require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest: --max-logprobs {k}")
     total = sum(math.exp(min(value, 1)) for _, value in best)
     require(all(value <= ROUNDING for _, _, value in ranked) and total <= 1 + ROUNDING,
             "gave log-probabilities that are none: above 0, nan, or of more than 1 together")
@@ -136,8 +131,7 @@ class Scorer:
                   if any(a < place < b for place in places)]
         end = time.monotonic() + 2 * self.server.timeout        # for all calls, as other ranks wait
         at = {a + i: row for (a, _), rows in self.server.each(
-            lambda part: self.ask(ids[slice(*part)], end), wanted)
-            for i, row in enumerate(rows, 1)}
+            lambda part: self.ask(ids[slice(*part)], end), wanted) for i, row in enumerate(rows, 1)}
         known = torch.tensor([at[place] for place in places], dtype=torch.float64)
         known = known.reshape(-1, self.k, 2)    # ids below 2**53 are exact
         tokens, logprobs = known[..., 0].long(), known[..., 1]
@@ -160,11 +154,10 @@ def draw_of(seed, step, number):
     return np.random.default_rng((seed, step, number, 3))
 
 
-def last_answer(trained):
-    """Index of the first token of the last trained turn. trained (n,) bool."""
-    places = np.flatnonzero(trained)
-    gaps = np.flatnonzero(np.diff(places) > 1)
-    return int(places[gaps[-1] + 1] if len(gaps) else places[0])
+def question_of(ids, trained):
+    """The ids (n,) before the last trained turn. trained (n,) bool."""
+    starts = np.flatnonzero(trained[1:] & ~trained[:-1])
+    return ids[:starts[-1] + 1]
 
 
 def own_answers(args, world, model, table, batches, ends, step, sampler=None):
@@ -175,12 +168,9 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     made, rows = [], [[table[i] for i in batch.samples] for batch in batches]
     chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
               if draw_of(args.seed, step, sample[0]).random() < args.on_policy]
-    prompts = []        # for student and teacher
-    for b, r in chosen:
-        _, ids, trained, own = rows[b][r]
-        prompts.append([side[:last_answer(mask)] for side, mask in (
-            (ids[:own], trained[:own]), (ids[own:], trained[own:]))])
-    limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30
+    prompts = [[question_of(ids[part], trained[part]) for part in (slice(own), slice(own, None))]
+               for _, ids, trained, own in (rows[b][r] for b, r in chosen)]    # student, teacher
+    limit = min(causal_lm.positions(net.native.config)
                 for net in (model, *model.frozen.values()) if hasattr(net, "native"))
     room = [min(args.max_new_tokens, limit - max(map(len, pair))) for pair in prompts]
     seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
@@ -200,7 +190,7 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
         trained[len(own):len(own) + len(answer)] = trained[len(ids) - len(answer):] = True
         rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
     found = [collate(part, prompted=True).to(world.device) for part in rows]
-    targets = sum(batch.counts["targets"] for batch in found)
+    targets = sum(len(batch.targets) for batch in found)
     return found, dist.all_reduce(world, torch.tensor(float(targets), device=world.device)).item()
 
 

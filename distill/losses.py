@@ -114,8 +114,7 @@ class _LinearLoss(torch.autograd.Function):
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast(kind, enabled=False):
             sums = [_chunk(function, slice(first, first + chunk), hidden, matrix, offset, rows,
-                           ctx.grads)
-                    for first in range(0, max(1, len(hidden)), chunk)]
+                           ctx.grads) for first in range(0, max(1, len(hidden)), chunk)]
         loss, *others = (value.clone() for value in torch.stack(sums).sum(0))
         ctx.mark_non_differentiable(*others)
         return loss, *others

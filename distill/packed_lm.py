@@ -84,10 +84,7 @@ class PackedLM(nn.Module):
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
         super().__init__()
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
-        self.sums = 5 if prompted else 3        # number of Sums that forward returns
-        self.frozen = {}
-        # in a list, where torch does not register it again
-        self._native = [net.get_base_model() if self.lora else net]
+        self.sums, self.frozen = 5 if prompted else 3, {}       # number of Sums of forward
         kernels.use(self.native)
         if recompute:
             kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
@@ -97,7 +94,7 @@ class PackedLM(nn.Module):
     @property
     def native(self):
         """transformers' model, including adapters."""
-        return self._native[0]
+        return self.net.get_base_model() if self.lora else self.net
 
     def forward(self, batch: PackedChats):
         """Sums. Without a teacher only the first three, and the loss is the cross-entropy."""
@@ -182,7 +179,8 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def loss_report(sums, prefix):
-    """Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
+    """Stacked Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
+    sums = Sums(*sums)
     names = {"loss": sums.loss, "accuracy": sums.right, "ce_loss": sums.ce,
              "kl_loss": sums.divergence}
     return {f"{prefix}/{name}": total / sums.targets if sums.targets else math.nan
@@ -206,18 +204,19 @@ def decays(name, parameter):
 
 
 def layer_weights(model):
-    """Number of weights in the decoder layers that multiply a token, without adapters.
-
-    model: transformers'. For a mixture of experts, only the experts that a token is routed to.
+    """Number of weights in the decoder layers that multiply a token, without adapters; of a mixture
+    of experts, those that a token is routed to. model: transformers'.
     """
     total = sum(module.in_features * module.out_features for module in model.modules()
                 if hasattr(module, "nf4"))
-    matrices = [parameter for layer in causal_lm.decoder_layers(model)
-                for name, parameter in layer.named_parameters() if ".lora_" not in name]
-    return total + sum(
-        parameter.numel() * model.config.num_experts_per_tok // len(parameter)
-        if parameter.ndim == 3 else parameter.numel() * (parameter.ndim > 1)
-        for parameter in matrices)
+    for layer in causal_lm.decoder_layers(model):
+        for name, weight in layer.named_parameters():
+            if ".lora_" not in name and weight.ndim > 1:
+                routed, of = 1, 1
+                if weight.ndim == 3:
+                    routed, of = model.config.num_experts_per_tok, len(weight)
+                total += weight.numel() * routed // of
+    return total
 
 
 def step_work(table, samples, sizes, lora):
@@ -235,16 +234,14 @@ def step_work(table, samples, sizes, lora):
 
 
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
-    """Model FLOPs of forward and backward, or of forward alone. Ignores recomputation, adapters and
-    sliding windows.
-
-    values: from layer_weights. A matrix with N weights costs 2N per row forward, 2N for the input
-    gradient and, if it is trained, 2N for its gradient; the head runs on trained rows only. pairs:
-    attended (query, key) pairs, each 4 * heads * head_dim forward and twice that backward.
+    """Model FLOPs of forward and backward, or of forward alone, without recomputation, adapters and
+    sliding windows. values: from layer_weights. A matrix with N weights costs 2N per row forward,
+    2N for the input gradient and, if it is trained, 2N for its gradient; the head runs on trained
+    rows only. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
+    backward.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = tokens * values + targets * config.hidden_size * config.vocab_size
     attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
-    if forward_only:
-        return 2 * rows + 4 * attended
-    return (4 if lora else 6) * rows + 12 * attended
+    times, pairs = (2, 4) if forward_only else (4, 12) if lora else (6, 12)
+    return times * rows + pairs * attended

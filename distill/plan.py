@@ -13,18 +13,17 @@ from distill.chat_data import PackedChats, samples_line
 
 def loss(model, tokens, targets, kept=False):
     """Loss of a PackedLM on this many tokens with this many targets. kept: True for --keep."""
-    def numbers(*shape):
-        return torch.zeros(shape, dtype=torch.int64)
-    places, rows, teacher = numbers(tokens), numbers(targets), None
+    places, rows = (torch.zeros(n, dtype=torch.int64) for n in (tokens, targets))
+    teacher = None
     if model.prompted or kept:  # the teacher's forward keeps only the head's rows: two tokens
         two = places[:2]
-        teacher = PackedChats(two, two, two.int(), rows, rows, 2, (), {})
-    return model(PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), {}, teacher,
+        teacher = PackedChats(two, two, two.int(), rows, rows, 2, ())
+    return model(PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), teacher,
                              kept)).loss
 
 
 def step_of(model):
-    """memory.Step of a PackedLM without its frozen models, which with_frozen adds."""
+    """memory.Step of a PackedLM without its frozen models."""
     if model.frozen:
         model = copy.copy(model)
         model.frozen = {}
@@ -46,15 +45,11 @@ def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
                         for of in (kept.lengths, kept.targets)), model.lora))
     found, tokens = max(((plans.estimate(step_of(model), setup, pack), pack[0]) for pack in packs),
                         key=lambda one: one[0].peak)
-    if model.frozen:
-        pack = tuple(max(pack[place] for pack in packs) for place in range(2))
-        found = with_frozen(found, model, setup, pack)
-    return found, tokens
-
-
-def with_frozen(found, model, setup, pack):
-    """memory.Memory plus a PackedLM's frozen models: shards, gathered roots, one forward each."""
+    if not model.frozen:
+        return found, tokens
+    # frozen models add their shards, gathered roots and one forward each
     from distill import frozen
+    pack = tuple(max(pack[place] for pack in packs) for place in range(2))
     value, whole, stages = 2 if setup.bf16 else 4, 0, {}
     standing = sum(found.parts[name] for name in ("weights", "optimizer", "average", "fixed"))
     standing += found.parts["gradients"] * (not setup.fresh)
@@ -71,7 +66,7 @@ def with_frozen(found, model, setup, pack):
         stages[f"the {name}'s forward"] = standing + work + gathered
     stages |= found.stages
     return plans.Memory(found.parts | {"teacher": whole},
-                        {name: of + whole for name, of in stages.items()})
+                        {name: of + whole for name, of in stages.items()}), tokens
 
 
 def choose(args, world, ranks, model, lengths, targets, kept=None):

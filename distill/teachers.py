@@ -5,8 +5,7 @@ vllm           in this process, with prefix caching
 openai         any server with OpenAI's /chat/completions, many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
-All apply the model's chat template to messages and tools, and use one seed per request. So an
-answer does not depend on other requests, up to rounding of sums.
+Each request has a seed, so an answer does not depend on others, up to rounding of sums.
 """
 import asyncio
 import itertools
@@ -85,15 +84,11 @@ class Prompt(NamedTuple):
 
 def read_prompt(path, role="user"):
     """Prompt from a file, in which only the braces of PLACE have a meaning. Raises UserError."""
-    text, where = json_files.read_text(path, "--prompt_file ").rstrip("\n"), f"--prompt_file {path}"
-    parts = text.split(PLACE)
-    if role == "system":
-        require(text.strip(), f"{where}: is empty")
-        require(len(parts) == 1, f"{where}: has {PLACE}, which --prompt_role system does not "
-                                 "fill in")
-        return Prompt(role, text)
-    require(len(parts) == 2, f"{where}: has {PLACE} {len(parts) - 1} times; write it once, where "
-                             "the line goes, or give --prompt_role system")
+    parts = json_files.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
+    require("".join(parts).strip() or len(parts) > 1, f"--prompt_file {path}: is empty")
+    require(len(parts) == (1 if role == "system" else 2), f"--prompt_file {path}: has {PLACE} "
+            f"{len(parts) - 1} times; write it once, where the line goes, or give --prompt_role "
+            "system and no such place")
     return Prompt(role, *parts)
 
 
@@ -137,8 +132,7 @@ def make_parser(name, pattern=None, labels=None):
         line = re.compile(pattern)
     except re.error as error:
         raise UserError(f"--pattern {pattern!r}: is not a regular expression ({error})")
-    require(line.groups == 1, f"--pattern {pattern!r}: has {line.groups} groups; put the label, "
-                              "nothing else, in one: (...)")
+    require(line.groups == 1, f"--pattern {pattern!r}: has {line.groups} groups; give one: (label)")
     return Parser(line, labels)
 
 
@@ -153,13 +147,11 @@ def read_label(parser, text, finish_reason, must_think=False):
         begin, open_thought = tag.end(), not tag[1]
     if open_thought or (must_think and not begin):
         return None, "its thoughts have no end"
-    if parser.line is None:
-        label = text[begin:].strip()
-    else:
-        matches = [match for line in text[begin:].split("\n")
-                   if (match := parser.line.fullmatch(line.strip()))]
-        label = matches[-1][1] if matches else None
-        label = label.lower() if label and parser.lower else label
+    label = text[begin:].strip()
+    if parser.line:
+        lines = (parser.line.fullmatch(line.strip()) for line in label.split("\n"))
+        label = ["", *(found[1] or "" for found in lines if found)][-1]
+        label = label.lower() if parser.lower else label
     if not label:
         return None, "is empty" if parser.line is None else "has no line of the wanted form"
     if parser.labels and label not in parser.labels:
@@ -239,22 +231,19 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
     # many CPUs are slow in bfloat16
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     folder = causal_lm.find_model(name, "--model_name")
-    tokenizer, model = chat.load_tokenizer(folder), causal_lm.load_whole(folder, dtype, device)
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return answers_of(model, tokenizer, draw, ends if isinstance(ends, list) else [ends],
-                      max_model_len, batch_size, chunk_size)
+    return answers_of(causal_lm.load_whole(folder, dtype, device), chat.load_tokenizer(folder),
+                      draw, max_model_len, batch_size, chunk_size)
 
 
-def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
+def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_size=1024):
     """`answers` of a loaded causal LM of transformers, with or without adapters.
 
-    ends: ids that end an answer. Batches of batch_size are sorted by length within chunk_size.
+    Batches of batch_size are sorted by length within chunk_size.
     """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    from distill.causal_lm import Draw, generate
-    warpers = []
+    from distill.causal_lm import Draw, end_ids, generate
+    ends, warpers = end_ids(model) or [tokenizer.eos_token_id], []
     if draw.temperature:
         warpers = [TemperatureLogitsWarper(draw.temperature)]
         warpers += [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
@@ -309,15 +298,12 @@ class Server:
         # uncompressed: nested gzip could expand to gigabytes before bytes are counted
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
-            require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
-                                                        "key has, such as a space or a line feed")
+            require(re.fullmatch(r"[\x21-\x7e]+", key),
+                    "OPENAI_API_KEY: holds a space, a line feed or another character of no key")
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
-                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-                verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
-            raise UserError(f"{self.name}, by a proxy of the environment: {error}")
+        self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
+            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+            verify=ssl.create_default_context())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -340,12 +326,13 @@ class Server:
             for future in under_way:
                 future.cancel()
 
-    async def fetch(self, path, body=None, read=json_files.loads, end=math.inf):
+    async def fetch(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
         """read(bytes) of a GET, or of a POST with a JSON body, before time.monotonic() is `end`.
-        Raises ServerError, also for a redirection, which must not get the key.
+        Raises ServerError, also for a redirection, which must not get the key. hint: added to the
+        message if the server refuses.
         """
         def fail(why, status=0):
-            raise ServerError(self.name + path, why, status)
+            raise ServerError(self.name + path, why + hint * bool(status), status)
         found, within = bytearray(), max(0.01, min(self.timeout, end - time.monotonic()))
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
@@ -371,16 +358,13 @@ class Server:
 
     async def call(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
         """fetch(...), retried after temporary failures until twice the timeout or `end` has passed.
-        hint: added to the message if the server refuses.
         """
         pause, until = 0.5, min(end, time.monotonic() + 2 * self.timeout)
         while True:
             try:
-                return await self.fetch(path, body, read, end)
+                return await self.fetch(path, body, read, end, hint)
             except ServerError as error:
-                if error.status and error.status not in TRANSIENT:
-                    raise ServerError(self.name + path, error.why + hint, error.status)
-                if time.monotonic() + pause > until:
+                if error.status not in (0, *TRANSIENT) or time.monotonic() + pause > until:
                     raise
                 if time.monotonic() - self.noticed > NOTICE_S:
                     self.noticed = time.monotonic()
@@ -395,9 +379,8 @@ def address(base_url, flag):
         parts = urllib.parse.urlsplit(base_url)
     except ValueError as error:
         raise UserError(f"{flag}: is not an address ({error})")
-    require("@" not in base_url and not parts.query and not parts.fragment,
-            f"{flag}: holds a name and password (@), ?... or #..., which no call would carry; give "
-            "the key in OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
+    require("@" not in base_url and not parts.query and not parts.fragment, f"{flag}: holds a name "
+            "and password (@), ?... or #...; the key is read from OPENAI_API_KEY")
     return base_url.rstrip("/")
 
 
@@ -408,8 +391,7 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
         models = server.wait(server.fetch("/models", read=lambda data: [
             model["id"] for model in json_files.loads(data)["data"]]))
     except ServerError as error:
-        raise UserError(f"{server.name}: {error.why}; start the server, or correct the address (it "
-                        "mostly ends in /v1)")
+        raise UserError(f"{server.name}: {error.why}; start it, or correct its address (.../v1)")
     require(name in models, f"--model_name {name}: the server has {', '.join(map(str, models))}")
     return lambda requests: server.each(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)

@@ -7,7 +7,7 @@ vocabulary, which is checked token by token. Does not import torch: flags are pa
 from pathlib import Path
 
 from core import cli
-from core.cli import UserError, require
+from core.cli import require
 
 # {flag: flags of which it needs one}
 NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",
@@ -26,18 +26,16 @@ def check_flags(args, parser):
                 f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
         require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would download
-                "--teacher_url needs --teacher_path, a folder with the server's config.json and "
-                "tokenizer: they prove that the student has its vocabulary")
+                "--teacher_url needs --teacher_path, a folder of its config.json and tokenizer")
         require(args.distill_topk, "--teacher_url needs --distill_topk, as servers give no others")
-        require(args.divergence != "reverse", "--divergence reverse needs the teacher's smallest "
-                "probabilities, which a server rounds: take forward or js, or --teacher_path alone")
+        require(args.divergence != "reverse", "--divergence reverse needs the smallest "
+                "probabilities, which a server rounds: take forward or js, or no --teacher_url")
     for flag in ("teacher_url", "base_url"):
         if getattr(args, flag):
             from distill.teachers import address
             address(getattr(args, flag), f"--{flag}")
-            require(0 < 2 * args.request_timeout < args.collective_timeout, "--request_timeout: "
-                    f"twice {args.request_timeout:g} s must end before --collective_timeout "
-                    f"({args.collective_timeout} s)")
+            require(0 < 2 * args.request_timeout < args.collective_timeout,
+                    "--request_timeout must be above 0 and below half of --collective_timeout")
     if args.keep:
         cli.at_least_one(args, "keep_every")
         cli.above_zero(args, "keep_weight")
@@ -65,11 +63,10 @@ def check_same(ours, theirs, rows, name):
     """UserError unless two tokenizers agree on each id below `rows`. name: for the message."""
     a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
             for tokenizer in (ours, theirs))
-    if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):
-        one, other = a.get(odd[0]), b.get(odd[0])
-        raise UserError(f"--teacher_path {name}: has another vocabulary than --model_path: id "
-                        f"{odd[0]} is {other!r} there, {one!r} here ({len(odd)} such ids), so only "
-                        "its labels can be learned, as distill/create_data.py makes them")
+    odd = sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i))
+    require(not odd, odd and f"--teacher_path {name}: has another vocabulary than --model_path: id "
+            f"{odd[0]} is {b.get(odd[0])!r} there, {a.get(odd[0])!r} here ({len(odd)} such ids), "
+            "so only its labels can be learned, as distill/create_data.py makes them")
 
 
 def open_side(args, config, tokenizer):
@@ -79,9 +76,8 @@ def open_side(args, config, tokenizer):
     from core import chat
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
-    prompt = Prompt("none", "")
-    if args.prompt_file:
-        prompt = read_prompt(args.prompt_file, args.prompt_role)
+    prompt = read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else Prompt(
+        "none", "")
     theirs, encoder, tokens = config, None, config.vocab_size
     if args.teacher_path != args.model_path or args.teacher_url:
         folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
@@ -96,9 +92,7 @@ def open_side(args, config, tokenizer):
     require(not args.on_policy or config.vocab_size <= theirs.vocab_size,
             f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
             f"{args.teacher_path} reads {theirs.vocab_size:,}")
-    shorter = min(config, theirs, key=lambda of: getattr(of, "max_position_embeddings", None)
-                  or 1 << 30)
-    return prompt, encoder, shorter
+    return prompt, encoder, min(config, theirs, key=causal_lm.positions)
 
 
 def check_lesson(args, table, numbers):
@@ -111,9 +105,8 @@ def check_lesson(args, table, numbers):
     if same and not args.teacher_url and not args.prompt_file and args.distill_weight == 1:
         samples = (table[i] for i in numbers)
         require(any(ids[:own].tolist() != ids[own:].tolist() for _, ids, _, own in samples),
-                f"--teacher_path {args.teacher_path} is --model_path and reads what the student "
-                "reads, so there is nothing to learn: give --prompt_file, records with "
-                '"teacher_messages", or --distill_weight below 1')
+                "--teacher_path is --model_path and reads what the student reads, so there is "
+                'nothing to learn: give --prompt_file, "teacher_messages" or --distill_weight < 1')
 
 
 def context(record):
@@ -146,13 +139,10 @@ def after_prompt(prompt, encoder, records, results):
     found = []
     for i, own in enumerate(results):
         theirs = encoded.get(i, talks[i])
-        if bad := [result for result in (own, theirs) if isinstance(result, ValueError)]:
-            found.append(bad[0])
-            continue
-        if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
+        bad = [result for result in (own, theirs) if isinstance(result, ValueError)]
+        if not bad and [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
             hint = "; with teacher_messages give --train_turns last"
-            found.append(ValueError("the teacher's template gives the answer other tokens"
-                                    + hint * ("teacher_messages" in records[i])))
-        else:
-            found.append((own[0] + theirs[0], own[1] + theirs[1], len(own[0])))
+            bad = [ValueError("the teacher's template gives the answer other tokens"
+                              + hint * ("teacher_messages" in records[i]))]
+        found.append(bad[0] if bad else (own[0] + theirs[0], own[1] + theirs[1], len(own[0])))
     return found

@@ -4,17 +4,16 @@
         --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun ... --use_lora --prompt_file system.txt --prompt_role system
 
-It reads top to bottom: flags, data, model, resume, validation, saving, then the loop. The loss is
-the cross-entropy of the trained tokens (found by core/chat.py), averaged over all of them in an
-optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the answers
-(from the data, or sampled by the student), and the student learns its distribution (losses.py).
+The loss is the cross-entropy of the trained tokens (found by core/chat.py), averaged over all of
+them in an optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the
+answers (from the data, or sampled by the student), which learns its distribution (losses.py).
 
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import argparse
 import os
 import sys
+from argparse import SUPPRESS, BooleanOptionalAction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
@@ -29,23 +28,15 @@ CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
-# before the run
-flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's)"
-     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+# of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
+cli.trainer_flags(p)
+p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2)
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
-switch("--use_lora", "train adapters on a frozen base instead of all weights")
-flag("--lora_rank", 32, "adapter rank")
-flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
-flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
-switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
-flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern of such files;"
-     " forms: docs/distillation.md", required=True)
+flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle")
 flag("--group_size", 1, 'number of neighbours by "id" or line that are held out together')
@@ -54,29 +45,29 @@ flag("--enable_thinking", "template", "template setting", choices=("template", "
 flag("--train_turns", "all", "answers trained, each as at its turn", choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
 flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the model's positions")
-flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
-     f"or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
-switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
-flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
+flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
+     f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
+switch("--drop_too_long", SUPPRESS)        # the same as --drop_bad too_long
 # distillation
+known = len(p._actions)
 flag("--teacher_path", None, "model that scores the answers (default with a prompt: the base)")
 flag("--teacher_url", None, "vLLM server that scores; --teacher_path: its config and tokenizer")
 flag("--teacher_name", None, "the teacher's name on the server (default: --teacher_path)")
 flag("--prompt_file", None, "prompt that only the teacher reads")
 flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
-flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or Jensen-Shannon",
-     choices=("forward", "reverse", "js"))
+flag("--divergence", "forward", "KL or Jensen-Shannon", choices=("forward", "reverse", "js"))
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of samples whose answer the student generates at each step")
 flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_policy")
-flag("--base_url", None, "vLLM server that generates them with the adapters (frozen.py)")
+flag("--base_url", None, "vLLM server that generates --on_policy answers")
 flag("--request_timeout", 240.0, "seconds per request; a step retries for twice as long")
-flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; others are one", metavar="K")
+flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; the rest as one", metavar="K")
 flag("--distill_weight", None, "weight of the divergence in the loss (default: 1)", type=float)
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
-flag("--keep_every", 4, argparse.SUPPRESS)
-# batch and length of the run
+flag("--keep_every", 4, SUPPRESS)
+DISTILLING = [action.dest for action in p._actions[known:]]
+# batch, length and learning rate of the run
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
 flag("--per_device_eval_batch_size", 16, "samples per validation batch")
@@ -84,50 +75,17 @@ flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --gl
 flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
 flag("--num_train_epochs", 4, "passes over the training samples")
 flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
-# optimization
 flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
-flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
-     type=cli.alias(constant_with_warmup="constant"))
 flag("--min_lr_ratio", 0.1, "final learning rate as a share of the peak")
 flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up")
-flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
-flag("--adam_beta2", 0.95, "AdamW decay of the variance")
-flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
-flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
-# speed and memory
-switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
-flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
-flag("--parallel", None, "replicas, or shards over all GPUs, over each node, or over groups of N "
-     "(default: one GPU ddp, else fsdp)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
-flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
-flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights after the forward pass; "
-     "no-: faster, more memory", action=argparse.BooleanOptionalAction)
+# speed, memory, intervals
+flag("--reshard_after_forward", True, "fsdp: less memory, slower", action=BooleanOptionalAction)
 switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
-switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
 switch("--float8", "lora with --compile: multiply by frozen weights in float8")
-switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
-     "but attention and matmuls)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
-     "data preparation, validation and saves after --wait_timeout 21600")
-flag("--wait_timeout", 21600, argparse.SUPPRESS)
-# logging, validation, checkpoints
-flag("--output_dir", "./output", "folder for all output; shared by all nodes")
-flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
-flag("--logging_steps", 10, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 2, "newest checkpoints to keep besides the best, 0 = all")
-flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
-     type=cli.alias(true="auto", false="none"))
-DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
-              "on_policy max_new_tokens base_url request_timeout distill_topk distill_weight keep "
-              "keep_weight keep_every")
 
 
 def check_flags(args, world_size):
@@ -138,42 +96,39 @@ def check_flags(args, world_size):
         args.parallel = "fsdp" if asked or not alone else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
-    accumulation, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
+    args.gradient_accumulation_steps = args.gradient_accumulation_steps or None     # derived below
     cli.check_trainer(args, world_size, p)
-    args.gradient_accumulation_steps = accumulation     # 0 is derived below
     cli.check_precision(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
-    cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
-    if any(getattr(args, name) != p.get_default(name) for name in DISTILLING.split()):
+    cli.zero_or_more(args, "distill_topk")
+    if any(getattr(args, name) != p.get_default(name) for name in DISTILLING):
         from distill import teaching
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
             "give one of --eval_data_file and --validation_split, not both")
-    require(not (args.global_batch_size and accumulation),
-            "give one of --global_batch_size and --gradient_accumulation_steps")
     require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
             "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
-    samples = args.global_batch_size or GLOBAL_BATCH
-    planned = args.auto and (
-        args.max_tokens_per_batch or "per_device_train_batch_size" not in cli.named(args))
-    if planned and not accumulation:        # the plan derives it
-        args.global_batch_size = samples
-    if planned or args.max_tokens_per_batch:
-        args.gradient_accumulation_steps = accumulation or 1
-    elif not accumulation:
-        per_micro_step = args.per_device_train_batch_size * world_size
-        require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
-                f"of {per_micro_step} (--per_device_train_batch_size x ranks); or give "
+    planned = args.auto and "per_device_train_batch_size" not in cli.named(args)
+    if args.gradient_accumulation_steps:
+        require(not args.global_batch_size,
+                "give one of --global_batch_size and --gradient_accumulation_steps")
+    elif args.max_tokens_per_batch or planned:
+        if args.auto:           # derives it from the samples of a step
+            args.global_batch_size = args.global_batch_size or GLOBAL_BATCH
+        args.gradient_accumulation_steps = 1
+    else:
+        samples = args.global_batch_size or GLOBAL_BATCH
+        args.gradient_accumulation_steps, rest = divmod(
+            samples, args.per_device_train_batch_size * world_size)
+        require(not rest, f"--global_batch_size {samples} is not a multiple of "
+                f"--per_device_train_batch_size x {world_size}; or give "
                 "--gradient_accumulation_steps")
-        args.gradient_accumulation_steps = samples // per_micro_step
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None
-if dry and os.environ.get("RANK", "0") != "0":
-    sys.exit(0)     # one process plans for all
+dry = args.dry_run is not None      # one process plans for all
 
 import math
 from functools import partial
@@ -183,7 +138,6 @@ import torch
 from core import chat, checkpoint, dist, metrics, optim, packing, run, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
-from distill.packed_lm import Sums
 
 if args.use_lora:
     from core import adapters
@@ -192,9 +146,6 @@ if args.use_lora:
 world, watch, work_dir = run.start(args)
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
-if dry:
-    from core import memory
-    memory.check_disk(args.output_dir, 0, "--output_dir")
 dist.check_device(device, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
@@ -206,8 +157,6 @@ print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 for path in filter(None, (args.train_data_file, args.eval_data_file, args.keep)):
     dist.rank0(world, chat.files_of, path)      # do the files exist?
 dist.rank0(world, causal_lm.find_model, args.model_path)        # one rank downloads for all
-if args.teacher_path:
-    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
 folder = causal_lm.find_model(args.model_path)
 config = causal_lm.load_config(folder)
 tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
@@ -218,6 +167,7 @@ prompt = theirs = kept = None
 if args.teacher_path or args.keep:
     from distill import frozen, teaching
 if args.teacher_path:
+    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
     prompt, theirs, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
 reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, theirs)
@@ -251,8 +201,8 @@ def empty_model(folder):
 model, parts = empty_model(folder)
 if args.auto or dry:
     from distill import plan
-    lengths, targets = table.lengths[train_ids], table.targets[train_ids]
-    if args.auto and plan.choose(args, world, ranks, model, lengths, targets, kept):
+    if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
+                                 table.targets[train_ids], kept):
         model, parts = empty_model(folder)
 args.compile = dist.choose_compile(world, args, "shapes change with --keep and a teacher" * bool(
     args.keep or args.teacher_path))
@@ -291,10 +241,8 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validate
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
-    if resume and args.use_lora:      # on the meta device this only compares shapes
-        adapters.load_adapters(model.net, resume)
-    elif resume:
-        empty_model(resume)
+    if resume:      # on the meta device this only compares shapes
+        adapters.load_adapters(model.net, resume) if args.use_lora else empty_model(resume)
     plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
                     total_steps - step, kept)
     print("dry run ok")
@@ -336,31 +284,26 @@ sizes = [(packed_lm.layer_weights(net), net.config) for net in (
 
 # ---- Validation and checkpoints
 @torch.no_grad()
-def evaluate():
-    """Exact token-weighted {eval/...: float}; None on all ranks if one was asked to stop."""
+def validate():
+    """Validate and log; return True if the loss is the best so far, None on all ranks if one was
+    asked to stop. The losses are exact token-weighted means.
+    """
+    global best_loss, best_step
+    watch.report_progress(f"validation at step {step}", args.wait_timeout)
     held_out = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size,
                          shuffle=False)
     packs = [[int(eval_ids[i]) for i in pack]
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
+    model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # rarely: it takes time
-            return None
+            return None         # the run ends
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
-    return packed_lm.loss_report(Sums(*dist.all_reduce(world, total).tolist()), "eval")
-
-
-def validate():
-    """Validate and log; return True if the loss is the best so far, None if stopped."""
-    global best_loss, best_step
-    watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    model.eval()        # no dropout
-    values = evaluate()
     model.train()
-    if values is None:
-        return None
+    values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
     print0(packed_lm.EVAL_LINE.format(step, **values))
     if main_rank:
         log.write(step, values)
@@ -383,7 +326,8 @@ def save():
         tokenizer.save_pretrained(path)     # includes the chat template
         if args.use_lora:
             return adapters.save_config(model.net, path)
-        return causal_lm.save_config(model.native, path)
+        model.native.config.save_pretrained(path)
+        model.native.generation_config.save_pretrained(path)
 
     checkpoints.save(step, model, optimizer, stem, named, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
@@ -409,13 +353,10 @@ eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted 
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
-if new_ends:
-    print0("note       the base model's generation_config does not stop where answers end: give "
-           f"generate {', '.join(tokenizer.convert_ids_to_tokens(new_ends))} as well")
-start_step, stopping, timer = step, False, metrics.StepTimer(device)
-if eval_due:
-    with timer.paused():
-        eval_due = stopping = validate() is None
+if new_ends:        # a base model's generation_config may not name them
+    print0(f"note       stop generation at {tokenizer.convert_ids_to_tokens(new_ends)} as well")
+eval_due = stopping = eval_due and validate() is None
+start_step, timer = step, metrics.StepTimer(device)
 
 
 def next_batch():
@@ -432,19 +373,17 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    window = train_ids[order.window(epoch, first_pack, per_step)]
-    work = packed_lm.step_work(table, window, sizes, args.use_lora)
-    drawn = None
+    work = packed_lm.step_work(table, train_ids[order.window(epoch, first_pack, per_step)], sizes,
+                               args.use_lora)
+    taken = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
-        given = [next_batch() for _ in range(accumulation)]
-        drawn, work["targets"] = frozen.own_answers(
-            args, world, model, table, given, ends, step, sampler)
+        taken, work["targets"] = frozen.own_answers(
+            args, world, model, table, list(taken), ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
-    for micro in range(accumulation):
-        batch = drawn[micro] if drawn else next_batch()
+    for micro, batch in enumerate(taken):
         mine = list(batch.samples)
         # a batch that differs from the plan would make ranks divide by different counts
-        assert drawn or batch.counts["targets"] == table.targets[mine].sum()
+        assert args.on_policy or len(batch.targets) == table.targets[mine].sum()
         assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
@@ -482,7 +421,7 @@ while step < total_steps and not stopping:
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * pad_to or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
-        values = packed_lm.loss_report(Sums(*dist.all_reduce(world, sums).tolist()), "train")
+        values = packed_lm.loss_report(dist.all_reduce(world, sums).tolist(), "train")
         sums.zero_()
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
@@ -511,4 +450,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{monitor.skipped} steps skipped{best}")
+        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")

@@ -63,7 +63,7 @@ def read_spoken(folder):
 
 def judge(texts, waves, codes, ends):
     """{measure: value} of what one model spoke."""
-    heard = judges.recognise_pocketsphinx(waves, SAMPLE_RATE, GRAMMAR)
+    heard = judges.recognise_pocketsphinx(waves, SAMPLE_RATE, grammar=GRAMMAR)
     errors = [judges.word_errors([text], [transcript])[0] for text, transcript in zip(texts, heard)]
     words = sum(len(text.split()) for text in texts)
     return {"wer": sum(errors) / words, "errors": errors,

@@ -97,8 +97,8 @@ else
     command=("${tied[@]}" "${command[@]}")      # Slurm ends the step of a killed launcher
 fi
 
-# srun passes USR1 on to every task, and ends the step on TERM. node.sh asks its trainers on TERM,
-# once it catches it (bit 14), and ends them on INT.
+# srun passes USR1 on to every task, and ends the step on TERM. node.sh, once it catches TERM (bit
+# 14), has its trainers save on TERM, and ends them on INT.
 ask() {
     if [ -n "$job" ]; then kill -USR1 "$1"; return; fi
     ! ((16#$(sed -n 's/^SigCgt:[[:space:]]*//p' "/proc/$1/status") & 1 << 14)) || kill -TERM "$1"
@@ -119,8 +119,8 @@ node_lost() {
     done
 }
 
-# Both may also come of an error that repeats. So the job goes on only with a newer checkpoint than
-# at its last such requeue.
+# An error that repeats may cause both. So the job is requeued only if there is a newer checkpoint
+# than at its last such requeue.
 progressed() {
     local newest noted
     noted=$(cat "$PROGRESS" 2>/dev/null) || noted=-1        # the first such requeue

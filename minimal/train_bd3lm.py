@@ -42,7 +42,7 @@ p.add_argument("--ema_decay", type=float, default=0.9999, help="decay of the ave
 p.add_argument("--bf16", action="store_true", help="autocast")
 p.add_argument("--logging_steps", type=int, default=10)
 p.add_argument("--save_steps", type=int, default=1000, help="steps between checkpoints")
-p.add_argument("--seed", type=int, default=42, help="for weights, order, noise, dropout")
+p.add_argument("--seed", type=int, default=42, help="seed of weights, order, noise")
 args = p.parse_args()
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -51,34 +51,30 @@ def check_trainer(args, world_size):
     cli.zero_or_more(args, "text_loss_weight")
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
-    require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
-            "--disable_eval and validation data exclude each other")
-    require(args.sample_prompts or args.sample_seconds == 10,
-            "--sample_seconds needs --sample_prompts")
-    require(args.use_lora or not args.train_audio_table,
-            "--train_audio_table needs --use_lora; without it all is trained")
-    require(not (args.use_lora and args.freeze_llm),
-            "--use_lora freezes the whole base already: drop --freeze_llm")
-    require(args.keep or (args.keep_weight, args.keep_every) == (1, 10),
-            "--keep_weight and --keep_every need --keep")
-    require(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would "
-            "need a second model to keep near; mix old data in, --train_data_file new.json "
-            "old.json:0.25")
-    require(not (args.keep and args.train_audio_table),
-            "--keep does not go with --train_audio_table")
-    require(not args.global_batch_size or args.gradient_accumulation_steps == 1,
-            "give one of --global_batch_size and --gradient_accumulation_steps")
+    for wrong, why in (
+            (args.disable_eval and (args.eval_data_file or args.eval_data_dir),
+             "--disable_eval and validation data exclude each other"),
+            (args.sample_seconds != 10 and not args.sample_prompts,
+             "--sample_seconds needs --sample_prompts"),
+            (args.train_audio_table and not args.use_lora, "--train_audio_table needs --use_lora"),
+            (args.use_lora and args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm"),
+            ((args.keep_weight, args.keep_every) != (1, 10) and not args.keep,
+             "--keep_weight and --keep_every need --keep"),
+            (args.keep and not args.use_lora, "--keep needs --use_lora; in a full fine-tuning mix "
+             "old data in: --train_data_file new.json old.json:0.25"),
+            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table"),
+            (args.global_batch_size and args.gradient_accumulation_steps != 1,
+             "give one of --global_batch_size and --gradient_accumulation_steps")):
+        require(not wrong, why)
     by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
     if args.max_tokens_per_batch or by_tokens:
         for name in ("group_by_length", *["global_batch_size"][args.auto:]):
-            require(not getattr(args, name),
-                    f"--{name} counts samples: not with packs of tokens")
+            require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
     elif args.global_batch_size:
         samples = args.per_device_train_batch_size * world_size
         require(args.global_batch_size % samples == 0,
-                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
-                f"(--per_device_train_batch_size {args.per_device_train_batch_size} x "
-                f"{counted(world_size, 'rank')})")
+                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples}, "
+                f"--per_device_train_batch_size times {counted(world_size, 'rank')}")
         args.gradient_accumulation_steps = args.global_batch_size // samples
 
 
@@ -109,13 +105,13 @@ def pack_text(args):
 # ---- Flags of several scripts
 
 
-def codec(group):
-    group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name")
+def codec(p):
+    p.flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 
 
-def base_dtype(group, help):
-    group.add_argument("--base_dtype", choices=("bf16", "nf4"),
-                       help=f"{help} (default: as in the adapter's run)")
+def base_dtype(p, help):
+    p.flag("--base_dtype", None, f"{help} (default: as in the adapter's run)",
+           choices=("bf16", "nf4"))
 
 
 def check_base_dtype(args):
@@ -127,16 +123,15 @@ def check_base_dtype(args):
         cli.require_package("bitsandbytes", "--base_dtype nf4")
 
 
-def judges(group):
-    add = group.add_argument
-    add("--asr_model", help="recogniser for word errors: folder or hub name of a "
-        "transformers model, or pocketsphinx")
-    add("--asr_command", help="recogniser as a command: it gets paths of wav files as last "
-        "arguments and prints a line of text for each")
-    add("--language", help="language code, for Whisper and for comparing texts; en unifies "
-        "numbers and contractions (default: Whisper detects it, plain rules)")
-    add("--speaker_model", help="encoder for speaker similarity: folder or hub name of a "
-        "transformers x-vector model, such as WavLM's")
+def judges(p):
+    p.flag("--asr_model", None, "recogniser for word errors: folder or hub name of a transformers "
+           "model, or pocketsphinx")
+    p.flag("--asr_command", None, "recogniser as a command: it gets paths of wav files as last "
+           "arguments and prints a line of text for each")
+    p.flag("--language", None, "language code, for Whisper and for comparing texts; en unifies "
+           "numbers and contractions (default: Whisper detects it, plain rules)")
+    p.flag("--speaker_model", None, "encoder for speaker similarity: folder or hub name of a "
+           "transformers x-vector model, such as WavLM's")
 
 
 def check_judges(args):
@@ -148,43 +143,42 @@ def check_judges(args):
 # ---- Data
 
 
-def data(group):
-    add = group.add_argument
-    add("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
-        help="data in any format of docs/data.md; several are mixed; the weight is the number "
-        "of passes over one per epoch (default: 1)")
-    add("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]", help="the same for folders: of "
-        "prepare_tts.py, with metadata.json, or audio with texts next to it")
-    add("--eval_data_file", help="validation data; without it --validation_split is held out")
-    add("--eval_data_dir", help="validation folder, like --train_data_dir")
-    add("--columns", default="", metavar="MEANING=NAME,...",
-        help="columns of a table by name, or by number if it has no header: audio=clip,"
-        "text=caption; also speaker, language, ref_audio and others in docs/data.md")
-    add("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
-        help="prompt form for samples that name none; not for ChatML, which has prompts")
-    cli.switch(group, "--ref_audio_in_system_message",
-               help="put reference clips into the scene description; not for ChatML")
-    add("--normalize_text", choices=ON_OFF, help="normalise punctuation and sound tags of "
-        "texts to speak as boson-ai's inference does; the checkpoint keeps the setting for "
-        "speaking (default: on for Higgs-Audio V2, off for Higgs TTS 3)")
-    add("--reference", choices=REFERENCES, default="given", help="clip before the text, to clone: "
-        "given by the data, another clip of the same speaker, or none; not for ChatML")
-    add("--reference_share", type=float, default=1.0,
-        help="share of samples that keep their reference, 0 to 1, drawn by --seed")
+def data(p):
+    flag = p.flag
+    flag("--train_data_file", None, "data in any format of docs/data.md; several are mixed; the "
+         "weight is the number of passes over one per epoch (default: 1)", nargs="+",
+         metavar="PATH[:WEIGHT]")
+    flag("--train_data_dir", None, "the same for folders: of prepare_tts.py, with metadata.json, "
+         "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
+    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+    flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
+    flag("--columns", "", "columns of a table by name, or by number if it has no header: "
+         "audio=clip,text=caption; also speaker, language, ref_audio and others in docs/data.md",
+         metavar="MEANING=NAME,...")
+    flag("--task_type", "single_speaker_smart_voice", "prompt form for samples that name none; "
+         "not for ChatML, which has prompts", choices=TASK_TYPES)
+    p.switch("--ref_audio_in_system_message",
+             "put reference clips into the scene description; not for ChatML")
+    flag("--normalize_text", None, "normalise punctuation and sound tags of texts to speak as "
+         "boson-ai's inference does; the checkpoint keeps the setting for speaking (default: on "
+         "for Higgs-Audio V2, off for Higgs TTS 3)", choices=ON_OFF)
+    flag("--reference", "given", "clip before the text, to clone: given by the data, another clip "
+         "of the same speaker, or none; not for ChatML", choices=REFERENCES)
+    flag("--reference_share", 1.0,
+         "share of samples that keep their reference, 0 to 1, drawn by --seed")
 
 
 def check_columns(columns):
     for pair in filter(None, columns.split(",")):
         require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in COLUMNS,
-                f"--columns {pair}: is not of the form MEANING=NAME; meanings are "
-                f"{', '.join(COLUMNS)}")
+                f"--columns {pair}: is not MEANING=NAME; meanings are {', '.join(COLUMNS)}")
 
 
 def check_data(args):
     for name in ("train_data_file", "train_data_dir"):
         setattr(args, name, [word for word in getattr(args, name) or [] if word])
     require(bool(args.train_data_file) != bool(args.train_data_dir),
-            "give one of --train_data_file and --train_data_dir")
+            "give --train_data_file or --train_data_dir")
     require(not (args.eval_data_file and args.eval_data_dir),
             "give one of --eval_data_file and --eval_data_dir, not both")
     check_columns(args.columns)
@@ -192,8 +186,7 @@ def check_data(args):
     require(args.reference != "none" or args.reference_share == 1,
             "--reference none: drop --reference_share")
     for path, weight in sources(args)[0]:
-        require(0 < weight <= 1000,
-                f"{path}:{weight:g}: a weight lies above 0 and is at most 1000")
+        require(0 < weight <= 1000, f"{path}:{weight:g}: a weight is above 0 and at most 1000")
 
 
 def sources(args):
@@ -204,11 +197,3 @@ def sources(args):
         weighted = match and not os.path.exists(word)
         found.append((match[1], float(match[2])) if weighted else (word, 1.0))
     return found, args.eval_data_file or args.eval_data_dir
-
-
-def reading(args):
-    """The arguments of conversations.Reading, as a dict."""
-    return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
-            "columns": args.columns, "reference": args.reference,
-            "reference_share": args.reference_share, "seed": args.seed,
-            "normalize": args.normalize_text == "on"}

@@ -58,8 +58,7 @@ REMEDY = ("delete it and start again, and its clips are encoded again (of a prep
 
 def decode_audio(path, cuts):
     """(sha256 hex of a file, [mono float32 waveform (n,) at 24 kHz of each cut]); cuts: [(offset,
-    duration)] in seconds or None.
-    """
+    duration)] in seconds or None."""
     digest, rate, parts = decode_file(path, cuts)
     return digest, [cut_wave(part, rate, *cut)[0] for part, cut in zip(parts, cuts)]
 
@@ -115,8 +114,7 @@ def readable(path):
 
 def open_sound(file):
     """soundfile.SoundFile of a binary file. ValueError if its header has no length, as after
-    writing to a pipe; libsndfile would guess an MP3's length from its first frames.
-    """
+    writing to a pipe; libsndfile would guess an MP3's length from its first frames."""
     import soundfile
     file.seek(0)
     head, says = file.read(10), True
@@ -142,8 +140,7 @@ def cut_wave(part, rate, offset=None, length=None):
     if not np.isfinite(part).all():
         raise ValueError(f"contains samples that are not finite numbers{where}")
     if loud.max() > LOUDEST:
-        raise ValueError(f"peaks at {loud.max():.3g}{where}; full scale is 1, so its samples have "
-                         "another scale")
+        raise ValueError(f"peaks at {loud.max():.3g}{where}, not about 1: it has another scale")
     if part.min() == part.max():
         raise ValueError(f"is silent: every sample{where} is {part[0]:g}")
     measures = [len(part) / rate, loud.max(), np.sqrt(np.mean(np.square(part, dtype=np.float64))),
@@ -156,8 +153,7 @@ def check_seconds(there, offset=None, length=None):
     """ValueError if the `there` seconds found for a cut are too many or too few."""
     where = f" from offset {offset} s" if offset else ""
     if there > LONGEST_CLIP_S:
-        raise ValueError(f"lasts {there / 60:.1f} minutes{where}; at most {LONGEST_CLIP_S // 60} "
-                         "are decoded: cut it")
+        raise ValueError(f"lasts {there:.0f} s{where}, {LONGEST_CLIP_S} are decoded: cut it")
     if length and there and length - there > PAST_S:
         raise ValueError(f"ends {length - there:.2f} s before the cut from {offset:g} to "
                          f"{offset + length:g} s: times of another recording, or not seconds")
@@ -168,11 +164,6 @@ def check_seconds(there, offset=None, length=None):
 def filled(wave):
     """A waveform at 24 kHz, padded with zeros to FILLED_S seconds."""
     return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
-
-
-def holds_codes(path):
-    """True if a file holds saved codes."""
-    return path.endswith(SAVED)
 
 
 def read_codes(path):
@@ -238,8 +229,7 @@ def load_codec(codec_dir, device, num_codebooks):
 @torch.no_grad()
 def encode_clip(codec, wave, bandwidth, num_codebooks):
     """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes, numpy. ValueError for
-    codes outside the codec's codebooks.
-    """
+    codes outside the codec's codebooks."""
     # without TF32: cached codes must not depend on the flags of a run
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         wave = torch.from_numpy(wave)[None, None].to(codec.device)
@@ -253,8 +243,7 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
 
 def codec_frames(samples, config):
     """Codec frames of `samples` at 24 kHz, as in the semantic branch: 16 kHz with 160 zeros at both
-    ends, HuBERT's unpadded convolutions, then every semantic_downsample_factor-th vector.
-    """
+    ends, HuBERT's unpadded convolutions, then every semantic_downsample_factor-th vector."""
     n = -(-samples * config.semantic_sample_rate // config.sample_rate) + 2 * 160
     hubert = config.semantic_model_config
     for kernel, stride in zip(hubert.conv_kernel, hubert.conv_stride):
@@ -278,8 +267,7 @@ class Encoding:
 def codec_fingerprint(codec_dir):
     """16 hex digits of the codec's config and weights and of PIPELINE. Raises UserError."""
     digest, weights = hashlib.sha256(PIPELINE), sorted(Path(codec_dir).glob("*.safetensors"))
-    require(weights, f"{codec_dir}: holds no *.safetensors weights; take the native codec, "
-            "bosonai/higgs-audio-v2-tokenizer, not model.pth of 2025")
+    require(weights, f"{codec_dir}: holds no *.safetensors weights; take the native codec")
     for path in sorted([*weights, *Path(codec_dir).glob("config.json")]):
         digest.update(path.name.encode() + bytes.fromhex(checkpoint.sha256(path)))
     return digest.hexdigest()[:16]
@@ -350,8 +338,7 @@ def check_clip(codes, checksum):
 
 def read_index(folder):
     """(shard names, {column: array} of all their clips and files). "where", (n, 4) int64, has each
-    clip's shard, first row, frames and checksum. The last row of each column means not found.
-    """
+    clip's shard, first row, frames and checksum. The last row of each column means not found."""
     parts, names = [], os.listdir(folder) if os.path.exists(folder) else ()
     shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
     for number, name in enumerate(shards):
@@ -377,8 +364,7 @@ def find(keys, wanted):
 
 def look_up(folder, clips):
     """(shard names, (n, 4) "where" of clips, (n, 5) float32 MEASURES, (m, 3) int64 number, size
-    and date of missing clips). First checks the codes of all shards in use.
-    """
+    and date of missing clips). First checks the codes of all shards in use."""
     with ThreadPoolExecutor(16) as pool:        # bound by the file system
         stats, wanted = map(np.concatenate, zip(file_keys([]), *pool.map(
             lambda start: file_keys(clips[start:start + 8192]), range(0, len(clips), 8192))))
@@ -422,8 +408,7 @@ def ensure_codes(world, clips, how):
     shard names, (n, 4) "where" of clips, (n, 5) MEASURES with NaN for unknown sound, {number of a
     clip without codes: file and reason}); such a clip's row has 0 frames.
 
-    A cache with all clips is only read. how: Encoding.
-    """
+    A cache with all clips is only read. how: Encoding."""
     found = None
 
     def waiting():
@@ -475,11 +460,10 @@ def ensure_codes(world, clips, how):
 
 def decode_job(job):
     """For each cut of a file (content key, wave (n,) or saved codes (T, K), measures), or the
-    reason for failure. job: (path, (size, date), {number: clip}).
-    """
+    reason for failure. job: (path, (size, date), {number: clip})."""
     path, _, cuts = job
     try:
-        if holds_codes(path):
+        if path.endswith(SAVED):
             digest, found = read_codes(path)
             seconds = np.array([len(found) / FRAME_RATE, *[np.nan] * 4], np.float32)
             return [(key_of(clip, False, digest), found, seconds) for clip in cuts.values()]
@@ -562,7 +546,7 @@ def encode_share(world, work, folder, how):
 
 def header_frames(clip, config, num_codebooks):
     """Codec frames of a Clip, read from the file header only; other damage is found later."""
-    if holds_codes(clip.path):
+    if clip.path.endswith(SAVED):
         found = read_codes(clip.path)[1]
         check_codes(found, clip.offset, num_codebooks, config.codebook_size)
         return len(found)

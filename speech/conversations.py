@@ -4,8 +4,8 @@ The shapes: the community's "reference + 'Please generate speech ...'" form, the
 form, samples without a reference, several speakers. The canonical form is the one Higgs-Audio's own
 inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with each
 reference's transcript answered by an assistant turn with its clip, then the target text answered by
-the target clip. Text is never cut. The text to speak is normalised where the caller asks for it, a
-reference's transcript never, as in that code. Imports no torch.
+the target clip. Text is never cut. The text to speak is normalised if the caller asks for it; like
+that code, this never normalises a reference's transcript. Imports no torch.
 """
 import json
 import os
@@ -55,10 +55,7 @@ NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")
 # the instruction the community form puts before the target text; only this prefix is removed, never
 # text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
-# of samples, by what target_text recognised in them
-RECOGNISED = {"punctuation": "repeat their request in other punctuation: the request's is used",
-              "instruction": "have other words before the text that their answer repeats: these "
-                             "are left out"}
+SHORTENED = "have other words before the text that their answer repeats: these are left out"
 
 
 class BadSample(Exception):
@@ -71,23 +68,23 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to
-    share out work. filled: zeros make a shorter one FILLED_S seconds long before it is encoded.
-    """
+    """One stretch of one audio file. filled: zeros make a shorter one FILLED_S seconds long before
+    it is encoded."""
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end
-    seconds: float = field(default=0.0, compare=False)
     filled: bool = False
 
 
 @dataclass
 class Turn:
-    """One message: role and its parts (text or Clip) in order; source = index of its message."""
+    """One message: role and its parts (text or Clip) in order; source = index of its message.
+    shortened: whether words before the text to speak were left out."""
     role: str
     parts: list
     source: int | None
     trained: bool = False
+    shortened: bool = False
 
     @property
     def clips(self):
@@ -101,12 +98,10 @@ class Turn:
 @dataclass
 class Sample:
     """A canonical conversation. name: its place in the user's files; speaker, language: the data's
-    labels. recognised: keys of RECOGNISED. notes: [(check, text)] of oddities that stop no run.
-    """
+    labels. notes: [(check, text)] of oddities that stop no run."""
     name: str
     turns: list
     speaker: str = ""
-    recognised: set = field(default_factory=set)
     language: str = ""
     notes: list = field(default_factory=list)
 
@@ -129,8 +124,7 @@ class Reading:
 
 class Paths:
     """Finds audio files relative to the data file's folder, its parent, its grandparent and the
-    current folder. inside: subfolders of the first, too; endings: that a name may leave out.
-    """
+    current folder. inside: subfolders of the first, too; endings: that a name may leave out."""
 
     def __init__(self, base, inside=(), endings=()):
         folders = [base, *(base / name for name in inside), *base.parents[:2], Path.cwd()]
@@ -145,16 +139,12 @@ class Paths:
         if "://" in name:
             raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
         tried = ", ".join(dict.fromkeys(os.path.join(folder, name) for folder in self.folders))
-        near = self.look_up(os.path.basename(name.replace("\\", "/")))
-        hint = f"; {near} is there: write paths relative to {self.base}" if near else ""
-        if re.match(r"[A-Za-z]:\\", name):
-            hint = f"; this is a path of Windows: write paths relative to {self.base}"
-        raise BadSample(f"audio file {name!r} not found; tried {tried}{hint}")
+        raise BadSample(f"audio file {name!r} not found; tried {tried}; write paths relative to "
+                        f"{self.base}")
 
     def look_up(self, name):
         """Absolute path of a file, also of one that Windows or macOS spells otherwise, or in
-        another case; "" if there is none.
-        """
+        another case; "" if there is none."""
         spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
             unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
         places = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
@@ -248,8 +238,7 @@ def clip_of(item, paths):
     if offset is not None and duration == 0:
         raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
-    cut = duration if offset is not None else None
-    return Clip(paths.find(str(name)), offset, cut, float(duration or 0))
+    return Clip(paths.find(str(name)), offset, duration if offset is not None else None)
 
 
 def marks_speakers_otherwise(text):
@@ -260,8 +249,7 @@ def marks_speakers_otherwise(text):
 def system_parts(text, scene="", voices=None, references=False):
     """(what a system turn says, scene description or "") for a text, as boson-ai's generation.py.
     Of several [SPEAKER*] without references the scene says their voices. voices: {tag: words about
-    it}; unknown ones are feminine and masculine in turn.
-    """
+    it}; unknown ones are feminine and masculine in turn."""
     tags = sorted(set(TAG.findall(text)))
     if references or len(tags) < 2:
         return DEFAULT_SYSTEM, scene
@@ -278,17 +266,16 @@ def canonical_sample(name, entry, paths, normalize=False):
 
     Trained are the assistant turns from message start_index on, as in the official collator;
     without start_index, or with 0 in the community form, the last assistant turn with audio.
-    normalize: the texts that those speak.
-    """
-    turns, rewritten, recognised = canonical_turns(entry, paths)
+    normalize: the texts that those speak."""
+    turns, rewritten = canonical_turns(entry, paths)
     mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
             raise BadSample("the trained clip has no text before it")
     if normalize:
         normalise_requests(turns)
-    return Sample(name, [trimmed(turn) for turn in turns], str(entry.get("speaker") or ""),
-                  recognised, str(entry.get("language") or ""))
+    return Sample(name, [trimmed(turn) for turn in turns],
+                  *(str(entry.get(key) or "") for key in ("speaker", "language")))
 
 
 def normalise_requests(turns):
@@ -298,7 +285,7 @@ def normalise_requests(turns):
 
 
 def canonical_turns(entry, paths):
-    """(canonical turns, whether a user's reference audio got turns, Sample.recognised)."""
+    """(canonical turns, whether a user's reference audio got turns)."""
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
@@ -306,7 +293,7 @@ def canonical_turns(entry, paths):
     heard_in, repeated = (misc[key].strip() if isinstance(misc.get(key), str) else ""
                           for key in ("ref_transcript", "target_transcript"))
     parsed = [message_parts(message, paths) for message in messages]
-    turns, scenes, rewritten, recognised = [], [], False, set()
+    turns, scenes, rewritten = [], [], False
     for index, (role, parts) in enumerate(parsed):
         turn = Turn(role, parts, index)
         if role == "scene":
@@ -314,14 +301,15 @@ def canonical_turns(entry, paths):
         elif role == "user" and turn.clips:
             answers = [Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"]
             answer = "".join(answers[:1]).strip() or repeated
-            turns += reference_turns(turn, answer, heard_in, recognised)
+            turns += reference_turns(turn, answer, heard_in)
             rewritten = True
         elif role == "assistant":
             if turn.text.strip() and turn.clips and turns and turns[-1].role == "user":
                 # text that only repeats the request goes, and the request's words before that text
-                target, how = target_text(turns[-1].text, turn.text, recognised)
+                target, how = target_text(turns[-1].text, turn.text)
                 if how:
                     turns[-1].parts, turn.parts = [target], turn.clips
+                    turn.shortened = how == "shortened"
             turns.append(turn)
         elif parts:
             turns.append(turn)
@@ -343,17 +331,15 @@ def canonical_turns(entry, paths):
                 new = "\n" if number == 0 or isinstance(part, str) else ""
                 turns[0].parts += [new + part.strip()] if isinstance(part, str) else [new, part]
         turns[0].parts.append("\n<|scene_desc_end|>")
-    return turns, rewritten, recognised
+    return turns, rewritten
 
 
-def reference_turns(turn, answer, ref_transcript, recognised):
+def reference_turns(turn, answer, ref_transcript):
     """A user message with reference audio -> [user transcript, assistant clip] for each clip, then
-    the user's target.
+    the user's target. answer: the target text that is repeated, "" if none.
 
-    answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip
-    is its transcript; with one clip and two texts the first is the transcript wherever the clip
-    is, as community trainers read it.
-    """
+    The text before a clip is its transcript; of two texts and one clip the first is it wherever the
+    clip is, as community trainers read it."""
     def is_target(words):
         return target_text(words, answer)[1] is not None
 
@@ -375,17 +361,16 @@ def reference_turns(turn, answer, ref_transcript, recognised):
                 target = ""
             else:
                 target += part
-    target = target_text(target, answer, recognised)[0] or answer
+    target, how = target_text(target, answer)
+    target = target or answer
     if not target:
-        raise BadSample("no target text: neither the user, after the reference, nor the assistant "
-                        "says it")
+        raise BadSample("no target text: neither the user nor the assistant says it")
     turns = []
     for transcript, clip in pairs:
         if not transcript:
-            raise BadSample(f"reference audio {clip.path!r} has no transcript before it (nor "
-                            "misc.ref_transcript)")
+            raise BadSample(f"{clip.path!r} has no transcript before it (nor misc.ref_transcript)")
         turns += [Turn("user", [transcript], turn.source), Turn("assistant", [clip], None)]
-    return [*turns, Turn("user", [target], turn.source)]
+    return [*turns, Turn("user", [target], turn.source, shortened=how == "shortened")]
 
 
 def mark_trained(turns, start_index, rewritten, n_messages):
@@ -401,8 +386,7 @@ def mark_trained(turns, start_index, rewritten, n_messages):
     for turn in given:
         turn.trained = turn is speaking[-1] if last_alone else turn.source >= start_index
     if not any(turn.trained for turn in speaking):
-        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves nothing to "
-                        "train")
+        raise BadSample(f"start_index {start_index} of {n_messages} messages trains nothing")
 
 
 def trimmed(turn):
@@ -421,8 +405,7 @@ def trimmed(turn):
 
 def normalise(text):
     """Text as boson-ai's own inference gives it to the model: ASCII punctuation, sound tags, tidy
-    lines, a last stop. Spaces at both ends go, line breaks between lines stay.
-    """
+    lines, a last stop. Spaces at both ends go, line breaks between lines stay."""
     text = text.translate(MARKS).replace("(", " ").replace(")", " ")
     text = text.replace("°F", " degrees Fahrenheit").replace("°C", " degrees Celsius")
     for tag, sound in SOUNDS.items():
@@ -440,50 +423,31 @@ def heard(text):
 
 
 def letters(text):
-    """A text's letters, digits and symbols as one lower case string; texts that differ in
-    punctuation have the same.
-    """
+    """A text's letters, digits and symbols as one lower case string, without punctuation."""
     return "".join(one for one in text.casefold() if unicodedata.category(one)[0] not in "PZC")
 
 
 def same(a, b):
-    """True if two texts differ at most in white space and letter case."""
-    return a == b or " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
+    """True if two texts differ at most in punctuation, white space and letter case."""
+    return a == b or letters(a) == letters(b) != ""
 
 
-def target_text(asked, answer, recognised=None):
+def target_text(asked, answer):
     """(text to speak in the request `asked`, how it was recognised).
 
     answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the
-    answer, after an INSTRUCTION or not; "punctuation" where only that differs; "instruction" where
-    other words precede the answer's own; None where the request is another text. The text is whole,
-    colons included. recognised: a set that takes keys of RECOGNISED.
-    """
+    answer, after an INSTRUCTION or not; "shortened" where other words precede the answer's own;
+    None where the request is another text. The text is whole, colons included."""
     asked, answer = asked.strip(), answer.strip()
-    bare = INSTRUCTION.sub("", asked, count=1).strip()
-    found, need = (bare, None), letters(answer)
-    if answer and (same(asked, answer) or same(bare, answer)):
-        found = asked if same(asked, answer) else bare, "same"
-    elif need and need in (letters(asked), letters(bare)):     # it may begin as one
-        found = asked if need == letters(asked) else bare, "punctuation"
-    elif need and words_before(asked, answer):
-        found = answer, "instruction"
-    if recognised is not None:
-        recognised |= {found[1]} & RECOGNISED.keys()
-    return found
-
-
-def words_before(asked, answer):
-    """The words of a request before the answer's words with which it ends; "" where it does not end
-    so.
-    """
-    need, start = len(letters(answer)), len(asked)
-    if not need or not letters(asked).endswith(letters(answer)):
-        return ""
-    while need > 0:
-        start -= 1
-        need -= len(letters(asked[start]))
-    return asked[:start].rstrip() if not need and not letters(asked[start - 1:start]) else ""
+    bare, need = INSTRUCTION.sub("", asked, count=1).strip(), letters(answer)
+    for words in (asked, bare):         # it may begin as one
+        if answer and same(words, answer):
+            return words, "same"
+    ends = need and letters(asked).endswith(need)
+    if ends and any(letters(asked[i:]) == need for i in range(1, len(asked))
+                    if not letters(asked[i - 1])):      # not inside a word
+        return answer, "shortened"
+    return bare, None
 
 
 # ---- The setting of a checkpoint
@@ -491,14 +455,13 @@ def words_before(asked, answer):
 
 def save_setting(path, value, base_dtype=None):
     """Write a checkpoint's file SETTINGS: "on" if its run normalised its texts, else "off"; and
-    "nf4" as base_dtype if its adapter was trained on such a base.
-    """
+    "nf4" as base_dtype if its adapter was trained on such a base."""
     about = {"normalize_text": value} | ({"base_dtype": "nf4"} if base_dtype == "nf4" else {})
     Path(path).write_text(json.dumps(about) + "\n")
 
 
 def saved_setting(folder, name="normalize_text", known=("on", "off")):
-    """A setting of a checkpoint folder, None where it does not say."""
+    """A setting of a checkpoint folder, None if it has none."""
     try:
         value = read_object(Path(folder) / SETTINGS)[name]
     except (UserError, KeyError):
@@ -507,17 +470,10 @@ def saved_setting(folder, name="normalize_text", known=("on", "off")):
 
 
 def setting_to_speak(wanted, model, adapter=None):
-    """(True to normalise spoken text, a line that says so and why).
-
-    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
-    folders.
-    """
+    """(True to normalise spoken text, a line that says so and why). wanted: --normalize_text, or
+    None for what the checkpoint, a model's or an adapter's folder, was trained with."""
     folder = adapter or model
     saved = saved_setting(folder)
-    if not (wanted or saved):
-        return True, ("--normalize_text on, as in boson-ai's inference: "
-                      f"{folder} is not a checkpoint of this trainer")
-    setting, why = wanted or saved, f"; {folder} was trained with {saved}" if saved else ""
-    if saved == setting:
-        why = f", as {folder} was trained"
-    return setting == "on", f"--normalize_text {setting}{why}"
+    setting = wanted or saved or "on"       # on: as in boson-ai's inference
+    why = f"was trained with {saved}" if saved else "is not a checkpoint of this trainer"
+    return setting == "on", f"--normalize_text {setting}; {folder} {why}"

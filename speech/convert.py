@@ -34,7 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli, json_files
-from core.cli import UserError, counted, error_text, printable, require
+from core.cli import UserError, counted, error_text, first_line, printable, require
 from speech import choices
 from speech.choices import COLUMNS, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
@@ -167,8 +167,7 @@ def lines_of(path):
 
 def fields_of(line, separator, header=True):
     """Fields of a line. Quotes that do not fit are text; without a header, so are those that
-    Python's csv module would not write: LJSpeech's are text, Piper's are not.
-    """
+    Python's csv module would not write: LJSpeech's are text, Piper's are not."""
     if '"' in line:
         with contextlib.suppress(csv.Error):
             how = {"delimiter": separator, "strict": True, "skipinitialspace": True}
@@ -298,8 +297,7 @@ def read_kaldi(folder):
     audio, texts, segments, speakers = (pairs(name) if (folder / name).exists() else {}
                                         for name in ("wav.scp", "text", "segments", "utt2spk"))
     for key, where in audio.items():
-        require(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not "
-                "run; write its output to files (wav-copy)")
+        require(where[-1:] != "|", f"{folder / 'wav.scp'}: {key} is a command: run wav-copy first")
     for key in dict.fromkeys([*texts, *(segments or audio)]):
         recording, start, end = (segments.get(key, key).split() + [None, None])[:3]
         row = {"id": key, "audio": audio.get(recording), "text": texts.get(key),
@@ -315,7 +313,7 @@ def read_kaldi(folder):
 
 
 def read_sidecar(folder):
-    """Rows of the clips of a tree; a subfolder is taken for a speaker."""
+    """Rows of the clips of a tree; each subfolder is a speaker."""
     seen = set()        # links may lead to a folder twice, or round
     for place, folders, names in os.walk(folder, followlinks=True):
         new = (real := os.path.realpath(place)) not in seen
@@ -435,8 +433,7 @@ def read_columns(path):
 
 def read_tar(path):
     """Entries of a WebDataset shard: files of one name up to the first dot are a sample, or where
-    these have several clips, up to the last.
-    """
+    these have several clips, up to the last."""
     with tarfile.open(path, mode="r:") as tar:
         files = ((member.name, tar.extractfile(member).read()) for member in tar
                  if member.isfile() and not os.path.basename(member.name).startswith("."))
@@ -467,8 +464,7 @@ def read_tar(path):
 
 def unpacked(rows, folder):
     """Rows whose audio is a path: bytes of a file, or {array, sampling_rate}, are written to FLAC
-    files of about SHARD_S seconds in `folder`.
-    """
+    files of about SHARD_S seconds in `folder`."""
     import numpy as np
     import soundfile
 
@@ -575,8 +571,8 @@ def open_source(name, given):
     if path.is_dir():
         return open_folder(path, given)
     files = [path] if path.exists() else sorted(map(Path, glob.glob(str(name))))
-    require(files, f"{name}: there is no such file or folder; copy a URL's data here first; the "
-            "hub's: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
+    require(files, f"{name}: there is no such file or folder; download data of a URL or the "
+            "Hub first: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
     return files[0] if len(files) == 1 else path, *open_files(files, given)
 
 
@@ -600,8 +596,7 @@ def open_files(paths, given):
                 yield from read(one)
             except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
                     ValueError, NotImplementedError) as error:
-                raise UserError(f"{one}: cannot be read, it may be cut off "
-                                f"({str(error).partition(chr(10))[0]})")
+                raise UserError(f"{one}: cannot be read, it may be cut off ({first_line(error)})")
     if read:
         return f"{counted(len(paths), 'file')} with audio", rows_of(path, entries(), given)
     require(len(paths) == 1, f"{path}: is one of {len(paths)} lists; give one")
@@ -864,8 +859,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
     problems: a list that takes the Problems of rows that cannot be used. held_out: whether
-    validation data is asked for: rows whose `split` says so are that alone. how: of Reading.
-    """
+    validation data is asked for: rows whose `split` says so are that alone. how: of Reading."""
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
     out_path, reading, refused = Path(out_path), Reading(**how), []
@@ -919,9 +913,9 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())
     counts = f" ({', '.join(f'{n} {check}' for check, n in counts)})" * bool(counts)
-    lines = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
-             f"{kept} kept + {len(refused)} refused{counts}; {out_path}"
-             + f"; {other} are of another split" * bool(other)]
+    lines = [f"converted  {printable(source)} ({printable(about)}): "
+             f"{counted(kept + len(refused), 'row')} = {kept} kept + {len(refused)} refused"
+             f"{counts}; {out_path}" + f"; {other} are of another split" * bool(other)]
     lines += [f"           first: {printable(first)}"] if first else []
     lines += [f"           {counted(n, 'row' if what == OUTSIDE else 'text')} {what}, such as "
               f"{printable(one)[:60]!r}" for what, (n, one) in odd.items()]

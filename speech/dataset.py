@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import uuid
 import weakref
 from collections import Counter
@@ -30,9 +29,9 @@ from core.cli import UserError, counted, printable, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, Lists, parallel_map_ordered, token_lists
 from core.problems import LIST, problem, settle
-from speech.choices import CHATML
-from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint
-from speech.conversations import (OTHER_MARKS, RECOGNISED, BadSample, Clip, Paths, Reading, Sample,
+from speech import choices
+from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
+from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, label_of, marks_speakers_otherwise,
                                   sample_text)
 
@@ -73,6 +72,17 @@ class Sources:
         return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
+def of_flags(args, ids, codec_dir):
+    """(Sources, codes.Encoding) of the flags of the trainer or of prepare_tts.py."""
+    reading = Reading(args.task_type, args.ref_audio_in_system_message, args.columns,
+                      args.reference, args.reference_share, args.seed,
+                      args.normalize_text == "on", ids.lone_reference)
+    cache = args.code_cache or Path(args.output_dir) / "codes"
+    return (Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad),
+            Encoding(codec_dir, cache, ids.num_codebooks, args.preprocess_num_proc,
+                     args.wait_timeout))
+
+
 class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
     path: Path
@@ -82,12 +92,9 @@ class Source(NamedTuple):
 
 
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
-    """Source of a path. Other formats than ChatML are converted first, into a file in `folder`.
-
-    problems: list to which unusable rows are added. held_out: True for validation data.
-    number: index of the path in the run.
-    """
-    if Path(path).suffix in CHATML and Path(path).is_file():
+    """Source of a path, the number-th of the run. Other formats than ChatML are converted first,
+    into a file in `folder`. problems: list to which unusable rows are added."""
+    if Path(path).suffix in choices.CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):
             given = Source(Path(path), "JSON samples", *json_files.read_entries(path))
             first = [entry for _, entry in itertools.islice(given.read(lambda number: True), LOOK)]
@@ -139,9 +146,7 @@ def entries_of(source, reading, wanted, make=canonical_sample):
 
 def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
-
-    make: function from ChatML to Sample. reading: fields of Reading. UserError: unreadable file.
-    """
+    make: function from ChatML to Sample. reading: fields of Reading."""
     reading = Reading(**reading)
     for _, found in entries_of(open_source(path, reading, problems), reading, lambda n: True, make):
         if isinstance(found, Sample):
@@ -151,12 +156,10 @@ def read_samples(path, problems, make=canonical_sample, **reading):
 
 
 def read_all(builder, sources, problems, noted=None, folder=None):
-    """Read and tokenise Sources into a TableBuilder.
+    """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
-    problems: Problems that collects unusable samples, for the caller to settle. noted: list that
-    collects warnings about usable samples, as Problems. folder: for data converted to ChatML.
-    UserError if a source is empty.
-    """
+    problems: Problems that collects unusable samples, for the caller to settle; noted: a list, of
+    warnings about usable ones. folder: for data converted to ChatML."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         first, lost = len(builder), []
         source = open_source(path, sources.reading, lost, held_out, folder, number)
@@ -186,7 +189,8 @@ def read_all(builder, sources, problems, noted=None, folder=None):
                         wrong.append(one)
                 text = sample_text(kept[0]) if kept and start == 0 else ""
                 made = builder.chunk(kept, wrong)
-                made["left_out"].update(RECOGNISED[how] for one in kept for how in one.recognised)
+                made["left_out"].update(
+                    SHORTENED for one in kept if any(turn.shortened for turn in one.turns))
                 yield made, wrong, odd, text
 
         def take(part, path=path, notes=notes, refused=refused, shown=shown):
@@ -204,8 +208,9 @@ def read_all(builder, sources, problems, noted=None, folder=None):
         parallel_map_ordered(chunks, sources.processes, take)
         kept, lost = len(builder) - first, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {printable(path)}: chatml ({source.about}); {kept + lost} rows = {kept} "
-              f"kept + {lost} refused{f' ({counts})' if counts else ''}", flush=True)
+        print(f"source     {printable(path)}: chatml ({source.about}); "
+              f"{counted(kept + lost, 'row')} = {kept} kept + {lost} refused"
+              f"{f' ({counts})' if counts else ''}", flush=True)
         for text in shown[:1]:
             print(f"           first: {printable(text)}", flush=True)
         for check, n in sorted(notes.items()):
@@ -264,14 +269,13 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array, or (array, lengths) of lists} of Samples for append(), possibly of another
-        process's builder.
-        """
+        process's builder."""
         good, facts, left_out = [], [], Counter()
         for sample in samples:
             marked = [turn for turn in sample.turns if "<|" in turn.text]
             try:
                 for token in (t for turn in marked for t in self.control if t in turn.text):
-                    raise BadSample(f"text contains the control token {token}; remove it",
+                    raise BadSample(f"text contains the control token {token}",
                                     "control_token")
                 found, without = self.ids.streams(sample)
             except BadSample as error:
@@ -344,8 +348,7 @@ class TableBuilder:
 
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
-        clip of 0 frames (without codes), are not `audible`.
-        """
+        clip of 0 frames (without codes), are not `audible`."""
         (used, offsets), trained = self.used_clips(), self.trained.array()
         frames = where[used, 2]
 
@@ -376,11 +379,10 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
     """A new table of Sources, on every rank: read, encode, finish. Then earlier tables are deleted;
     a running job keeps its mapped files.
 
-    encode(clips): from codes.py. problems, noted: as in read_all; problems of rows are settled
-    before audio is encoded. finish(builder, cache folder, shards, where, measures, audio problems)
-    writes the table on rank 0; every rank gets its result.
-    """
-    start, name, builder = time.monotonic(), f"table-{uuid.uuid4().hex[:8]}", None
+    encode(clips): from codes.py. problems, noted: as in read_all. check(): called before audio is
+    encoded. finish(builder, cache folder, shards, where, measures, audio problems) writes the table
+    on rank 0; every rank gets its result."""
+    name, builder = f"table-{uuid.uuid4().hex[:8]}", None
 
     def read():
         nonlocal builder
@@ -389,8 +391,7 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
         check()
         n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
-              f"validation samples, {len(builder.clips)} distinct clips (read in "
-              f"{time.monotonic() - start:.1f} s)", flush=True)
+              f"validation samples, {len(builder.clips)} distinct clips", flush=True)
 
     def write():
         cache, shards, where, measures, bad = codes     # bad: {number of a clip: why}
@@ -424,10 +425,8 @@ def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, 
 
 
 class Table:
-    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write.
-
-    sources: [{path, weight, held_out, first, stop}], whose samples follow each other.
-    """
+    """Memory-mapped sample table: numpy arrays named as in TableBuilder.write, and sources,
+    [{path, weight, held_out, first, stop}], whose samples follow each other."""
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
@@ -442,8 +441,7 @@ class Table:
 
     def fingerprint(self, numbers):
         """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples,
-        then " audio " and a hash of the codes' checksums.
-        """
+        then " audio " and a hash of the codes' checksums."""
         if not len(numbers):
             return ""
         first, stop = numbers[0], numbers[-1] + 1
@@ -468,8 +466,7 @@ class Table:
 def split_validation(n, share, seed):
     """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
 
-    share: None: SHARE, or 5 % of a small data set, up to 16: they decide the best checkpoint.
-    """
+    share: None: SHARE, or 5 % of a small data set, up to 16: they decide the best checkpoint."""
     if share is None:
         share = max(SHARE, min(0.05, 16 / max(1, n)))
     held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
@@ -480,8 +477,7 @@ def split_validation(n, share, seed):
 def split_samples(table, share, seed):
     """(train, validation) sample numbers, sorted. share, seed: as in split_validation, which is
     used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
-    draws that share of them by the seed.
-    """
+    draws that share of them by the seed."""
     def numbers(held_out):
         found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
                                 for s in table.sources if s["held_out"] == held_out)])
@@ -507,10 +503,8 @@ def places(where, clips):
 
 
 def own_references(place, offsets):
-    """Numbers of the samples whose clip to speak (the last one) is also their reference.
-
-    place: places() of the clips of all samples. offsets: (n + 1,) index of each sample's first.
-    """
+    """Numbers of the samples whose clip to speak (the last one) is also their reference. place:
+    places() of the clips of all samples. offsets: (n + 1,) index of each sample's first."""
     last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
     again = np.concatenate([[0], np.cumsum(place == last)])
     return np.flatnonzero(np.diff(again[offsets]) > 1)
@@ -522,15 +516,13 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
 
     max_length: --max_length, or by default the model's positions. max_tokens:
     --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out, and count them if `say`;
-    otherwise raise UserError. output_dir: where to list them; None: nowhere.
-    """
+    otherwise raise UserError. output_dir: where to list them; None: nowhere."""
     def audio(numbers):
         return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
 
     twice = np.isin(audio(train), audio(held_out))
     if len(train) and twice.all():
-        raise UserError("no training samples are left: the audio of each is in the validation data "
-                        "too; give other validation data")
+        raise UserError("no training samples are left: all audio is in the validation data too")
     if say and twice.any():
         print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is "
               "in the validation data")
@@ -603,8 +595,7 @@ def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
-    sources (Sources) are defaults or equal those of the preparation.
-    """
+    sources (Sources) are defaults or equal those of the preparation."""
     (path, weight, _), *others = sources.all()
     reading = sources.reading
 
@@ -616,8 +607,6 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
                             "all data together (--train_data_file A B:0.5 --eval_data_file C)")
         about = json_files.read_object(Path(path) / PREPARED)
-        require("table" not in about or "sha256" in about,
-                f"{path}: was prepared by an earlier version; prepare it again")
         for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
             need(name in about, f"{PREPARED} has no {name!r}")
         for name, size in {about["table"]: None, **about["files"]}.items():
@@ -626,8 +615,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             found = file.stat().st_size
             need(size in (None, found), f"{name} has {found} bytes, not {size}")
         for name, digest in about["sha256"].items():
-            need(checkpoint.sha256(Path(path) / name) == digest,
-                 f"{name} has another checksum than when it was made")
+            need(checkpoint.sha256(Path(path) / name) == digest, f"{name} has another checksum")
         for what, mine, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):

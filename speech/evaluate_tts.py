@@ -32,7 +32,7 @@ from speech import choices
 
 p = cli.Parser(__doc__.partition("\n")[0])
 p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
-p.add_argument("folders", nargs="+", metavar="FOLDER", help="of generate_tts.py")
+p.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of generate_tts.py")
 choices.judges(p)
 p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")
 p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
@@ -42,7 +42,7 @@ p.flag("--batch_size", 8, "samples per batch of Whisper")
 def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size")
     choices.check_judges(args)
-    require(len(set(map(Path, args.folders))) == len(args.folders),
+    require(len({Path(folder).resolve() for folder in args.folders}) == len(args.folders),
             "the same folder is given twice")
 
 
@@ -75,8 +75,7 @@ def read_samples(folder):
         try:
             facts = json_files.read_object(path)
             require(isinstance(facts.get("text"), str) or not (args.asr_model or args.asr_command),
-                    f'{path}: "text" is {facts.get("text")!r}; word errors need the text that was '
-                    "to be spoken")
+                    f'{path}: "text" is {facts.get("text")!r}, not what was to be spoken')
             clips = (find_audio(facts, what, path) for what in ("target", "reference"))
             samples.append((audio, facts, *clips))
         except UserError as error:
@@ -107,8 +106,7 @@ def check_same_prompts(found):
         odd = sorted(name for name in first.keys() | texts.keys()
                      if first.get(name) != texts.get(name))
         require(not odd, f"{''.join(odd[:1])} is not the same in {folder} and {args.folders[0]} "
-                f"({len(odd)} such samples): only the same prompts can be compared; generate both "
-                "from one list")
+                f"({len(odd)} such samples); generate both from one list")
 
 
 # ---- Judging
@@ -130,8 +128,7 @@ def evaluate(folder, samples, by, settings):
             for clip in {(audio,), like} - voices.keys():
                 voices[clip] = judges.voice(judges.read_audio(*clip), HZ, by.embed)
                 if voices[clip] is None:
-                    notes.append(f"{clip[0]}: shorter than {judges.SHORTEST_VOICE_S} s, its voice "
-                                 "is not judged")
+                    notes.append(f"{clip[0]}: too short for its voice to be judged")
             row["speaker_similarity"] = judges.cosine(voices[audio,], voices[like])
         if by.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
@@ -156,7 +153,10 @@ def mean(values):
 
 def table(runs):
     """Lines of the table, one per metric; several runs show differences from the first."""
-    heads = [run["name"] for run in runs] + ["difference"] * (len(runs) - 1)
+    paths, n = [Path(run["name"]).resolve().parts for run in runs], 1
+    while len({path[-n:] for path in paths}) < len(paths):
+        n += 1
+    heads = ["/".join(path[-n:]) for path in paths] + ["difference"] * (len(runs) - 1)
     width = max(12, *map(len, heads))
     lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
     for key, unit in METRICS.items():

@@ -55,14 +55,14 @@ flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then error
 flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
      "and at tags, which are repeated; each part continues from the reference, or from its "
      "speaker's last part; 0 = off", metavar="N")
-flag("--stream", None, "with --split_text and one --text: write each part's sound as soon as it is "
-     "spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
+flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
+     "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
 choices.judges(p)
 # output
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
 switch("--overwrite", "first delete results of an earlier run in --output_dir")
-flag("--max_cer", None, "with --best_of: write training data best.jsonl from takes that ended by "
-     "themselves with at most this character error rate", type=float, metavar="SHARE")
+flag("--max_cer", None, "write best.jsonl, training data: --best_of takes that ended by themselves "
+     "with at most this character error rate", type=float, metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 
 BEST = "best.jsonl"     # written with --max_cer
@@ -86,11 +86,9 @@ def check_flags(args, world_size):
     choices.check_judges(args)
     listens = args.asr_model or args.asr_command
     require(args.best_of > 1 or not (listens or args.speaker_model),
-            "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to "
-            "judge speech, speech/evaluate_tts.py")
+            "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of")
     require(args.max_cer is None or args.best_of > 1 and listens and not args.split_text,
-            "--max_cer needs --best_of and a recogniser, and no --split_text: a part does not "
-            "answer the whole text")
+            "--max_cer needs --best_of and a recogniser, and no --split_text")
     require(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
             "--stream takes one --text, --split_text and one process")
     file = Path(args.stream or "-")
@@ -124,8 +122,7 @@ def earlier_results():
     old = [path for path in Path(args.output_dir).iterdir() if path.name == BEST
            or path.suffix in (".wav", ".json", ".npy") and path.stem.isdigit()]
     require(args.overwrite or not old, f"--output_dir {args.output_dir} holds an earlier run's "
-            f"results ({old[0].name if old else ''}, {len(old)} files): give another folder, or "
-            "--overwrite")
+            f"results ({len(old)} files): give another folder, or --overwrite")
     return old
 
 
@@ -136,8 +133,7 @@ def read_texts():
     lines = speak.read_lines(args.prompts) if args.prompts else lines
     for name, text in lines if args.split_text and args.reference_audio else ():
         require(len({speaker for speaker, _ in speak.parts(text, args.split_text)}) == 1,
-                f"{name}: --split_text would give all its speakers the voice of "
-                "--reference_audio; drop one of the two flags")
+                f"{name}: its speakers would all get --reference_audio's voice: drop --split_text")
     return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                               scene=args.scene)
 
@@ -151,8 +147,8 @@ old = dist.rank0(world, earlier_results)
 folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path)
 module, third = weights.module(config_dict), weights.is_third(config_dict["model_type"])
-require(args.reference_text or not args.reference_audio or third, "--reference_audio and "
-        "--reference_text go together: the model needs to know what the clip says")
+require(args.reference_text or not args.reference_audio or third,
+        "--reference_audio and --reference_text go together")
 normalize, why = conversations.setting_to_speak(
     args.normalize_text or ("off" if third else None), folder, args.adapter)
 samples = read_texts()

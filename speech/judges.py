@@ -1,6 +1,6 @@
 """Evaluate speech with external models: word errors, speaker similarity, naturalness.
 
-    heard = judges.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; ... = (one | two)+;")
+    heard = judges.recognise_pocketsphinx(waves, 24000, grammar="#JSGF ... = (one | two)+;")
     errors, words = judges.word_errors(["one two", "two"], heard)
     voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
 
@@ -37,8 +37,7 @@ def read_audio(path, offset=None, seconds=None, rate=24000):
         wave, own = soundfile.read(path, dtype="float32", always_2d=True)
         require(np.isfinite(wave).all(), "samples that are not numbers")
     except (OSError, RuntimeError, UserError) as error:     # soundfile's are RuntimeErrors
-        raise UserError(f"{path}: cannot be read as audio ({error}); generate it again or take it "
-                        "out")
+        raise UserError(f"{path}: cannot be read as audio ({error})")
     if offset is not None:
         end = None if seconds is None else round((offset + seconds) * own)
         wave = wave[round(offset * own):end]
@@ -60,8 +59,7 @@ def normaliser(language):
     """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C).
 
     All rules drop case, punctuation and words in brackets. "en" also writes numbers as digits,
-    expands contractions and drops "uh" and "um". LETTERS_APART: each character is a word.
-    """
+    expands contractions and drops "uh" and "um". LETTERS_APART: each character is a word."""
     from transformers.models.whisper import english_normalizer
     if language == "en":
         return english_normalizer.EnglishTextNormalizer({})
@@ -88,16 +86,12 @@ def word_errors(references, hypotheses, language=None, split=str.split):
     return errors, length
 
 
-def characters(text):
-    return text.replace(" ", "")
-
-
 def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: all errors over all words). None if
     there are no words."""
     def rates(references, heard):
-        counts = {"wer": word_errors(references, heard, language),
-                  "cer": word_errors(references, heard, language, characters)}
+        counts = {name: word_errors(references, heard, language, split) for name, split in (
+            ("wer", str.split), ("cer", lambda text: text.replace(" ", "")))}
         return {name: errors / units if units else None for name, (errors, units) in counts.items()}
     return [rates([reference], [heard]) for reference, heard in zip(references, hypotheses)], \
         rates(references, hypotheses)
@@ -106,11 +100,9 @@ def word_rates(references, hypotheses, language=None):
 # ---- Words
 
 
-def recognise_pocketsphinx(waves, rate, grammar=None):
-    """[text] from CMU Sphinx's US English model, which the package contains. Raises UserError.
-
-    grammar: JSGF text; None: the large vocabulary, which needs clear sentences.
-    """
+def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
+    """[text] from CMU Sphinx's US English model, which the package contains. grammar: JSGF text;
+    None: the large vocabulary, which needs clear sentences."""
     import pocketsphinx
     with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
         file.write(grammar or "")
@@ -132,7 +124,7 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
     return heard
 
 
-def recognise_command(waves, rate, command, time_limit=3600):
+def recognise_command(waves, rate, names=None, notes=None, command="", time_limit=3600):
     """[text] from a command that gets paths of wav files and prints a line for each. Raises
     UserError if it fails, or after time_limit seconds, when its processes are killed."""
     import soundfile
@@ -189,13 +181,11 @@ def load_model(flag, path, device, class_name=None, unused=()):
 
 
 @torch.inference_mode()
-def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8, names=None,
-                           notes=None):
+def recognise_transformers(waves, rate, names, notes, recogniser, language=None, batch_size=8):
     """[text] from the model of load_model, greedy. UserError for a language unknown to Whisper.
 
     language: for Whisper, which hears the first 30 s of a clip; a line about each longer clip is
-    added to notes. Others get one clip at a time, as padding would change their group norms.
-    """
+    added to notes. Others get one clip at a time, as padding would change their group norms."""
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
     options = {"language": language, "task": "transcribe"} if language and whisper else {}
@@ -203,7 +193,7 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8,
     while batch := list(itertools.islice(waves, batch_size if whisper else 1)):
         if whisper:
             for number, wave in enumerate(batch, len(heard)):
-                if len(wave) > extractor.n_samples and notes is not None:
+                if len(wave) > extractor.n_samples:
                     notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
                                  f"{len(wave) / target:.1f} s were heard")
             # an empty clip counts as silence
@@ -271,20 +261,15 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
     """Judges for the flags of these names, loaded once per process. UserError."""
     hear = embed = None
     if asr_command:
-        def hear(waves, rate, names, notes):
-            return recognise_command(waves, rate, asr_command)
+        hear = functools.partial(recognise_command, command=asr_command)
         hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # detects a wrong path now
     elif asr_model == "pocketsphinx":
         require_package("pocketsphinx", "--asr_model")
-
-        def hear(waves, rate, names, notes):
-            return recognise_pocketsphinx(waves, rate)
+        hear = recognise_pocketsphinx
     elif asr_model:
-        recogniser = load_model("--asr_model", asr_model, device)
-
-        def hear(waves, rate, names, notes):
-            return recognise_transformers(waves, rate, recogniser, language, batch_size, names,
-                                          notes)
+        hear = functools.partial(
+            recognise_transformers, recogniser=load_model("--asr_model", asr_model, device),
+            language=language, batch_size=batch_size)
     if speaker_model:
         embed = load_x_vectors(speaker_model, device)
     for package in ("speechmos", "onnxruntime") if mos else ():

@@ -27,8 +27,7 @@ SECONDS = 30.0          # longest speech of a row
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
-    """Keeper of --keep, on every rank, before speaking. UserError lists all unusable rows.
-    """
+    """Keeper of --keep, on every rank, before speaking. UserError lists all unusable rows."""
     longest = args.max_length or weights.module(config).positions(config)
     longest = min(longest, args.max_tokens_per_batch or longest)
     # a small pack keeps half of its room for the prompt
@@ -65,12 +64,9 @@ class Keeper:
         return self.fingerprint
 
     def speak(self, world, model, autocast):
-        """Have the base speak the rows, unless OUTPUT_DIR has its codes; returns a log line.
-        Collective: rank 0 speaks, the others wait.
-
-        model: a weights.packed with adapters. Raises UserError if too few rows end by themselves,
-        and Stopped.
-        """
+        """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
+        codes; returns a log line. Collective: rank 0 speaks, the others wait. UserError if too few
+        rows end by themselves; Stopped."""
         model.eval()
         with dist.gathered(model), autocast():
             codes = dist.rank0(world, self._codes, world, model)
@@ -78,9 +74,8 @@ class Keeper:
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")
         found = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
-        require(len(found) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended "
-                f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack: it cannot "
-                "speak them, so there is nothing to keep")
+        require(len(found) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended only "
+                f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack")
         self.samples = []
         for i, (prompt, spoken) in enumerate(found):        # only this speech is trained
             tokens, codes_before = prompt.parts
@@ -98,8 +93,7 @@ class Keeper:
 
     def _codes(self, world, model):
         """[(T, K) int16 codes] of the rows, from the file, or spoken and saved to it. T is 0 if the
-        row did not end. None after a stop request.
-        """
+        row did not end. None after a stop request."""
         path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
             try:
@@ -131,8 +125,7 @@ class Keeper:
 
     def packs(self, step, world):
         """[[row numbers]] of a step on all ranks, ordered by micro-step as in packing.py;
-        [] if none is due.
-        """
+        [] if none is due."""
         turn, late = divmod(step, self.args.keep_every)
         if late:
             return []
@@ -144,9 +137,8 @@ class Keeper:
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
         its number of cells. scale: loss scale under --fp16.
 
-        The divergence is divided by the number of cells in the step's packs on all ranks. The
-        training pass that follows reduces the gradients over ranks. collate: data.collate.
-        """
+        The divergence is divided by the cells of the step's packs on all ranks. The training pass
+        that follows reduces the gradients over ranks."""
         found = torch.zeros(2, dtype=torch.float64, device=world.device)
         packs = self.packs(step, world)
         if not packs:

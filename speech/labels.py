@@ -24,15 +24,63 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                   "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
 
 
+class Layout:
+    """Tokens and clips -> rows and labels; TokenIds and v3.Ids say what differs. frames, trained:
+    ints or arrays."""
+
+    def rows(self, frames, trained):
+        """Rows that a clip of this many frames takes."""
+        # of TTS 3 without the first and the last, and a trained clip's last is predicted alone
+        return frames + self.num_codebooks + 1 - self.first * (2 + trained)
+
+    def predicting(self, frames):
+        """Number of rows that predict a trained clip of this many frames."""
+        return frames + self.num_codebooks - self.first
+
+    def targets(self, frames):
+        """Trained codes and end-of-streams of a clip of this many frames."""
+        ends = sum(range(self.num_codebooks)) if self.all_ends else self.num_codebooks
+        return self.num_codebooks * frames + ends
+
+    def assemble(self, tokens, labelled, codes):
+        """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
+
+        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+        input_ids (n,), is_audio (n,), text_labels (n,) and audio_ids (a, 8); audio_at (R,), the
+        positions that predict a row, and audio_targets (R, 8), that row, IGNORE where untrained."""
+        is_clip, repeats = tokens == self.audio_placeholder_id, np.ones(len(tokens), np.int64)
+        repeats[is_clip] = [self.rows(*clip) for clip in zip(map(len, codes), labelled[is_clip])]
+        starts, is_audio = np.cumsum(repeats) - repeats, np.repeat(is_clip, repeats)
+        input_ids = np.repeat(tokens, repeats)
+        # audio rows have code labels and no text labels
+        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
+        none = np.empty((0, self.num_codebooks), np.int64)      # a sample may have no clip
+        rows, at, targets = [none], [none[:, 0]], [none]
+        for place, clip in zip(np.flatnonzero(is_clip), codes):
+            start, n = starts[place], repeats[place]
+            input_ids[start:start + n] = self.placeholders(n)
+            rows.append(delay_rows(clip, self.stream_bos, self.stream_eos)[self.first:][:n])
+            if labelled[place]:         # a reference is an input without labels
+                predicting = self.predicting(len(clip))
+                labels = delay_labels(clip, self.stream_eos, self.all_ends)
+                # shifted by one: each row predicts the next, and row 0 is never a label
+                targets.append(labels[1:][:predicting])
+                at.append(start - self.first + np.arange(predicting))
+        return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
+                "audio_ids": np.concatenate(rows), "audio_at": np.concatenate(at),
+                "audio_targets": np.concatenate(targets)}
+
+
 @dataclass
-class TokenIds:
-    """Ids from the tokenizer and the model's config, and their layout; same methods as v3.Ids."""
+class TokenIds(Layout):
+    """Ids from the tokenizer and the model's config, and their layout."""
     audio: int              # <|AUDIO_OUT|>, one for each row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
     num_codebooks: int
     stream_bos: int
     stream_eos: int
+    first, all_ends = 0, False      # of delay_rows that is used; whether all of the fill is trained
     min_frames = 1          # least codec frames of a trained clip
     lone_reference = False  # a reference needs its text
 
@@ -53,47 +101,10 @@ class TokenIds:
         """[(name, conversation_pieces)] of a Sample, and a list of omissions: [] here."""
         return [(sample.name, conversation_pieces(sample))], []
 
-    def rows(self, frames, trained):
-        """Rows that a clip of this many frames takes; ints or arrays."""
-        return frames + self.num_codebooks + 1 + 0 * trained
-
-    def targets(self, frames):
-        """Trained codes of a clip of this many frames."""
-        return self.num_codebooks * (frames + 1)
-
-    def predicting(self, frames):
-        """Number of rows that predict a trained clip of this many frames."""
-        return frames + self.num_codebooks
-
-    def assemble(self, tokens, labelled, codes):
-        """One sample as the model sees it: each <|AUDIO_OUT|> becomes the delayed rows of its clip.
-
-        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-        input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
-        """
-        # in the table a clip is one token; here it takes a row for each of its codes
-        places = np.flatnonzero(tokens == self.audio)
-        repeats = np.ones(len(tokens), np.int64)
-        rows, labels, placeholders = [], [], []
-        for place, clip in zip(places, codes):
-            rows.append(delay_rows(clip, self.stream_bos, self.stream_eos))
-            # a reference is an input without labels
-            labels.append(delay_labels(clip, self.stream_eos) if labelled[place]
-                          else np.full_like(rows[-1], IGNORE))
-            repeats[place] = len(rows[-1])
-            placeholders.append(np.full(len(rows[-1]), self.audio))
-            # the native processor marks the tail rows of the delay pattern by another placeholder
-            placeholders[-1][-(self.num_codebooks - 1):] = self.delay
-        is_audio = np.repeat(tokens == self.audio, repeats)
-        input_ids = np.repeat(tokens, repeats)
-        # audio rows have code labels and no text labels
-        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
-        empty = np.empty((0, self.num_codebooks), np.int64)     # a sample may have no clip
-        if placeholders:
-            input_ids[is_audio] = np.concatenate(placeholders)
-        return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-                "audio_ids": np.concatenate([empty, *rows]),
-                "audio_labels": np.concatenate([empty, *labels])}
+    def placeholders(self, rows):
+        """Ids at a clip's rows; the native processor marks the tail of the delay pattern."""
+        tail = self.num_codebooks - 1
+        return [self.audio] * (rows - tail) + [self.delay] * tail
 
 
 def token_ids(tokenizer, config):
@@ -149,39 +160,25 @@ def delay_rows(codes, bos, eos):
     return rows
 
 
-def delay_labels(codes, eos):
-    """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book, else -100."""
+def delay_labels(codes, eos, all_ends=False):
+    """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book (all_ends: and
+    the fill after it), else -100."""
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
-        # begin-of-stream rows are never predicted; one end-of-stream is enough, since generation
+        # begin-of-stream rows are never predicted; one end-of-stream is enough where generation
         # fills in the rest
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
-        labels[k + 1 + frames, k] = eos
+        labels[k + 1 + frames:None if all_ends else k + 2 + frames, k] = eos
     return labels
-
-
-def audio_targets(sample):
-    """(R,) positions in a sample that predict a row of codes; (R, 8) that row, IGNORE where not
-    trained. sample: from assemble() here, whose labels are not yet shifted, or from v3's.
-    """
-    if "audio_at" in sample:
-        return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the next row; row 0 of a clip is never a label, so no clip predicts into the
-    # next one
-    following = sample["audio_labels"][1:]
-    trained = np.flatnonzero((following != IGNORE).any(axis=1))
-    return np.flatnonzero(sample["is_audio"])[trained], following[trained]
 
 
 @dataclass
 class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64
-    unless noted.
+    """B samples of S tokens in all, A of them audio rows, on one flat axis, int64 unless noted.
 
-    The model keeps hidden states in modality order (text rows first, then audio rows), so that each
-    FFN works on one contiguous slice; attention permutes to sequence order and back.
-    """
+    V2 keeps hidden states in modality order (text rows first, then audio rows), so that each FFN
+    works on one contiguous slice; attention permutes to sequence order and back."""
     input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
     position_ids: torch.Tensor      # (S,) position within its sample
     cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
@@ -235,8 +232,7 @@ class Wrapped(torch.nn.Module):
         audio: cross-entropy per codebook; text: cross-entropy. ends (detached): cross-entropy,
         correct argmax and number of all end-of-stream targets; then, for codebook 0, whose first
         one ends speech, the number predicted correctly and the number of codes mistaken for one.
-        keep: return divergence() instead.
-        """
+        keep: return divergence() instead."""
         if keep:
             return divergence(self, batch)
         config = self.base_model.config
@@ -258,24 +254,20 @@ class Wrapped(torch.nn.Module):
 
 def batch_sums(audio, text, ends, batch):
     """(K + SUMS,) float64: the outputs of Wrapped, then the numbers of audio targets (all
-    codebooks) and text targets. No host sync.
-    """
+    codebooks) and text targets. No host sync."""
     losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
     # filled on the device: a tensor made from Python numbers would be copied, with a host sync
     return torch.cat([losses, *(losses.new_full((1,), batch.counts[name])
                                 for name in ("audio_targets", "text_targets"))])
 
 
-def loss_report(sums, text_weight, prefix, ends_in=lambda book, books: 1):
+def loss_report(sums, text_weight, prefix, all_ends=False):
     """Sums of batch_sums() over all ranks -> {"prefix/name": float}; NaN if every step was skipped,
-    so no target was counted.
-
-    ends_in(book, books): end-of-stream targets per clip in a codebook. stop_recall: correct
-    ends of codebook 0 per clip. false_stop_rate: false ends of codebook 0 per code.
-    """
+    so no target was counted. all_ends: of Layout. stop_recall: correct ends of codebook 0 per clip.
+    false_stop_rate: false ends of codebook 0 per code."""
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
-    ends_of = [ends_in(book, books) for book in range(books)]
+    ends_of = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
     clips = ends / sum(ends_of)
     codes, audio_loss = (n_audio - ends) / books, sum(audio) / max(1, n_audio)
     total = total_loss(audio, n_audio, text, n_text, text_weight) if n_text else audio_loss
@@ -291,17 +283,14 @@ def loss_report(sums, text_weight, prefix, ends_in=lambda book, books: 1):
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
     """The training loss from sums over targets and their global numbers; tensors or floats. audio:
-    K sums, one per codebook. text: one sum.
-    """
+    K sums, one per codebook. text: one sum."""
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
 def divergence(model, batch):
-    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
-
-    For --keep. model: a Wrapped with adapters. The base is the same model with adapters switched
-    off, without gradient and dropout. The KL is 0 where both agree.
-    """
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells,
+    for --keep. model: a Wrapped with adapters. The base is the same model with adapters switched
+    off, without gradient and dropout."""
     from core import adapters
     training = model.training
     model.eval()
@@ -321,11 +310,9 @@ def decays(name, parameter):
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
 
-    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is
-    trained, 2N for its gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of
-    n (n + 1) / 2 attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
-    backward. Recomputation and adapters are not counted.
-    """
+    A matrix of N weights costs 2N per row forward, 2N for the input's gradient and, when trained,
+    2N for the weights'. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and
+    twice that backward. Recomputation and adapters are not counted."""
     h, d = config.hidden_size, config.head_dim
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size

@@ -1,5 +1,4 @@
-"""Makes everything a test or a demo needs without a download: a tiny Higgs-Audio V2, its codec, and
-spoken clips.
+"""Make what tests and demos need without a download: a tiny Higgs-Audio V2, its codec, clips.
 
     python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--higgs3]
 
@@ -45,7 +44,6 @@ ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 
 import json
 import re
-import stat
 
 import numpy as np
 import torch
@@ -108,12 +106,6 @@ I will call you as soon as we land. Good night, and thank you for the soup.
 SENTENCES = re.split(r"(?<=[.?]) ", " ".join(STORY.split()))
 
 
-def allow_others(folder):
-    """save_pretrained's weights, which nobody else may read, get the mode of config.json."""
-    for path in Path(folder).glob("*.safetensors"):
-        path.chmod(stat.S_IMODE((Path(folder) / "config.json").stat().st_mode))
-
-
 def make_tokenizer(out_dir, sentences=SENTENCES):
     """train_bpe's tokenizer, saved in OUT_DIR/model; it adds no begin-of-text token by itself."""
     tokenizer = PreTrainedTokenizerFast(
@@ -139,7 +131,7 @@ def train_bpe(special_tokens, sentences=SENTENCES):
 
 
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
-    """Saves a random float32 language model, its text head included, with its processor in
+    """Save a random float32 language model, its text head included, with its processor in
     OUT_DIR/model and returns it. config_overrides: fields of HiggsAudioV2Config."""
     token_id = tokenizer.convert_tokens_to_ids
     special = {name: getattr(tokenizer, name)
@@ -162,13 +154,12 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
         ras_win_max_num_repeat=2)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
-    allow_others(folder)
     weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))
     return model
 
 
 def make_codec(out_dir, seed=0):
-    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
+    """Save a random codec in OUT_DIR/codec and return it: (B, 1, n) audio at 24 kHz -> (B, 8,
     about n / 960) codes. It resamples with torchaudio: ImportError where that is missing."""
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES,
                          encoder_hidden_size=2, decoder_hidden_size=64, hidden_size=16)
@@ -188,13 +179,12 @@ def make_codec(out_dir, seed=0):
             quantizer.codebook.embed.normal_(std=0.05)
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
-    allow_others(folder)
     weights.feature_extractor().save_pretrained(folder)
     return codec
 
 
 def make_model3(out_dir, codec, seed=0, **text_overrides):
-    """Saves a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files;
+    """Save a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files;
     returns its folder. codec: of make_codec, for the same file. text_overrides: of text_config."""
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,8 +222,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
 def synthesise(text, speaker, sample_rate, rng):
     """Text in a toy voice, (n,) float32 mono, 1.6 to 4 s: a tone and overtones for each letter.
 
-    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise.
-    """
+    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise."""
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # they spread evenly over 0..1
     hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
     n = (hundredths + 1) * (sample_rate // 100)
@@ -246,7 +235,7 @@ def synthesise(text, speaker, sample_rate, rng):
 
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0):
-    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), a sentence a clip, speakers in
+    """Write OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), a sentence a clip, speakers in
     turn -> [{"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}]."""
     import soundfile
     (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
@@ -266,7 +255,7 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0):
 
 
 def make_dataset(out_dir, speech):
-    """Writes OUT_DIR/train.json, ChatML, -> its path; the voice is of the speaker's next clip."""
+    """Write OUT_DIR/train.json, ChatML, -> its path; the voice is of the speaker's next clip."""
     samples = []
     for number, target in enumerate(speech):
         other = next(clip for clip in speech[number + 1:] + speech[:number]

@@ -1,5 +1,5 @@
-"""Pick the checkpoint that speaks best: each speaks the same prompts and is evaluated. OUT/best
-links to the best one.
+"""Pick the checkpoint that speaks best: each speaks the same prompts and is evaluated.
+OUT/best links to the best one.
 
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model openai/whisper-small
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model ... --follow --patience 3
@@ -35,8 +35,8 @@ p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
 p.flag("--by", "wer", "deciding metric; of equal checkpoints the earlier wins", choices=MEASURES)
 choices.judges(p)
 p.switch("--follow", "wait for new checkpoints until the run ends")
-p.flag("--patience", 0, "with --follow: end the run after this many checkpoints without a better "
-       "one, 0 = never")
+p.flag("--patience", 0, "--follow: end the run after this many checkpoints without a better one, "
+       "0 = never")
 p.flag("--max_seconds", 15.0, "longest speech per prompt")
 p.flag("--batch_size", 4, "prompts spoken together")
 p.flag("--seed", 42, "seed of the sampling, the same for each checkpoint")
@@ -139,8 +139,7 @@ while following:
             link_best(step)
         if args.patience and stale >= args.patience and is_running():
             (out / "stop").touch()
-            print(f"stop       nothing better in {stale} checkpoints: the run is asked to end",
-                  flush=True)
+            print(f"stop       nothing better in {stale} checkpoints: the run ends", flush=True)
             following = False
             break
     if following:

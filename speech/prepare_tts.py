@@ -23,37 +23,26 @@ from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS
 ERRORS = (*CHECKS, *SOUND_ERRORS)
 
 
-def build_parser():
-    p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
-    g = p.add_argument_group("model")
-    g.add_argument("--model_path", required=True, help="Higgs-Audio V2 folder or hub name, native "
-                   "or 2025 format; its tokenizer is used")
-    choices.codec(g)
-    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
-                   help="auto: a GPU if there is one")
-    g = p.add_argument_group("data")
-    choices.data(g)
-    g.add_argument("--seed", type=int, default=42,
-                   help="seed for choosing references and the samples that have one")
-    g = p.add_argument_group("checks")
-    g.add_argument("--min_clip_seconds", type=float, default=0.32,
-                   help="a shorter clip is an error, too_short")
-    g.add_argument("--max_clip_seconds", type=float, default=60.0,
-                   help=f"a longer clip is an error, too_long (at most {LONGEST_CLIP_S})")
-    g.add_argument("--drop_bad", nargs="*", metavar="CHECK", help="drop samples with errors "
-                   f"({', '.join(ERRORS)}) instead of stopping, and those with the given "
-                   f"warnings: {', '.join(WARNINGS)}")
-    g = p.add_argument_group("output")
-    g.add_argument("--output_dir", default="./prepared", help="folder to write; shared by all "
-                   "nodes")
-    g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: "
-                   "OUTPUT_DIR/codes)")
-    g.add_argument("--preprocess_num_proc", type=int, default=min(8, usable_cpus()),
-                   help="processes that read and tokenise, or decode audio, per node; 0 = in this "
-                   "one")
-    g.add_argument("--wait_timeout", type=int, default=21600,
-                   help="seconds to wait for the other processes")
-    return p
+p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
+flag = p.flag
+flag("--model_path", None, "Higgs-Audio V2 folder or hub name, native or 2025 format; its "
+     "tokenizer is used", required=True)
+choices.codec(p)
+flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
+choices.data(p)
+flag("--seed", 42, "seed for choosing references and the samples that have one")
+# checks
+flag("--min_clip_seconds", 0.32, "a shorter clip is an error, too_short")
+flag("--max_clip_seconds", 60.0, f"a longer clip is an error, too_long (at most {LONGEST_CLIP_S})")
+flag("--drop_bad", None, f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and "
+     f"those with the given warnings: {', '.join(WARNINGS)}", nargs="*", metavar="CHECK")
+# output
+flag("--output_dir", "./prepared", "folder to write; shared by all nodes")
+flag("--code_cache", None, "folder of encoded audio, shareable between runs (default: "
+     "OUTPUT_DIR/codes)")
+flag("--preprocess_num_proc", min(8, usable_cpus()), "processes that read and tokenise, or decode "
+     "audio, per node; 0 = in this one")
+flag("--wait_timeout", 21600, "seconds to wait for the other processes")
 
 
 def check_flags(args, world_size):
@@ -74,7 +63,7 @@ def check_flags(args, world_size):
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
-ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(p, check_flags) if __name__ == "__main__" else None
 if ARGS and ARGS.device == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -83,9 +72,8 @@ import numpy as np
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems, problem
 from speech import weights
-from speech.codes import FRAME_RATE, Encoding, ensure_codes
-from speech.dataset import (Reading, Sources, build, file_of, own_references, places,
-                            write_prepared)
+from speech.codes import FRAME_RATE, ensure_codes
+from speech.dataset import build, file_of, of_flags, own_references, places, write_prepared
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -96,8 +84,7 @@ ENOUGH = 20                 # least samples of a language, for quartiles
 
 def find_problems(builder, where, measures, least, most):
     """[Problem] of samples; samples with an unencoded clip are skipped. builder: TableBuilder.
-    where, measures: from ensure_codes. least, most: seconds of a clip.
-    """
+    where, measures: from ensure_codes. least, most: seconds of a clip."""
     numbers, offsets = builder.used_clips()
     target = numbers[np.maximum(offsets[1:], 1) - 1]        # the last clip of each sample
     facts, sources = builder.facts.array(), builder.sources
@@ -167,8 +154,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     """Make the prepared folder, on every rank; returns its report.
 
     sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
-    lists all errors in the data, unless they are dropped.
-    """
+    lists all errors in the data, unless they are dropped."""
     out, noted, drop = Path(output_dir), [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound, in one list
 
@@ -197,8 +183,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     def check():
         if found.stopping:
-            print(f"notice     {found.stopping} rows stop this: they are listed once audio is "
-                  "encoded, with its faults", flush=True)
+            print(f"notice     {found.stopping} rows stop this; audio is checked first", flush=True)
 
     return build(world, tokenizer, ids, sources, lambda clips: ensure_codes(
         world, clips, encoding), out, found, finish, noted, check)
@@ -217,15 +202,11 @@ def main():
     args.normalize_text = module.text_setting(args.normalize_text or "")
     tokenizer = module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, module.read_config(config_dict))
-    reading = Reading(**choices.reading(args), lone_reference=ids.lone_reference)
-    sources = Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad)
-    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
-                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
     try:
-        report = prepare(world, tokenizer, ids, sources, encoding, args.output_dir,
+        report = prepare(world, tokenizer, ids, *of_flags(args, ids, codec_dir), args.output_dir,
                          args.min_clip_seconds, args.max_clip_seconds)
     except watchdog.Stopped as why:
-        raise UserError(f"{why}; the same command goes on from there")
+        raise UserError(f"{why}; rerun the same command to resume")
     if world.is_main:
         for check, about in report["checks"].items():
             print(f"check      {check}: {about['samples']} samples, "

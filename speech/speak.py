@@ -32,9 +32,10 @@ from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          filled, holds_codes, load_codec, open_sound, read_codes, readable)
+                          filled, load_codec, open_sound, read_codes, readable)
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
-                                  heard, mark_trained, normalise_requests, system_parts, trimmed)
+                                  heard, mark_trained, normalise, normalise_requests, system_parts,
+                                  trimmed)
 from speech.dataset import TableBuilder, read_samples
 
 from core import adapters  # isort: skip      # after weights
@@ -87,37 +88,33 @@ def read_lines(path):
 def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
                  scene=None):
     """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
-
-    normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training.
-    """
-    def message(role, content):
-        return {"role": role, "content": content}
-
-    reference, samples, problems = [], [], []
+    normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training."""
+    reference, samples = [], []
     if reference_audio:
-        reference = [message("user", reference_text)] * bool(reference_text)
-        reference += [message("assistant", {"type": "audio", "audio_url": reference_audio})]
+        try:
+            clip = Clip(Paths(Path.cwd()).find(reference_audio))
+        except BadSample as error:
+            raise UserError(error)
+        reference = [Turn("user", [(reference_text or "").strip()], None)] * bool(reference_text)
+        reference += [Turn("assistant", [clip], None)]
     for name, text in named_texts:
+        require(text.strip(), f"{name}: has no text to speak")
         prompt, heard_in = system, scene
         if not system:
             prompt, heard_in = system_parts(text, scene, references=bool(reference))
-        content = prompt + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-        entry = {"messages": [message("system", content), *reference, message("user", text)]}
-        try:
-            samples.append(canonical_prompt(name, entry, Paths(Path.cwd()), normalize))
-        except BadSample as error:
-            problems.append(f"{name}: {error}")
-    require(not problems, problem_text(problems))
+        prompt += "\n\n" + SCENE.format(heard_in) if heard_in else ""
+        samples.append(Sample(name, [
+            Turn("system", [prompt.strip()], None), *reference,
+            Turn("user", [normalise(text) if normalize else text.strip()], None),
+            Turn("assistant", [Clip("")], None)]))
     return samples
 
 
 def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken. Its last turn is the assistant's and ends with the
-    clip to generate: the sample's target clip, else Clip(""). Raises BadSample.
-
-    normalize: normalise the text to speak, and earlier texts as in training.
-    """
-    turns, rewritten, recognised = canonical_turns(entry, paths)
+    clip to generate: the sample's target clip, else Clip(""). Raises BadSample. normalize: the text
+    to speak, and earlier texts as in training."""
+    turns, rewritten = canonical_turns(entry, paths)
     asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns)
               if i > asked and turn.role == "assistant" and turn.clips]
@@ -127,7 +124,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
             turns[-1].parts.pop()
     else:
         turns.append(Turn("assistant", [Clip("")], None))
-    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
+    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""))
     if not spoken_text(sample):
         raise BadSample("has no text to speak: no user text precedes the clip to generate")
     if normalize:
@@ -147,22 +144,9 @@ def spoken_text(sample):
     return (answer.text or asked).strip()
 
 
-def clip_codes(clip, codec, bandwidth, ids):
-    """(T, 8) codes of a Clip, from saved codes or by encoding its sound. ValueError."""
-    if holds_codes(clip.path):          # used unchanged, without decoding
-        codes = read_codes(clip.path)[1].astype(np.int64)
-        check_codes(codes, clip.offset, ids.num_codebooks, ids.stream_bos)
-        return codes
-    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-    return encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
-
-
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
-    """Samples of canonical_prompt -> Prompts; clips are encoded by `codec` (from load_codec).
-
-    room: most tokens of a prompt. numbers: indices of the prompts, for their names (default: 0,
-    1, ...). Raises UserError that lists every prompt that is too long or has bad audio.
-    """
+    """Samples of canonical_prompt -> Prompts. room: most tokens of one. numbers: for their names
+    (default: 0, 1, ...). UserError lists every prompt that is too long or has bad audio."""
     builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
@@ -176,10 +160,17 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
             for clip in before:
-                if clip not in codes:
-                    codes[clip] = clip_codes(clip, codec, bandwidth, ids)
+                if clip in codes:
+                    continue
+                if clip.path.endswith(SAVED):       # used unchanged, without decoding
+                    codes[clip] = read_codes(clip.path)[1].astype(np.int64)
+                    check_codes(codes[clip], clip.offset, ids.num_codebooks, ids.stream_bos)
+                else:
+                    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
+                    wave = filled(wave) if clip.filled else wave
+                    codes[clip] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
             clip = target
-            target = clip if clip.path and not holds_codes(clip.path) else None
+            target = clip if clip.path and not clip.path.endswith(SAVED) else None
             if target:      # whoever compares with it would find out after hours of speaking
                 with readable(clip.path) as file, open_sound(file) as sound:
                     if sound.frames / sound.samplerate <= (clip.offset or 0):
@@ -190,12 +181,11 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         heard_in = [codes[clip] for clip in before]
         row = ids.assemble(tokens, np.zeros(len(tokens), bool), heard_in)
         if (size := len(row["input_ids"])) > room:
-            problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
-                            f"{max(0, room)} besides the speech to come: shorten it, or allow "
-                            "fewer seconds of speech")
+            problems.append(f"{sample.name}: {size} tokens; with the speech to come there is room "
+                            f"for {max(0, room)}: shorten it, or allow fewer seconds of speech")
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
-            row["is_audio"], [clip for clip in before if not holds_codes(clip.path)], target,
+            row["is_audio"], [clip for clip in before if not clip.path.endswith(SAVED)], target,
             (tokens, heard_in)))
     require(not problems, problem_text(problems))
     return prompts
@@ -219,10 +209,8 @@ def prompt_batch(prompts, ids):
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
-    """Native model for generate, on the device, in eval mode; an adapter stays unmerged, in fp32.
-
-    config: config.json as a dict. adapter: PEFT folder or None. four_bits: NF4. Raises UserError.
-    """
+    """Native model for generate, on the device, in eval mode; an adapter, a PEFT folder, stays
+    unmerged, in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
     parts, load = module.weight_parts(folder, config), weights.load_weights
@@ -250,8 +238,7 @@ def sampling(config, max_seconds, **given):
 
     max_seconds: of speech. given: {name of DRAW_FLAGS: value, None for the model's default}.
     ras_window: repetition-aware sampling draws a code again from the untempered distribution if
-    the last ras_window codes contain it twice (0 = off). temperature 0: greedy, without it.
-    """
+    the last ras_window codes contain it twice (0 = off). temperature 0: greedy, without it."""
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
     given = {name: value for name, value in given.items() if value is not None}
     require(given.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
@@ -273,8 +260,7 @@ def generate(native, prompts, ids, settings, seed, device, asked=lambda: False):
 
     native: the model with adapters, on the device, in eval mode. settings: from sampling(). The
     draws depend on seed and batch only, and do not change torch's random state. asked() is called
-    once per row; if it returns True, speech ends with ended_by "time".
-    """
+    once per row; if it returns True, speech ends with ended_by "time"."""
     if weights.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
         spoken = weights.module(native.config).generate(native, inputs, settings, seed, asked)
@@ -303,8 +289,7 @@ def undelay(rows, ids, cut_by):
     """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or cut_by).
 
     The inverse of labels.delay_rows. The end-of-stream of codebook 0 sets the length. Special ids
-    before it become the nearest code, as in transformers' processor.
-    """
+    before it become the nearest code, as in transformers' processor."""
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
     first_end = np.flatnonzero(rows[:, 0] == ids.stream_eos)
@@ -369,10 +354,7 @@ def listen(prompts, waves, listeners):
 
 def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
-    read_prompts, with the codes of its take as the clip.
-
-    records: contents of each take's JSON file. min_frames: least frames of a trained clip.
-    """
+    read_prompts, with the codes of its take as the clip. records: each take's JSON file."""
     def item(part):
         if not isinstance(part, Clip):
             return {"type": "text", "text": part}
@@ -400,10 +382,8 @@ SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])")        # where sente
 
 def parts(text, most):
     """[(speaker or "", part)] of a text. A part has at most `most` characters, not counting marks;
-    a longer word stays whole. Cuts are after sentences, or between words of a longer sentence.
-
-    A part ends at the next mark, and begins with the marks that apply to it.
-    """
+    a longer word stays whole. Cuts are after sentences, or between words of a longer sentence, and
+    at marks; a part begins with the marks that apply to it."""
     if len(text) <= most:
         return [("", text)]
     found, speaker, tags = [], "", {}
@@ -446,8 +426,7 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
 
     reference: (path, its text) for all, or None: then the reference of a part is its speaker's
     previous part. prepare(Samples, numbers) -> [Prompt]. say(Prompts, round) -> result of speak().
-    write(wave so far): from stream(), for one text.
-    """
+    write(wave so far): from stream(), for one text."""
     texts, takes = [parts(prompt.text, most) for prompt in prompts], [[] for _ in prompts]
     last = {}       # {(text, speaker): (codes of the last part, its text)}
     with tempfile.TemporaryDirectory() as folder:
@@ -485,9 +464,7 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
 
 def stream(path):
     """write(wave so far), for --stream: appends the new part to a WAV file, or raw to stdout ("-").
-
-    In a pipe the WAV header has the largest length. UserError for a pipe without a reader.
-    """
+    In a pipe the WAV header has the largest length. UserError for a pipe without a reader."""
     raw, done = path == "-", 0
     try:        # without O_NONBLOCK a pipe would wait for its reader
         number = 1 if raw else os.open(
@@ -563,26 +540,23 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     def encode_prompts():
         samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
         require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
-                f"{len(samples)} prompts; each validation speaks all of them, so at most "
-                f"{MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
+                f"{len(samples)} prompts; at most {MAX_PROMPTS} (generate_tts.py has no limit)")
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = weights.module(config).positions(config) - settings.max_new_tokens
         return prepare(samples, tokenizer, ids, codec, bandwidth, room)
 
-    return Speaker(dist.rank0(world, encode_prompts), settings, ids, codec_dir, world.device,
-                   args.output_dir, args.seed)
+    return Speaker(dist.rank0(world, encode_prompts), settings, ids, codec_dir, world.device, args)
 
 
 @dataclass
 class Speaker:
-    """Speaks the prompts of a run. settings: of sampling(). seed: of the draws."""
+    """Speaks the prompts of a run. settings: of sampling(). args: the trainer's flags."""
     prompts: list
     settings: object
     ids: object
     codec_dir: Path
     device: torch.device
-    output_dir: str
-    seed: int
+    args: object
 
     def speak(self, world, model, step, log, autocast):
         """{eval/...: float} of the prompts as spoken by model, a weights.module().packed.
@@ -596,7 +570,8 @@ class Speaker:
     def speak_all(self, native, step, log):
         """Speak and record every prompt -> {metric: float}; {} after a stop request, or if memory
         is too small. native: unsharded weights, in eval mode."""
-        folder, start, spoken = Path(self.output_dir, f"samples/step-{step}"), time.monotonic(), []
+        start, spoken = time.monotonic(), []
+        folder = Path(self.args.output_dir, f"samples/step-{step}")
         for left in folder.parent.glob("step-*"):       # of work that was lost
             number = left.name.removeprefix("step-")
             if number.isdigit() and int(number) > step:
@@ -608,7 +583,7 @@ class Speaker:
                     if stop_requested():
                         break
                     spoken += generate(native, self.prompts[first:first + BATCH], self.ids,
-                                       self.settings, self.seed + first // BATCH, self.device,
+                                       self.settings, self.args.seed + first // BATCH, self.device,
                                        stop_requested)
             if stop_requested():
                 print(f"samples step {step:>6} | left out: asked to stop")
@@ -618,8 +593,7 @@ class Speaker:
                 codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
             waves = [decode(codec, codes) for codes, _ in spoken]
         except torch.OutOfMemoryError:
-            print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer "
-                  "prompts or a shorter --sample_seconds")
+            print(f"samples step {step:>6} | left out: too little GPU memory; give fewer prompts")
             return {}
         total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
         for prompt, (codes, ended_by), wave in zip(self.prompts, spoken, waves):

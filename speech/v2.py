@@ -32,29 +32,20 @@ DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7}
 
 # ---- The interface of weights.module(), with the imports above and the code below
 
-load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
-read_config, save_config = weights.native_config, weights.save_config
-weight_parts = weights.weight_parts
+load_tokenizer, read_config, save_config = (
+    weights.load_tokenizer, weights.native_config, weights.save_config)
+empty_model, weight_parts, reset_buffers = (
+    weights.empty_model, weights.weight_parts, weights.reset_buffers)
 
 
 def text_setting(wanted):
-    """--normalize_text as "on" or "off"; the default is on, as in boson-ai's inference.
-    """
+    """--normalize_text as "on" or "off"; the default is on, as in boson-ai's inference."""
     return wanted or "on"
 
 
-def empty_model(config_dict, dtype, folder):
-    """The native model on the meta device: names, shapes and dtypes, no memory. UserError."""
-    return weights.empty_model(read_config(config_dict), dtype, folder)
-
-
 def positions(config):
-    """Most tokens of a prompt with its speech; --max_length may train beyond the 2,048 positions
-    of config.json.
-
-    Positions are rotary, scaled for the 131,072 positions in the released checkpoint's
-    config.json.
-    """
+    """Most tokens of a prompt with its speech: config.json may say 2,048, but the rotary positions
+    are scaled for the 131,072 of the released checkpoint."""
     return max(config.max_position_embeddings, 131072)
 
 
@@ -138,12 +129,10 @@ PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])),
 
 
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
-    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
-    D).
+    """Causal attention inside each sample. q (S, heads, D), k, v (S, kv_heads, D) -> (S, heads, D).
 
     cu_seqlens (B + 1,) int32 on the device. CUDA in half precision uses torch's variable-length
-    flash attention; otherwise SDPA runs sample by sample, with seqlens (B,) int64 on the CPU.
-    """
+    flash attention; otherwise SDPA runs sample by sample, with seqlens (B,) int64 on the CPU."""
     if q.is_cuda and q.dtype in kernels.FLASH:
         causal = {"window_size": (-1, 0), **GROUPED}
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
@@ -245,19 +234,11 @@ loss_report = labels.loss_report
 
 
 def freeze_unreachable(model, text_loss_weight):
-    """Freeze weights that no loss depends on, so they get no weight decay and no optimizer state;
-    returns their names.
-
-    Without a text loss these are the text head and the last layer's text FFN, as audio is
-    predicted from audio rows only.
-    """
-    if text_loss_weight > 0:
-        return []
+    """Freeze weights that no loss depends on, so they get no weight decay and no optimizer state:
+    without a text loss the text head and the last layer's text FFN, as audio is predicted from
+    audio rows only."""
     last = f"layers.{model.config.num_hidden_layers - 1}."
-    frozen = []
-    for name, parameter in model.named_parameters():
-        text_path = f"{last}mlp." in name or f"{last}post_attention_layernorm." in name
-        if parameter.requires_grad and (text_path or "text_lm_head" in name):
+    parts = (f"{last}mlp.", f"{last}post_attention_layernorm.", "text_lm_head")
+    for name, parameter in model.named_parameters() if text_loss_weight == 0 else ():
+        if any(part in name for part in parts):
             parameter.requires_grad_(False)
-            frozen.append(name)
-    return frozen

@@ -20,17 +20,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
-from core.cli import UserError, first_line, require
+from core.cli import UserError, require
 from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
-from speech.labels import IGNORE, delay_rows
 
 from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model,
                           TopKLogitsWarper, TopPLogitsWarper)
@@ -68,8 +66,7 @@ OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_
 
 def text_setting(wanted):
     """--normalize_text as "on" or "off"; the default is off, as in servers. UserError."""
-    require(wanted != "on",
-            "--normalize_text on: Higgs TTS 3 is served texts as they are; leave it off")
+    require(wanted != "on", "--normalize_text on: Higgs TTS 3 is served texts as they are")
     return "off"
 
 
@@ -85,8 +82,7 @@ def layers(native):
 def freeze_unreachable(native, text_loss_weight):
     """Freeze nothing: the audio loss depends on all weights. UserError for --text_loss_weight."""
     # 1 is the default, which has no effect
-    require(text_loss_weight == 1,
-            "--text_loss_weight: Higgs TTS 3 learns no text; leave it out")
+    require(text_loss_weight == 1, "--text_loss_weight: Higgs TTS 3 learns no text; drop it")
 
 
 def weight_names(native):
@@ -99,14 +95,13 @@ def save_config(native, tokenizer, folder, source, codec=None):
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
-    return {}
 
 
 # ---- From a conversation to rows
 
 
 @dataclass(frozen=True)
-class Ids:
+class Ids(labels.Layout):
     """Ids and layout, as labels.TokenIds. ref_text: None if the tokenizer has no such token."""
     tts: int
     text: int
@@ -117,119 +112,62 @@ class Ids:
     num_codebooks: int = 8
     stream_bos: int = 1024      # BOC
     stream_eos: int = 1025      # EOC
+    # no row of BOC alone; servers force BOC, but never fill in EOC: the model must learn it
+    first, all_ends = 1, True
     audio_placeholder_id = AUDIO_PLACEHOLDER
     min_frames = MIN_FRAMES
     lone_reference = True       # a reference may have no text
 
     def forbidden(self, tokenizer):
-        """Tokens that no text may contain: all added tokens except control tags."""
         return [token for token in tokenizer.get_added_vocab() if not TAG.fullmatch(token)]
 
     def known_tags(self, tokenizer):
-        """Control tags that the tokenizer has."""
         return frozenset(filter(TAG.fullmatch, tokenizer.get_added_vocab()))
 
     def streams(self, sample):
-        return streams(sample, self)
+        """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample: a stream for
+        each trained clip, with its text, and as reference the previous assistant clip with its
+        text. BadSample for a text of several speakers, or a clip without text."""
+        found, left_out, reference, asked = [], [], None, ""
+        several = sum(turn.trained for turn in sample.turns) > 1
+        for turn in sample.turns:
+            if turn.role == "system":       # prompts have no system text
+                left_out += ["lose their scene's clip"] * bool(turn.clips)
+                left_out += ["lose their system or scene text"] * bool(turn.text.strip())
+            elif turn.role == "user":
+                asked = turn.text.strip()
+            clips = turn.clips if turn.role == "assistant" else []
+            if len(clips) > 1:
+                raise BadSample("has several clips in one message: give each one")
+            for clip in clips:
+                text = turn.text.strip() or asked
+                if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
+                    raise BadSample("has several speakers in one clip; Higgs TTS 3 has no marks")
+                if SPEAKER.search(text):    # the model would read it aloud
+                    left_out.append("lose a speaker's mark")
+                    text = SPEAKER.sub("", text)
+                if turn.trained:
+                    if not text:
+                        raise BadSample("the trained clip has no text")
+                    name = sample.name + f" message {turn.source}" * several
+                    found.append((name, pieces(text, clip, reference, self.ref_text is not None)))
+                elif reference:     # the model has one: the clip before, whether trained or given
+                    left_out.append("lose an earlier reference: the last one stays")
+                reference = (text, clip)
+        if not found:
+            left_out.append("are dropped: they train no clip")
+        return found, sorted(set(left_out))
 
-    def rows(self, frames, trained):
-        """Input rows of a clip of this many frames; a trained clip's last row is not an input."""
-        return frames + self.num_codebooks - 1 - trained
-
-    def targets(self, frames):
-        """Trained codes and EOC of a clip of this many frames."""
-        return self.num_codebooks * frames + self.num_codebooks * (self.num_codebooks - 1) // 2
-
-    def predicting(self, frames):
-        """Number of rows that predict a trained clip of this many frames."""
-        return frames + self.num_codebooks - 1
-
-    def assemble(self, tokens, labelled, codes):
-        """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
-
-        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-        input_ids (n,), is_audio (n,), text_labels (n,) all IGNORE, audio_ids (a, 8), audio_at (R,)
-        and audio_targets (R, 8), already shifted: the positions that predict, and the next rows.
-        """
-        places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
-        repeats, rows = np.ones(len(tokens), np.int64), []
-        at, targets = np.empty(0, np.int64), np.empty((0, self.num_codebooks), np.int64)
-        for place, clip in zip(places, codes):
-            whole = delay(clip, self.stream_bos, self.stream_eos).numpy()
-            # the last row of a trained clip is predicted, but predicts nothing
-            rows.append(whole[:-1] if labelled[place] else whole)
-            repeats[place] = len(rows[-1])
-            if labelled[place]:
-                # row r is predicted one place before it: row 0 by <|audio|>
-                at = np.arange(len(whole)) + repeats[:place].sum() - 1
-                targets = np.where(label_mask(len(clip), self.num_codebooks).numpy(), whole, IGNORE)
-        is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
-        input_ids = np.where(is_audio, self.pad, np.repeat(tokens, repeats))
-        empty = np.empty((0, self.num_codebooks), np.int64)
-        return {"input_ids": input_ids, "is_audio": is_audio,
-                "text_labels": np.full(len(input_ids), IGNORE),
-                "audio_ids": np.concatenate([empty, *rows]), "audio_at": at,
-                "audio_targets": targets}
-
-
-def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: book k has k BOC, T codes, K - 1 - k EOC. V2 has
-    one more row of BOC before them and one more row of EOC after them.
-    """
-    return torch.from_numpy(delay_rows(np.asarray(codes), bos, eos)[1:-1])
+    def placeholders(self, rows):
+        return [self.pad] * rows
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer than K rows."""
+    """(T + K - 1, K) rows -> (T, K) codes; (0, K) for fewer than K rows."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
-
-
-def label_mask(frames, books=8):
-    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
-    # servers force BOC while the delay builds up, but never fill in EOC: the model must learn it
-    return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
-
-
-def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample.
-
-    Each trained clip gives one stream. It has the clip's text, and as reference the previous
-    assistant clip with its text. BadSample for a text of several speakers, or a clip without text.
-    """
-    found, left_out, reference, asked = [], [], None, ""
-    several = sum(turn.trained for turn in sample.turns) > 1
-    for turn in sample.turns:
-        if turn.role == "system":       # prompts have no system text
-            left_out += ["lose their scene's clip"] * bool(turn.clips)
-            left_out += ["lose their system or scene text"] * bool(turn.text.strip())
-        elif turn.role == "user":
-            asked = turn.text.strip()
-        clips = turn.clips if turn.role == "assistant" else []
-        if len(clips) > 1:
-            raise BadSample("has several clips in one message; give each clip a message after "
-                            "its text")
-        for clip in clips:
-            text = turn.text.strip() or asked
-            if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
-                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
-                                "for")
-            if SPEAKER.search(text):    # the model would read it aloud
-                left_out.append("lose a speaker's mark")
-                text = SPEAKER.sub("", text)
-            if turn.trained:
-                if not text:
-                    raise BadSample("the trained clip has no text")
-                name = sample.name + f" message {turn.source}" * several
-                found.append((name, pieces(text, clip, reference, ids.ref_text is not None)))
-            elif reference:     # the model has one: the clip before, whether trained or given
-                left_out.append("lose an earlier reference: the last one stays")
-            reference = (text, clip)
-    if not found:
-        left_out.append("are dropped: they train no clip")
-    return found, sorted(set(left_out))
 
 
 def pieces(text, clip, reference, marks_text):
@@ -249,12 +187,8 @@ def pieces(text, clip, reference, marks_text):
 
 def load_tokenizer(folder):
     """The checkpoint's tokenizer; its ids differ from Qwen3's. Raises UserError."""
-    path = f"{folder}/tokenizer.json"
-    try:
-        return PreTrainedTokenizerFast(tokenizer_file=path, clean_up_tokenization_spaces=False)
-    except Exception as error:
-        raise UserError(f"{path}: no tokenizer can be loaded from it "
-                        f"({first_line(error)})")
+    return weights.load_tokenizer(f"{folder}/tokenizer.json", lambda path: PreTrainedTokenizerFast(
+        tokenizer_file=path, clean_up_tokenization_spaces=False))
 
 
 def token_ids(tokenizer, config):
@@ -273,9 +207,7 @@ def token_ids(tokenizer, config):
 
 def read_config(config):
     """Qwen3Config of a config.json dict, with num_codebooks, codebook_size and the two stream ids.
-
-    Raises UserError for another model type, and for variants with another sequence layout.
-    """
+    UserError for another model type, and for variants with another sequence layout."""
     audio, text = config.get("audio_encoder_config") or {}, config.get("text_config") or {}
     rope, books = text.get("rope_parameters") or {}, audio.get("num_codebooks")
     size, encoder = audio.get("vocab_size"), audio.get("encoder_type")
@@ -347,7 +279,7 @@ class PackedHiggs3(labels.Wrapped):
 
 packed = PackedHiggs3       # of module()
 # EOC is a target in every row after a codebook's last code
-loss_report = partial(labels.loss_report, ends_in=lambda book, books: books - 1 - book)
+loss_report = partial(labels.loss_report, all_ends=True)
 
 
 # ---- Files
@@ -370,24 +302,14 @@ def reset_buffers(model, device):
 
 
 def weight_parts(folder, config_dict=None):
-    """{our name: [Slice]} of a folder's model weights, without the codec's. Raises UserError.
-
-    The files hold both tables twice, as embedding and as head. Copies that differ are refused,
-    since servers would run another model than the trained one.
-    """
+    """{our name: [Slice]} of a folder's model weights, without the codec's. UserError where the two
+    copies of a table differ: servers would run another model than the trained one."""
     found = weights.open_model(folder)
     for head, table in HEADS.items():
-        if head in found and table in found and not same(found[head], found[table]):
-            raise UserError(f"{folder}: {head} and {table} differ, but the model has one table for "
-                            "both; a trainer or an export has untied them")
+        if head in found and table in found and not torch.equal(found[head][:], found[table][:]):
+            raise UserError(f"{folder}: {head} and {table} differ: a trainer has untied them")
     return {OURS.get(name, name): [part] for name, part in found.items()
             if name not in HEADS and not name.startswith(CODEC)}
-
-
-def same(a, b, rows=16384):
-    """True if two Slices hold the same values; reads them piece by piece."""
-    return a.get_shape() == b.get_shape() and all(
-        torch.equal(a[at:at + rows], b[at:at + rows]) for at in range(0, a.get_shape()[0], rows))
 
 
 def published(named):
@@ -397,11 +319,8 @@ def published(named):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (Slices, dtype, fold)} of a folder for servers, from a dict by our names.
-
-    Adds both heads and the codec, from `codec` (a native folder) or from inside `folder`. Raises
-    UserError if there is no codec, as no server loads such a folder.
-    """
+    """{name in the files: (Slices, dtype, fold)} of a folder for servers, from a dict by our names,
+    with both heads, and the codec from `codec` (a native folder) or from inside `folder`."""
     tensors = published(tensors)
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
@@ -448,8 +367,7 @@ def step(logits, rows, end, sampling, generator=None):
     state machine. end: number of the last row, None until it is known.
 
     While the delay builds up, codebooks that have not begun get BOC. The first EOC of codebook 0
-    after that is followed by K - 2 more rows. Nothing else is forced.
-    """
+    after that is followed by K - 2 more rows. Nothing else is forced."""
     row = draw(logits, sampling, generator)
     books = len(row)
     if rows < books:
@@ -474,8 +392,7 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
     prompts: [(input_ids, is_audio, ref_rows or None)]. asked(): called once per row; True stops
-    all. The draws of a prompt depend on seed and its index in the batch, not on other prompts.
-    """
+    all. The draws of a prompt depend on seed and its index in the batch, not on other prompts."""
     device, config = model.audio_embedding.weight.device, model.config
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
     lengths = torch.tensor([len(e) for e in embedded], device=device)

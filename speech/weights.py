@@ -9,6 +9,7 @@ unexpected or misshapen weights stop the run.
 import json
 import math
 import shutil
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from speech import conversations
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # a processor's codec if the base names none
+KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
+         "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
@@ -102,38 +105,30 @@ def find_files(world, model_path, codec_path):
 # ---- Folders and configuration
 
 
-def find_checkpoint(name, flag, known, advice):
-    """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError. known:
-    accepted model_types; advice: {rejected model_type: hint for the error message}."""
+def find_checkpoint(name, flag):
+    """(local folder, its config.json as a dict) of a folder or hub name that a flag of KINDS gives.
+    Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
     except UserError as error:
         require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
-                "give the base as --model_path and this folder as --adapter (generate_tts.py, "
-                "lora.py), or merge both (lora.py merge)")
+                "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
-    kind = config.get("model_type")
-    require(kind in known, f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, known))}" + f"; {advice.get(kind)}" * (kind in advice))
+    kind, hint = config.get("model_type"), ""
+    if kind in sum(KINDS.values(), ()):
+        hint = "; --model_path and --audio_tokenizer_path are swapped"
+    elif flag != "--model_path":
+        hint = f"; the released codec is {HUB_CODEC}"
+    require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
+            f"{' or '.join(map(repr, KINDS[flag]))}{hint}")
     return folder, config
 
 
-def find_model(name):
-    """find_checkpoint for the model: V2 in its native or 2025 format, or Higgs TTS 3."""
-    return find_checkpoint(
-        name, "--model_path", ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-        {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
-
-
-def find_codec(name):
-    """find_checkpoint for the native audio tokenizer."""
-    swapped = "--model_path and --audio_tokenizer_path are swapped"
-    return find_checkpoint(name, "--audio_tokenizer_path", ("higgs_audio_v2_tokenizer",), {
-        "higgs_audio_v2": swapped, "higgs_audio": swapped,
-        None: "the 2025 codec format is not read, use the native one"})
+find_model = partial(find_checkpoint, flag="--model_path")
+find_codec = partial(find_checkpoint, flag="--audio_tokenizer_path")
 
 
 def native_config(config):
@@ -149,8 +144,7 @@ def native_config(config):
                  **dict.fromkeys(("use_audio_out_self_attention", "use_audio_out_embed_projector",
                                   "audio_embed_avg"), [False, None])}
         wrong = [f"{key}={config.get(key)!r}" for key in known if config.get(key) not in known[key]]
-        require(not wrong, "this 2025-format model has parts unknown to the native class: "
-                + ", ".join(wrong))
+        require(not wrong, f"this model has parts unknown to the native class: {', '.join(wrong)}")
         native = HiggsAudioV2Config(
             **{key: text[key] for key in TEXT_KEYS if key in text},
             **{ours: config[key] for key, ours in CONFIG.items() if key in config},
@@ -181,24 +175,23 @@ def native_names(names):
     return {name: [found[i] for i in sorted(found)] for name, found in parts.items()}
 
 
-def load_tokenizer(folder):
+def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remote_code=False)):
     """Tokenizer of a model folder. Raises UserError."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return load(path)
     except Exception as error:
-        raise UserError(f"{folder}: no tokenizer can be loaded from it "
-                        f"({first_line(error)})")
+        raise UserError(f"{path}: no tokenizer can be loaded from it ({first_line(error)})")
 
 
 # ---- The model and its weights
 
 
-def empty_model(config, dtype, folder=None):
+def empty_model(config_dict, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config: HiggsAudioV2Config. folder: a native one's generation_config.json is used. That of the
-    2025 format has an end token that speech never emits, so generate would run to its limit.
-    """
+    config_dict: of config.json. folder: a native one's generation_config.json is used. That of the
+    2025 format has an end token that speech never emits, so generate would run to its limit."""
+    config = native_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
@@ -231,10 +224,8 @@ def weight_parts(folder, config):
 def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a model without adapters."""
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if problem := tensor_io.mismatch(wanted, parts):
-        no_head = wanted.keys() - parts.keys() == {"text_lm_head.weight"}
-        raise UserError(f"{folder}: {problem}" + no_head * (
-            " (saved by a trainer that dropped the text head; copy it from the base model)"))
+    problem = tensor_io.mismatch(wanted, parts)
+    require(not problem, f"{folder}: {problem}")
 
 
 def check_finite(tensors, where):
@@ -262,39 +253,35 @@ def reset_buffers(model, device):
 
 def check_buffers(model, known):
     unknown = {name for name, _ in model.named_buffers()} - known
-    require(not unknown, "this version of transformers has buffers that are not known here: "
-            f"{sorted(unknown)}")
+    require(not unknown, f"this version of transformers has unknown buffers: {sorted(unknown)}")
 
 
 # ---- Files besides the weights
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """Write a native checkpoint's files except weights -> {file: why it was made from scratch}.
-    codec: folder or hub name for the processor; None: the codec of source, else HUB_CODEC."""
+    """Write a native checkpoint's files except its weights. codec: folder or hub name for the
+    processor; None: the codec of source, else HUB_CODEC."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    folder, source, made = Path(folder), Path(source), {}
+    folder, source = Path(folder), Path(source)
     for name in EXTRA_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     path = folder / "processor_config.json"
-    if not (source / path.name).is_file():
+    if made := not (source / path.name).is_file():
         from transformers import HiggsAudioV2Processor
         template = Path(__file__).with_name("chat_template.jinja").read_text()
         feature_extractor().save_pretrained(folder)
         HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
                               chat_template=template).save_pretrained(folder)
-        made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
-                             f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
         # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
         config = json.loads(path.read_text()) | {"audio_tokenizer": {
             "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
             "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return made
 
 
 def feature_extractor():
@@ -312,10 +299,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     """Write the checkpoint `source` (folder or hub name, either layout) -> lines to print.
 
     layout: native or 2025. dtype: a name, or None: as in the files, but float32 where an adapter
-    is folded in, since bf16 rounds most of a small update away. shard_bytes: limit of a file.
-    codec: see save_config. base_dtype nf4: round the base as in the adapter's run. Raises
-    UserError, also if output_dir is not empty.
-    """
+    is folded in, since bf16 rounds most of a small update away. codec: see save_config. base_dtype
+    nf4: round the base as in the adapter's run. UserError also if output_dir is not empty."""
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = find_model(source)
     version, third = module(config), is_third(config["model_type"])
@@ -353,7 +338,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes)
-    files, total, made = plan.filename_to_tensors, sum(sizes.values()), {}
+    files, total = plan.filename_to_tensors, sum(sizes.values())
     with checkpoint.new_folder(output_dir, total) as building:
         for file, inside in files.items():
             written = {name: read(*tensors[name]) for name in inside}
@@ -366,7 +351,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         if original:
             save_original_config(model.config, tokenizer, building, config)
         else:
-            made = version.save_config(model, tokenizer, building, folder, codec)
+            version.save_config(model, tokenizer, building, folder, codec)
         if setting := conversations.saved_setting(adapter or folder):
             conversations.save_setting(building / conversations.SETTINGS, setting)
         if not (building / "README.md").exists():       # a model card, which the hub requires
@@ -379,16 +364,13 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
             f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {cli.counted(len(files), 'file')}",
             *[version.LICENCE] * bool(version.LICENCE),
-            *(f"{name}: {what}" for name, what in made.items()),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
 
 
 def find_folds(model, adapter):
-    """{weight name: function that adds the adapter's update to that weight in fp32}.
-
-    model: on the meta device. Raises UserError unless the adapter's files match the model exactly;
-    PeftModel.from_pretrained would only warn about missing weights.
-    """
+    """{weight name: function that adds the adapter's update to that weight in fp32}. model: on the
+    meta device. UserError unless the adapter's files match it exactly; PeftModel.from_pretrained
+    would only warn about missing weights."""
     from core import adapters
     whole = module(model.config).WHOLE_MODULES
     net = adapters.add_saved(model, adapter, whole=whole)
@@ -429,8 +411,7 @@ def read(parts, dtype, fold):
 def original_config(native, tokenizer, dtype):
     """config.json dict of the 2025 layout for a native config, with the released keys. Ids without
     a key in that layout are added if they differ from the released model's; boson's config class
-    keeps unknown keys.
-    """
+    keeps unknown keys."""
     def token(name):
         return tokenizer.convert_tokens_to_ids(name)
     text = {key: getattr(native, key) for key in (
@@ -449,11 +430,8 @@ def original_config(native, tokenizer, dtype):
 
 
 def save_original_config(native, tokenizer, folder, config):
-    """The files of a 2025 checkpoint except its weights; config: config.json of the source.
-
-    boson-ai's code needs transformers 4.46, which does not know the tokenizer class name that newer
-    versions write.
-    """
+    """The files of a 2025 checkpoint except its weights; config: config.json of the source. boson's
+    code needs transformers 4.46, which does not know the tokenizer class that newer ones write."""
     def write(name, values, **options):
         (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
     dtype = str(native.dtype).removeprefix("torch.")

@@ -67,7 +67,7 @@ default_signals()
 
 @pytest.fixture(autouse=True)
 def as_a_fresh_process():
-    """A script's main run in this process leaves signals ignored; the next test starts anew."""
+    """A script's main run in this process leaves signals ignored; the next test restores them."""
     default_signals()
     unraisable = sys.unraisablehook
     yield
@@ -125,7 +125,7 @@ def quick(quick_python):
 def train(tiny, tmp_path):
     """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py for real and returns a Run.
 
-    It starts like a user's, with seconds of imports; see `forked`. python: `quick_python`, which has them behind it.
+    It starts like a user's, with seconds of imports; see `forked`. python: `quick_python`, which has done them.
     """
     def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=PATIENCE_S, python=sys.executable):
         output_dir = tmp_path / name

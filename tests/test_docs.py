@@ -42,7 +42,7 @@ def without_blocks(text):
     return re.sub(r"^```.*?^```$", lambda fence: "\n" * fence[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
 
 
-# Example of docs/data.md: (heading, number of its block): the file it becomes, the audio it names, {file: text} beside it
+# Example of docs/data.md: (heading, number of its block): the file it becomes, the audio it names, {file: other text files}
 EXAMPLES = {
     ("ChatML", 0): ("train.json", ["clips/reference.wav", "clips/target.wav"], {}),
     ("A table with a header", 0): ("train.csv", ["clips/0001.wav", "clips/0002.wav"], {}),
@@ -103,7 +103,7 @@ def test_links_lead_somewhere():
     assert number > 40
 
 
-# {words of a link in README: what stands in the line of code that it leads to}
+# {words of a link in README: pattern of the line of code that it leads to}
 PLACES = {"end-of-stream label": r"labels\[.*\] = eos", "resume position": r"epoch, first_pack = \(state\.get",
           "averaged over the ranks": r"\(loss \* \(?world\.size", "block is unmasked": r"^def unmask\(",
           "KL divergence": r"^def divergence\("}
@@ -204,6 +204,6 @@ def test_the_demo_of_the_readme(tmp_path, quick):
     assert len(done.stdout.splitlines()) <= 55      # 60 with the step lines of the whole demo
     page, = tmp_path.glob("run-*/report.html")
     assert re.search(r"<li>After: speech is [a-z ]*understood \(word errors \d", page.read_text())
-    # the picture is of a whole demo's page, by a browser; its words are these parts
+    # the picture is the top of a whole demo's page, 1300 x 1440 in Chromium; its words are these parts
     parts = ", ".join(re.findall("<h2>([^<]+)</h2>", page.read_text()))
     assert f"![The demo's report: {parts}](docs/report.png)" in " ".join(TEXTS["README.md"].split()), parts

@@ -26,7 +26,7 @@ MULTI = [SYSTEM, *ask("Which language?\n\nOù est la bibliothèque ?", "fr"),
 THOUGHTS = ask("Der Hund", "de", reasoning_content="It says Der.\n\nSo it is German.")
 IN_TEXT = ask("Der Hund", "<think>\nIt says Der.\n</think>\n\nde")
 
-# where answers stand in the rendered text: what generate would have to write, its end included
+# spans of the answers in the rendered text: what generate would have to write, its end included
 ANSWER = {QWEN: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
           LLAMA: r"assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)",
           QWEN_THINK: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
@@ -76,7 +76,7 @@ def test_masks_token_by_token(made, template, messages, turns, thinking, pattern
     tokens = made.convert_ids_to_tokens(ids)
     assert list(zip(tokens, ids, mask)) == list(zip(tokens, wanted_ids, wanted))
     assert sum(mask) >= 2 and tokens[max(np.flatnonzero(mask))] in ("<|im_end|>", "<|eot_id|>")
-    if messages == SINGLE:      # what stands before the first trained token is what an evaluation gives the model
+    if messages == SINGLE:      # an evaluation gives the model all that precedes the first trained token
         prompt = made.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **options)
         assert ids[:mask.index(True)] == prompt
 

@@ -1,5 +1,5 @@
-"""core.checkpoint: what is not a whole checkpoint, whatever its files hold; what is deleted; a kill before every
-change that a save makes to the disk. Kills and resumes of whole runs: test_recovery.py.
+"""core.checkpoint: damaged checkpoints are found; deletion is safe; a save is killed before each of its changes to
+the disk. Kills and resumes of whole runs: test_recovery.py.
 """
 import hashlib
 import json
@@ -171,36 +171,21 @@ def test_only_what_this_code_has_named_is_deleted(tmp_path, capsys):
     assert (tmp_path / "theirs" / "weights").exists()
 
 
-@pytest.mark.parametrize("name", ["x[1]", "*", "m2"])
-def test_a_new_folder_deletes_nothing_but_what_a_kill_has_left_of_it(tmp_path, name):
-    """Nor does it take the folder of another process, which is alive."""
-    theirs = [tmp_path / other for other in (".x1.new-mine", f".y.new-{'b' * 32}", ".m2.new-backup", f".{name}.new")]
-    for folder in theirs:
-        folder.mkdir()
-    with pytest.raises(KeyError), checkpoint.new_folder(tmp_path / name) as building:
+def test_a_new_folder_is_whole_or_not_there_and_deletes_nothing(tmp_path):
+    """Nor does one of two that are made at the same time."""
+    theirs = tmp_path / "out.unfinished-theirs"
+    theirs.mkdir()
+    with pytest.raises(KeyError), checkpoint.new_folder(tmp_path / "out") as building:
         (building / "half").touch()
-        if not (child := os.fork()):
-            try:
-                with checkpoint.new_folder(tmp_path / name):
-                    os._exit(0)
-            except UserError as error:
-                os._exit(7 * ("another run is using it" in str(error)))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 and (building / "half").exists()
         raise KeyError
-    assert not building.exists()
-    building.mkdir()
-    (building / "half").touch()     # as a kill leaves it
-    with checkpoint.new_folder(tmp_path / name) as again:
-        assert again == building and not (building / "half").exists()
-        (building / "whole").touch()
-    assert all(folder.exists() for folder in theirs) and not building.exists()
-    assert [path.name for path in (tmp_path / name).iterdir()] == ["whole"]
-    shutil.rmtree(tmp_path / name)
-    (theirs[0] / "thesis").touch()
-    building.symlink_to(theirs[0])      # somebody else's, by a name that is known
-    with pytest.raises(UserError, match="is a link"), checkpoint.new_folder(tmp_path / name):
+    assert list(tmp_path.iterdir()) == [theirs]
+    with pytest.raises(UserError, match="out: cannot be written .*not empty"), checkpoint.new_folder(tmp_path / "out"):
+        with checkpoint.new_folder(tmp_path / "out") as first:
+            (first / "whole").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", theirs.name}
+    with pytest.raises(UserError, match="is there already"), checkpoint.new_folder(tmp_path / "out"):
         pass
-    assert (theirs[0] / "thesis").exists()
 
 
 # Kills
@@ -209,8 +194,7 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "ope
 
 
 def killed(out, step, change):
-    """save() in a process of its own, killed right before its change of that number to the disk; whether it came to it.
-    """
+    """Run save() in a process that is killed right before its change number `change` to the disk; True if it was."""
     child = os.fork()
     if not child:
         left = [change]

@@ -29,7 +29,7 @@ raise ValueError("odd")
 
 
 def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
-    """What torch does otherwise: groups of a mesh wait 10 minutes, DDP's buckets cut compiled layers."""
+    """torch's defaults differ: groups of a mesh wait 10 minutes, DDP's buckets cut compiled layers."""
     pieces = []
 
     def backend(graph, _):

@@ -18,7 +18,7 @@ HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
 
 
 def test_the_scale_is_that_of_torch(monkeypatch):
-    """Halved by an overflow, doubled after so many steps without; gradients are divided by it."""
+    """An overflow halves the scale, steps without one double it; gradients are divided by it."""
     monkeypatch.setattr(optim, "GROW", 5)
     theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.zeros(3))
@@ -73,7 +73,7 @@ def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
     assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
 
 
-@pytest.mark.parametrize("flags, reason", [("--bf16", "give one of --bf16 and --fp16"),
+@pytest.mark.parametrize("flags, reason", [("--bf16", "give --bf16 or --fp16, not both"),
                                            ("--parallel fsdp", "--fp16 needs --parallel ddp")])
 def test_what_fp16_needs(flags, reason):
     for trainer, more in ((speech_trainer, ["--audio_tokenizer_path", "c"]),
@@ -86,7 +86,7 @@ def test_what_fp16_needs(flags, reason):
 
 def test_no_sum_over_rows_overflows_before_the_scale():
     """The head of a full fine-tuning of chats: 256 rows of one target, hidden states up to 900. The gradient of the
-    weight is a sum over rows, taken before the loss scale comes, so no smaller scale could mend it.
+    weight is a sum over rows, taken before the loss scale applies, so no smaller scale would help.
     """
     hidden = torch.full((256, 16), 900.0, dtype=torch.float16, requires_grad=True)
     weight = torch.zeros(8, 16, requires_grad=True)

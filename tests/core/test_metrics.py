@@ -46,7 +46,7 @@ def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
     log(tmp_path, resumed_step=3).close()
     assert [row["train/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [9.0, 8.0, 5.0]
 
-    log(tmp_path, resumed_step=0).close()           # started anew: nothing of the lost run counts
+    log(tmp_path, resumed_step=0).close()           # a fresh start: nothing of the lost run counts
     assert steps(tmp_path) == []
 
 
@@ -57,7 +57,7 @@ def board_of(folder):
 
 
 def wandb_of(folder):
-    """Its file is protobuf, in which names and values stand as text; all starts are one run."""
+    """Its protobuf file has names and values as text; all starts are one run."""
     runs = {path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")}
     assert runs == {(folder / "wandb_id").read_text()}
     data = b"".join(path.read_bytes() for path in folder.glob("wandb/offline-run-*/*.wandb"))
@@ -105,7 +105,7 @@ def test_a_damaged_log_is_moved_aside_whole(tmp_path, capsys, bad):
     assert steps(tmp_path) == [1, 2, 3]
     (aside,) = tmp_path.glob("metrics.jsonl.damaged-*")
     said = capsys.readouterr().out
-    assert aside.read_bytes() == damaged and aside.name in said and "1 lines are not metrics" in said
+    assert aside.read_bytes() == damaged and aside.name in said and "damaged lines: 1, the first is line" in said
     log(tmp_path, resumed_step=3).close()
     assert len(list(tmp_path.glob("*damaged*"))) == 1       # the new one is whole
 

@@ -66,7 +66,7 @@ def push(found, step, norm, stop=False, loss=1.0, **more):
 
 
 def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
-    """A good one between them starts the count anew; the second in a row ends the run."""
+    """A finite step resets the count; the second non-finite one in a row ends the run."""
     ended = []
     found = monitor(before_error=lambda: ended.append(1))
     push(found, 1, math.nan, loss=math.inf)

@@ -36,7 +36,7 @@ def test_packs():
     sums = [sum(order.epoch(0).pack(p) + 1) for p in range(3)]
     assert memory.pack_sums(order, [0, 0], lengths).tolist() == [*sums, *sums]
     *_, text = memory.data_lines(flags(2), Setup(2, budget=32), torch.nn.Linear(2, 2), order, lengths)
-    assert "3 of 28 tokens an epoch, of 2.3 samples; longest sample 7 tokens" in text
+    assert "3 an epoch, 28 tokens, 2.3 samples a pack; longest sample 7 tokens" in text
 
 
 @pytest.fixture(scope="module")
@@ -173,5 +173,5 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     text = run("--dry_run", 2, "--gpu_memory", 80)
     assert "2 packs a step = 2 ranks x 1 micro-step" in text
     assert re.search(r"^FITS \d\.\d of 80\.0 GiB · 2 steps$", text, re.M), text
-    with pytest.raises(UserError, match="this run has 2 packs a step, which 3 ranks cannot share out"):
+    with pytest.raises(UserError, match="this run has 2 packs a step, not a multiple of 3 ranks"):
         run("--dry_run", 3)

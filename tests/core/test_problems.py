@@ -1,4 +1,4 @@
-"""Samples that cannot be used: what is shown, what is dropped, what is listed."""
+"""Bad samples are shown, dropped and listed."""
 import json
 
 import pytest

@@ -1,4 +1,4 @@
-"""Activation checkpointing of the three model classes: same bits, less memory, only what is cheap computed again."""
+"""Activation checkpointing of the three model classes: same bits, less memory, selective repeats little."""
 from collections import Counter
 
 import pytest

@@ -325,8 +325,8 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path):
     assert [row["step"] for row in metrics.read_metrics(out / "metrics.jsonl") if "eval/loss" in row] == [3, 4]
 
 
-@pytest.mark.parametrize("rank, words", [(0, r"no answer from rank 0 for \d+ s: its process, which hosts the run's store, .*"),
-                                         (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the other ranks have "
+@pytest.mark.parametrize("rank, words", [(0, r"no answer from rank 0 for \d+ s: its process, torchrun, or its node is frozen"),
+                                         (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the others have "
                                              r"waited for \d+ s")])
 def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
     """By the other one of two, while a checkpoint is written during training; when it goes on it finds that one, or the
@@ -344,24 +344,13 @@ def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
     job.assert_error(words, most=2 - rank)      # a store that was frozen knows nothing of the first
 
 
-def test_a_pause_of_all_is_no_hang(launch, tmp_path):
-    job = launch(tmp_path / "out", *LORA, "--max_steps", 10_000, *LIMIT)
-    job.wait_for(lambda: job.seen(2))
-    pids, seen = job.pids(), last_step(job.output_dir)
-    job.signal(signal.SIGSTOP, *pids)
-    time.sleep(2 * LIMIT_S)
-    job.signal(signal.SIGCONT, *pids)
-    end = time.monotonic() + LIMIT_S
-    assert job.wait_for(lambda: job.seen(seen + 10) and time.monotonic() > end)     # trains on, for longer than a limit
-
-
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
     job = launch(tmp_path / "out", *LORA, "--max_steps", 10_000, *LIMIT)
     job.wait_for(lambda: job.seen(2))
     job.signal(signal.SIGSTOP, *children(job.ranks[1]))
     job.end(1, 1)
     job.assert_error(rf"hangs: rank 1 \(\S+, process {job.ranks[1]}\) in: loading data for step \d+; "
-                     r"the other ranks have waited for \d+ s")
+                     r"the others have waited for \d+ s")
     assert re.findall(r"^rank \d hangs here:", job.text(), re.M) == ["rank 1 hangs here:"]
     assert "batch = next(batches)" in job.text()
 

@@ -103,7 +103,7 @@ def test_the_page(run):
     """Every number and sound is there, nothing runs, nothing is loaded, no password is shown."""
     text = (run / "report.html").read_text()
     page = Page(text)
-    assert "script" not in {name for name, _ in page.tags} and "hush" not in text
+    assert "script" not in {name for name, _ in page.tags} and "hush" not in text and 'name="viewport"' in text
     for _, attributes in page.tags:
         assert not any(name.startswith("on") for name in attributes)
         assert all(attributes.get(name, "data:").startswith("data:") for name in ("src", "href", "data"))
@@ -130,7 +130,7 @@ GOOD = '{"step": 1, "train/loss": 2.0}\n'
 
 
 @pytest.mark.parametrize("name, text, flags, message", [
-    ("metrics.jsonl", GOOD + "{oops}\n" + GOOD, [], "metrics.jsonl: 1 lines are not metrics, line 2 first"),
+    ("metrics.jsonl", GOOD + "{oops}\n" + GOOD, [], "metrics.jsonl: damaged lines: 1, the first is line 2"),
     ("x/evaluation.json", '{"name": "a"}', [], "x/evaluation.json: has no metrics; see evaluate_tts.py"),
     ("x/a", "", ["--samples", "nowhere"], "--samples nowhere: no .wav file in it")])
 def test_bad_input_is_one_line(name, text, flags, message, tmp_path):

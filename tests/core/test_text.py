@@ -1,4 +1,4 @@
-"""What is printed or kept of users' texts: no passwords, no control characters, bounded."""
+"""Printed and saved texts of users: no passwords, no control characters, bounded."""
 import pytest
 
 from core import cli, json_files

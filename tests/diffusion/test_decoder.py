@@ -75,7 +75,10 @@ def opened(folder):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
-    """Packed documents, ragged blocks, noisy and clean halves: their own forward with a dense additive mask."""
+    """Packed documents, ragged blocks, noisy and clean halves: their own forward with a dense additive mask.
+
+    And the sampler sees in a block what training sees in its noisy copies.
+    """
     monkeypatch.setattr(kernels, "wanted", lambda x: for_gpus)
     model, tokens, theirs = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
@@ -89,8 +92,8 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
     wanted = theirs(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
                     use_cache=False).logits[:, :inputs.n_noisy]
-    ours = model.logits(model.hidden_states(inputs))
-    live = batch.noisy >= 0
+    hidden, live = model.hidden_states(inputs), batch.noisy >= 0
+    ours = model.logits(hidden)
     keep = [i for i in range(ours.shape[-1]) if i != tokens.mask]
     torch.testing.assert_close(ours[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)
     losses = model(inputs)
@@ -98,18 +101,9 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     flat[:, tokens.mask] = -torch.inf
     torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(flat, inputs.labels, reduction="none"),
                                rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_noisy_blocks_are_what_the_sampler_sees(models, kind):
-    model, tokens, _ = opened(models[kind])
-    batch = make_blocks(MIXED, 26, 24)
-    inputs = noised(batch)
-    with torch.no_grad():
-        hidden = model.hidden_states(inputs)
-        for row, doc, number in [(0, 0, 1), (0, 1, 1), (0, 1, 3), (1, 0, 0), (1, 0, 4)]:
-            sampled, copies = sampled_hidden(model, batch, inputs, row, doc, number)
-            torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
+    for row, doc, number in [(0, 0, 1), (0, 1, 1), (0, 1, 3), (1, 0, 0), (1, 0, 4)]:
+        sampled, copies = sampled_hidden(model, batch, inputs, row, doc, number)
+        torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["all", "selective", "compiled"])
@@ -317,7 +311,8 @@ def check_going_on(start, layout, demo, output_dir, capsys):
 @torch.no_grad()
 def check_adapters(folder, merged, about, base):
     """Saved: adapters and the mask's row, all of them changed; merged into the base they compute the same."""
-    saved, averaged = (tensor_files_in(folder, stem) for stem in ("model", "ema"))
+    saved, averaged = ({name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(
+        path).items()} for stem in ("model", "ema"))
     mask, table = about["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     assert saved.keys() == averaged.keys() and len(saved) == 1 + 3 * 7 * 2      # 3 layers of 7 matrices
     assert all(".lora_" in name or name == "mask_row" for name in saved)
@@ -357,10 +352,6 @@ def check_export(folder, model, exported):
     assert given[0].keys() == ours.keys() and all(torch.equal(given[0][name], ours[name]) for name in ours)
     with pytest.raises(UserError, match="not empty"):
         published.export(folder, exported)
-
-
-def tensor_files_in(folder, stem):
-    return {name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(path).items()}
 
 
 @pytest.fixture(scope="module")
@@ -456,17 +447,9 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, demo, tmp_path, capsys
         published.export(newest(run), tmp_path / "other", "sdar")
 
 
-def python(*words):
-    """Output of an interpreter that knows nothing of this repository."""
-    done = subprocess.run([sys.executable, "-I", *map(str, words)], cwd="/", text=True, capture_output=True,
-                          timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_file_in_an_export_writes_our_texts(sdar, tmp_path):
-    """generate.py, without this repository; also where config.json is not SDAR's."""
+    """generate.py in an interpreter that knows nothing of this repository; also where config.json is not SDAR's."""
     (run, folder), written = sdar, set()
     published.export(newest(run), tmp_path / "usual")
     for threshold, place in ((0.9, folder), (0.02, tmp_path / "usual")):
@@ -474,6 +457,8 @@ def test_the_file_in_an_export_writes_our_texts(sdar, tmp_path):
         _, solver = sample_bd3lm.load_solver(args, sample_bd3lm.Sampling("confidence", threshold, 0.0))
         states = [question_state(problems.Problem("", text, "", ""), solver.tokens, solver.layout) for text in ASK]
         ours = "".join(f"{found['text']}\n" for found in sample_bd3lm.answer(solver, states, 1))
-        assert python(place / "generate.py", *ASK, "--threshold", threshold) == ours
+        done = subprocess.run([sys.executable, "-I", place / "generate.py", *ASK, "--threshold", str(threshold)], cwd="/",
+                              text=True, capture_output=True, timeout=PATIENCE_S)
+        assert done.returncode == 0 and done.stdout == ours, done.stderr[-3000:]
         written.add(ours)
     assert len(written) == 2

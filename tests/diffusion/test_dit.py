@@ -82,8 +82,8 @@ def test_flex_and_sdpa_agree():
 
 @pytest.mark.parametrize("system", ["gsm8k", "hdp", "random"])
 def test_tiles_are_those_of_create_block_mask(system):
-    """Ragged documents, padding, tiles that are whole and last ones that are not; a tile that holds the end of the
-    noisy copies stands for clean queries, too."""
+    """Ragged documents, padding, tiles that are whole and last ones that are not; a tile at the end of the noisy
+    copies also serves clean queries."""
     rng = np.random.default_rng(len(system))
     for n_noisy, n_clean in [(384, 512), (80, 112), (256, 384), (208, 640), (512, 256)]:
         doc, block = np.full((3, n_noisy + n_clean), -1), np.zeros((3, n_noisy + n_clean), np.int64)

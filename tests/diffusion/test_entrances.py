@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,21 +18,33 @@ from tests.helpers.chats import ask, write
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
-def run(script, *words, kill_at=""):
-    """(status, output) of a script of diffusion/. kill_at: a line of Python before it, to be killed by."""
-    code = f"import sys, runpy, os, signal\nsys.argv = sys.argv[1:]\nsys.path.insert(0, {str(ROOT)!r})\n{kill_at}\n" \
-           "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT / "diffusion" / script), *map(str, words)], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    return done.returncode, done.stdout
+
+@pytest.fixture(scope="module")
+def run(quick_python):
+    """run(script, *words, kill_at="") -> (status, output) of a script of diffusion/, started with arguments.
+
+    kill_at: lines of Python before it, to be killed by.
+    """
+    def start(script, *words, kill_at=""):
+        path, words = str(ROOT / "diffusion" / script), [str(word) for word in words]
+        code = "import torch, runpy, sys\nsys.argv = sys.argv[1:]\n" \
+               f"sys.path.insert(0, {str(ROOT)!r})\n{kill_at}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+        command = ["-c", code, path] if kill_at else [path]
+        done = subprocess.run([quick_python, *command, *words], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=PATIENCE_S, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        return done.returncode, done.stdout
+    return start
 
 
-def train(folder, demo, out, *more):
-    return run("train_bd3lm.py", "--init_from", folder, "--train_data_file", demo / "train.jsonl", "--max_length", 96,
-               "--max_steps", 1, "--num_workers", 0, "--problems_per_batch", 4, "--gradient_accumulation_steps", 1,
-               "--output_dir", out, "--report_to", "none", "--logging_dir", f"{out}-logs", "--warmup_steps", 0,
-               "--eval_repeats", 1, *more)
+@pytest.fixture(scope="module")
+def train(run, demo):
+    """train(folder, output_dir, *flags) -> (status, output) of a run of one step from a model's folder."""
+    def start(folder, out, *more):
+        return run("train_bd3lm.py", "--init_from", folder, "--train_data_file", demo / "train.jsonl", "--max_length", 96,
+                   "--max_steps", 1, "--num_workers", 0, "--problems_per_batch", 4, "--gradient_accumulation_steps", 1,
+                   "--output_dir", out, "--report_to", "none", "--logging_dir", f"{out}-logs", "--warmup_steps", 0,
+                   "--eval_repeats", 1, *more)
+    return start
 
 
 def refused(done, *words):
@@ -63,46 +74,46 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_tied_folder_with_a_head_of_its_own_is_refused(qwen, demo, tmp_path):
+def test_a_tied_folder_with_a_head_of_its_own_is_refused(qwen, train, tmp_path):
     tensors = load_file(qwen / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, qwen / "model.safetensors")
-    assert train(qwen, demo, tmp_path / "same")[0] == 0         # the same twice is no other head
+    assert train(qwen, tmp_path / "same")[0] == 0         # the same twice is no other head
     tensors["lm_head.weight"][3, 3] += 0.1
     save_file(tensors, qwen / "model.safetensors")
-    assert refused(train(qwen, demo, tmp_path / "out"), "tie_word_embeddings true, but lm_head.weight is not the embedding")
+    assert refused(train(qwen, tmp_path / "out"), "tie_word_embeddings true, but lm_head.weight is not the embedding")
 
 
-def test_more_tokens_than_rows_are_refused(qwen, demo, tmp_path):
+def test_more_tokens_than_rows_are_refused(qwen, train, tmp_path):
     tensors = load_file(qwen / "model.safetensors")
     rows = len(tensors["model.embed_tokens.weight"]) - 2
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:rows].clone()
     save_file(tensors, qwen / "model.safetensors")
     change_config(qwen, vocab_size=rows)
-    assert refused(train(qwen, demo, tmp_path / "out"), f"tokenizer and model disagree: {rows + 1} tokens and {rows} rows")
+    assert refused(train(qwen, tmp_path / "out"), f"tokenizer and model disagree: {rows + 1} tokens and {rows} rows")
 
 
-def test_the_mask_and_the_blocks_are_those_of_the_source(qwen, demo, tmp_path):
+def test_the_mask_and_the_blocks_are_those_of_the_source(qwen, train, tmp_path):
     """As an SDAR folder has them in config.json."""
     wrapped = PreTrainedTokenizerFast.from_pretrained(qwen)
     wrapped.add_special_tokens({"mask_token": "<|MASK|>"})
     wrapped.save_pretrained(qwen)
     change_config(qwen, model_type="sdar", block_size=4, mask_token_id=wrapped.mask_token_id)
-    status, output = train(qwen, demo, tmp_path / "out")
+    status, output = train(qwen, tmp_path / "out")
     assert status == 0 and "trained in blocks of 4" in output, output
     made = max((tmp_path / "out").glob("checkpoint-*"))
     assert json.loads((made / "config.json").read_text())["layout"]["block_size"] == 4
-    status, output = train(qwen, demo, tmp_path / "told", "--block_size", 8)
+    status, output = train(qwen, tmp_path / "told", "--block_size", 8)
     made = max((tmp_path / "told").glob("checkpoint-*"))
     assert status == 0 and json.loads((made / "config.json").read_text())["layout"]["block_size"] == 8
     for wrong in (5, wrapped.eos_token_id):
         change_config(qwen, mask_token_id=wrong)
-        assert refused(train(qwen, demo, tmp_path / "wrong"), f"mask_token_id {wrong}", f"at {wrapped.mask_token_id}")
+        assert refused(train(qwen, tmp_path / "wrong"), f"mask_token_id {wrong}", f"at {wrapped.mask_token_id}")
 
 
-def test_exports_stop_where_answers_end_and_appear_whole(qwen, demo, tmp_path):
+def test_exports_stop_where_answers_end_and_appear_whole(qwen, train, run, tmp_path):
     """Question and Answer, not the chat template: its end token is not the source's."""
-    status, output = train(qwen, demo, tmp_path / "out")
+    status, output = train(qwen, tmp_path / "out")
     assert status == 0, output
     end = Tokenizer.from_file(str(qwen / "tokenizer.json")).token_to_id("<|endoftext|>")
     words = ["--checkpoint", tmp_path / "out", "--output_dir", tmp_path / "exported"]
@@ -118,25 +129,25 @@ def test_exports_stop_where_answers_end_and_appear_whole(qwen, demo, tmp_path):
     assert refused(run("published.py", *words), "not empty")
 
 
-def test_chats_without_a_usable_row_are_named(qwen, demo, tmp_path):
+def test_chats_without_a_usable_row_are_named(qwen, train, run, tmp_path):
     """In training and in a bound."""
     talks = [ask(f"What is {i}?", f"It is {i}.") for i in range(12)]
     good, bad = write(tmp_path / "good.jsonl", talks), tmp_path / "bad.jsonl"
     bad.write_text('{"messages": [{"role": "user", "content": "no answer"}]}\n')
     common = ["--system", "chat", "--train_data_file"]
     for words in ([], ["--drop_bad", "invalid"]):
-        assert refused(train(qwen, demo, tmp_path / "out", *common, bad, *words), "bad.jsonl", "ends with a message of the user")
-    status, output = train(qwen, demo, tmp_path / "out", *common, good)
+        assert refused(train(qwen, tmp_path / "out", *common, bad, *words), "bad.jsonl", "ends with a message of the user")
+    status, output = train(qwen, tmp_path / "out", *common, good)
     assert status == 0, output
     assert refused(run("evaluate.py", "--checkpoint", tmp_path / "out", "--bound", bad, "--device", "cpu"), "bad.jsonl",
             "ends with a message of the user")
 
 
-def test_a_start_that_was_killed_before_its_first_checkpoint_is_validated_once(qwen, demo, tmp_path):
+def test_a_start_that_was_killed_before_its_first_checkpoint_is_validated_once(qwen, train, tmp_path):
     """metrics.jsonl then has a validation of step 0 that no checkpoint knows of."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 0, "eval/nll": 9.0}\n')
-    status, output = train(qwen, demo, tmp_path / "out")
+    status, output = train(qwen, tmp_path / "out")
     assert status == 0, output
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     first, = (row["eval/nll"] for row in rows if row["step"] == 0 and "eval/nll" in row)

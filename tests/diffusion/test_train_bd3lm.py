@@ -1,4 +1,5 @@
 """Whole block diffusion runs: splits, resuming, exact bounds, answers learnt by heart, early stops, bad flags."""
+import importlib
 import json
 import math
 import os
@@ -9,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core import checkpoint, optim
+from core import checkpoint
 from core.cli import UserError
-from diffusion import choices, dit, elbo, make_problems, problems, published
+from diffusion import choices, dit, make_problems, problems, published
 from tests.helpers.block_problems import documents_of
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.runs import CLOCK, CUTS, newest, rows
@@ -24,8 +25,7 @@ COMMON = {"model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96,
           "save_total_limit": 0, "report_to": "none"}
 HDP = "--system hdp --question_budget 48 --plan_budget 32 --execution_budget 64"
 SEARCH = "--clip_search_widths 0.5"
-SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_workers 1",
-          "fsdp 2x1x2 --gradient_checkpointing selective")
+SPLITS = "ddp 1x4", "ddp 2x2 --num_workers 1", "fsdp 2x1x2 --gradient_checkpointing selective"
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +73,10 @@ def training(run):
     return [row for row in rows(run) if "train/loss" in row]
 
 
-def tensors(folder, stem):
-    """{name: tensor} of a checkpoint's model, ema or trainer_state/optimizer files."""
-    return {name: tensor for file in folder.glob(f"{stem}*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def states(folder):
+    """{(stem, name): tensor} of a checkpoint's weights, averages and moments."""
     return {(stem, name): tensor for stem in ("model", "ema", f"{checkpoint.STATE}/optimizer")
-            for name, tensor in tensors(folder, stem).items()}
+            for file in folder.glob(f"{stem}*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def assert_same_training(a, b, without=CLOCK):
@@ -121,29 +117,17 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path
     assert_same_training(shared(f"{SPLITS[0]} {SEARCH}"), Run(0, "", output), CLOCK | CUTS)
 
 
-def asked_at(arguments, step):
-    """Train; SIGTERM comes while an optimizer step is under way, and is heeded after the next one."""
-    real, calls = optim.take_step, []
+def asked_at(arguments, module, name, number):
+    """Train; SIGTERM comes at that call of a function: a step, which goes on, or a validation."""
+    module, calls = importlib.import_module(module), []
+    real = getattr(module, name)
 
-    def take_step(*args):
-        calls.append(1)
-        if len(calls) == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args)
-    optim.take_step = take_step
-    train_bd3lm.main(arguments)
-
-
-def asked_in_validation(arguments, number):
-    """Train; SIGTERM comes at the start of a validation."""
-    real, calls = elbo.bound, []
-
-    def interrupted_bound(*args, **options):
+    def call(*args, **options):
         calls.append(1)
         if len(calls) == number:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **options)
-    elbo.bound = interrupted_bound
+    setattr(module, name, call)
     train_bd3lm.main(arguments)
 
 
@@ -153,8 +137,9 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     whole = shared(f"fsdp 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
     output = tmp_path / "out"
     flags = arguments(demo, output, "--dropout", 0.2, *SEARCH.split(), "--max_steps", 6, "--parallel", "fsdp")
-    for name, number, step in (("asked_at", 1, 2), ("asked_in_validation", 1, 2), ("asked_in_validation", 3, 6)):
-        statuses, printed = pool.run(1, f"{__name__}.{name}", flags, number)
+    step_taken, validation = ("core.optim", "take_step"), ("diffusion.elbo", "bound")
+    for call, number, step in ((step_taken, 1, 2), (validation, 1, 2), (validation, 3, 6)):
+        statuses, printed = pool.run(1, f"{__name__}.asked_at", flags, *call, number)
         assert statuses == [0] and f"at step {step} of 6; checkpoint saved; rerun the same command to resume" in printed, printed
         assert "SIGTERM" in (output / "requeue").read_text()
     statuses, printed = pool.run(1, "tests.helpers.block_runs.ranks_main", flags)
@@ -168,9 +153,8 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
-@pytest.mark.parametrize("flags", [
-    "--bf16 --strip_calculator", f"{HDP} --loss_on_question", "--block_size 96 --no-pack",
-    "--loss_weighting ce --t_range 0.3 0.8"])
+@pytest.mark.parametrize("flags", ["--bf16 --strip_calculator --block_size 96 --no-pack",
+                                   f"{HDP} --loss_on_question --loss_weighting ce --t_range 0.3 0.8"])
 def test_the_first_step_of_every_mode_guesses(shared, flags):
     run = shared(f"ddp 1x4 --max_steps 2 --eval_steps 0 {flags}")
     first, second = training(run)
@@ -192,17 +176,13 @@ def test_validation_leaves_no_averaged_weights_behind(shared):
         assert seen["train/loss"] == pytest.approx(unseen["train/loss"], rel=1e-3)
 
 
-def layout_of(config):
-    return choices.Layout(**config["layout"])
-
-
 def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
     """Validation of averaged weights, as the sampler loads them, by a plain pass over every prefix."""
     run = shared("ddp 1x4 --block_size 1 --max_steps 2 --no-pack")
     model, config = published.load_checkpoint(newest(run))
     tokens = problems.load_tokenizer(newest(run), "gsm8k")
     documents = documents_of(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
-                                     layout_of(config))
+                             choices.Layout(**config["layout"]))
     total = text = 0
     for a, b in zip(documents.offsets[:-1], documents.offsets[1:]):
         ids = torch.from_numpy(documents.ids[a:b])[None]
@@ -259,7 +239,7 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     flags = arguments(demo, tmp_path / "out", "--eval_steps", 0, "--validation_split", 0, "--save_steps", 1)
     statuses, output = pool.run(1, f"{__name__}.poisoned", flags, 2)
     run = Run(max(statuses), output, tmp_path / "out")
-    assert run.status == 0 and "done       step 4; 1 steps skipped" in output, output
+    assert run.status == 0 and "done       step 4; 1 step skipped" in output, output
     assert re.search(r"step 2: gradient norm is not finite, step skipped .*train.jsonl line \d+", output)
     losses = [row["train/loss"] for row in training(run)]
     assert losses[1] is None and all(math.isfinite(loss) for loss in losses[:1] + losses[2:])
@@ -303,10 +283,8 @@ def test_bad_flags_are_refused_by_name(demo, flags):
 
 
 @pytest.mark.parametrize("flags,expected", [
-    ("--row_length 104", "was made with another batch"),
-    ("--block_size 4 --seed 1", "was made with another block_size (8, this run 4)"),
-    ("--attn_backend flex", "trains on CUDA only"),
-    ("--resume none", "holds checkpoints"), ("--row_length 40", "--row_length 40")])
+    ("--row_length 104", "was made with another batch"), ("--attn_backend flex", "trains on CUDA only"),
+    ("--block_size 4 --seed 1", "was made with another block_size (8, this run 4)"), ("--row_length 40", "--row_length 40")])
 def test_what_does_not_fit_is_one_line(pool, demo, shared, flags, expected):
     output = shared(f"{SPLITS[0]} {SEARCH}").output_dir
     run = complete(pool, demo, output, *flags.split(), *SEARCH.split(), "--max_steps", 8, ok=False)

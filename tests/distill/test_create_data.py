@@ -381,10 +381,10 @@ def instance(process, number):
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_launcher_restarts_an_instance_leaves_no_process_and_merges(server, whole, launch, tmp_path):
+def test_launcher_restarts_an_instance_leaves_no_process_and_merges(server, whole, launch, quick_python, tmp_path):
     """An instance is killed, then the launcher; the next launch gets Ctrl-C; the third ends as if nothing had been."""
     files(tmp_path, whole[0])
-    path = stand_in(tmp_path, f'exec {sys.executable} "$@"')
+    path = stand_in(tmp_path, f'exec {quick_python} "$@"')
 
     def launched(more):
         """A launch on one request at a time, once `more` lines are finished by it."""

@@ -1,4 +1,4 @@
-"""Tokenised conversations on disk: which lines are refused, what is cut, what is held out, and packed batches."""
+"""Tokenised conversations on disk: refused lines, cuts, held-out lines, packed batches."""
 import json
 
 import numpy as np
@@ -132,7 +132,7 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
 
 
 def test_answers_of_a_hybrid_template_are_samples_of_their_own(made, tmp_path, capsys):
-    """Each under the template as it stood at its turn, by its own rendering; a line is held out whole, and once."""
+    """Each answer has the template's rendering at its turn; a line is held out whole, and once."""
     talk = ask("a", "one", reasoning_content="why") + ask("b", "two", reasoning_content="hm") + ask("c", "three")
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"id": i, "messages": messages}) + "\n" for i, messages in enumerate(

@@ -230,7 +230,7 @@ def test_answers_of_a_server_are_the_same(train, drawn, made, tmp_path):
 
 
 def test_drawn_answers_are_draws(made, tmp_path):
-    """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
+    """The student samples them after its prompt, with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")
     lora = (4, 4, 0.0, "all-linear", "x")
     model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, prompted=(1.0, "forward", 0.5, 0))
@@ -243,7 +243,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
         return frozen.own_answers(args, world, model, table, batches, ends, step)
     (first, second), targets = own_answers(batches, 1.0, 7)
-    assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
+    assert targets == len(first.targets) + len(second.targets) and first.samples == (0, 1, 2, 3)
     same, _ = own_answers(batches[1:], 1.0, 7)
     assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
     other, _ = own_answers(batches[1:], 1.0, 8)

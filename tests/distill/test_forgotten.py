@@ -8,7 +8,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers import chats, students
+from distill import evaluate
+from tests.helpers import chats, scripts, students
 
 PROMPT = "Name the language. the quick brown fox\n"
 
@@ -21,6 +22,7 @@ def made(tmp_path_factory):
     talks = [[m for m in messages if m["role"] != "system"][-2:] for messages in chats.conversations(40)]
     chats.write(folder / "chats.jsonl", talks[:12])
     chats.write(folder / "keep.jsonl", talks[20:24])
+    chats.write(folder / "unrelated.jsonl", talks[30:34])
     (folder / "system.txt").write_text(PROMPT)
     return folder
 
@@ -37,11 +39,11 @@ def train(pool, made):
     return run
 
 
-def kept_kl(made, student):
-    """KL(base, student) per token of the answers of --keep, by plain forwards of each chat."""
+def kept_kl(made, student, file="keep.jsonl"):
+    """KL(base, student) per token of the answers of a file, by plain forwards of each chat."""
     tokenizer = AutoTokenizer.from_pretrained(made / "student")
     base, total, count = AutoModelForCausalLM.from_pretrained(made / "student"), 0.0, 0
-    for messages in (json.loads(line)["messages"] for line in open(made / "keep.jsonl")):
+    for messages in (json.loads(line)["messages"] for line in open(made / file)):
         with torch.no_grad():
             p, q = (students.answer_rows(net, tokenizer, messages[:-1], messages[-1])[0] for net in (base, student))
         total, count = total + sum(students.apart(*pair, "forward").item() for pair in zip(q, p)), count + len(p)
@@ -54,8 +56,9 @@ def column(found, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["lora", "full"])
-def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, how):
-    """Every second step, on one rank by DDP, on two by FSDP2 or DDP; full weights resumed, and adapters keep."""
+def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, capsys, how):
+    """Every second step, on one rank by DDP, on two by FSDP2 or DDP; full weights resumed, and adapters keep. What
+    was forgotten is judged by other chats, and not by those."""
     lora = ["--use_lora", "--lora_rank", 4] if how == "lora" else []
     flags = [*lora, "--keep", made / "keep.jsonl", "--keep_every", 2]
     one = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
@@ -63,7 +66,8 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ho
     assert list(found) == [1, 3, 5] and found[1] == pytest.approx(0, abs=1e-6)
     folder = tmp_path / "one" / "checkpoint-4"
     student = AutoModelForCausalLM.from_pretrained(made / "student" if lora else folder)
-    wanted = kept_kl(made, PeftModel.from_pretrained(student, folder) if lora else student)
+    student = PeftModel.from_pretrained(student, folder) if lora else student
+    wanted = kept_kl(made, student)
     assert found[5] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
     two = train(2, tmp_path / "two", "--parallel", "ddp" if lora else "fsdp", *flags)
     assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=1e-4)
@@ -77,6 +81,15 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ho
         assert all(torch.equal(first[key], second[key]) for key in first)
         train(1, tmp_path / "again", "--parallel", "ddp", *flags, "--keep_weight", 3, fails="teacher")
         return
+    judge = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--max_new_tokens", "2"]
+    scripts.run(evaluate, [*judge, "--unrelated", str(made / "unrelated.jsonl")])
+    metrics = json.loads((tmp_path / "judged" / "evaluation.json").read_text())["metrics"]
+    wanted = kept_kl(made, student, "unrelated.jsonl")
+    assert metrics["student: unrelated kl"] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
+    with pytest.raises(SystemExit):
+        scripts.run(evaluate, [*judge, "--unrelated", str(made / "keep.jsonl")])
+    assert "keep.jsonl trained 4 of its questions" in capsys.readouterr().err
+
     hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 50)
     loose = train(1, tmp_path / "loose", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 1e-9)
     assert hard[5]["train/keep_kl"] < 0.5 * loose[5]["train/keep_kl"]

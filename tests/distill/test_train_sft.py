@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -32,10 +33,12 @@ LR, STEPS = 2e-3, 5
 COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_ratio": 0.4, "weight_decay": 0.1,
           "eval_steps": 2, "validation_split": HELD_OUT, "per_device_eval_batch_size": 3, "num_workers": 0,
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
-METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
-           "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2)}
+BUDGET, LORA = 160, ("--use_lora", "--lora_rank", 5)
+METHODS = {"full": (), "lora": LORA, "packs": (*LORA, "--max_tokens_per_batch", BUDGET), "dropout": (*LORA, "--lora_dropout", 0.2)}
 SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
-EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
+SAVES = "--save_steps 1 --save_total_limit 0"
+EVERY = f"{SAVES} --logging_steps 2"
+QWEN = f"qwen full fsdp 2x4x1 {SAVES}"
 
 
 def arguments(made, output_dir, name, *more):
@@ -128,7 +131,7 @@ def reference_run(model, table, numbers, sample_loss=sample_loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama full fsdp 2x2x2", "window full ddp 1x8x1",
+@pytest.mark.parametrize("name", [QWEN, "llama full fsdp 2x2x2", "window full ddp 1x8x1",
                                   "moe full fsdp 2x4x1"])
 def test_a_run_is_the_plain_trainers(shared, data, made, name):
     run, student = shared(name), name.split()[0]
@@ -150,19 +153,14 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing --num_workers 1",
                                   "qwen full fsdp 2x2x2 --gradient_checkpointing selective --cpu_offload"])
 def test_any_split_trains_the_same(shared, name):
-    assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
+    assert_same_run(shared(name), shared(QWEN))
 
 
 @pytest.mark.slow
-def test_packs_to_a_budget_train_the_same(shared):
+def test_adapters_on_packs_to_a_budget_train_the_same(shared):
     one, two = shared("llama packs ddp 1x0x2"), shared("llama packs fsdp 2x0x1")
-    assert_same_run(one, two)
+    assert_same_run(one, two, "adapter_model")
     assert one.metrics("train/padding") == two.metrics("train/padding")
-
-
-@pytest.mark.slow
-def test_adapters_train_the_same(shared):
-    assert_same_run(shared("llama lora fsdp 2x4x1"), shared("llama lora ddp 1x8x1"), "adapter_model")
 
 
 @pytest.mark.slow
@@ -178,10 +176,11 @@ def test_experts_train_the_same(shared, made):
 
 
 def test_a_saved_adapter_loads_in_peft(shared, data, made):
-    run, (table, train, held_out) = shared("llama lora fsdp 2x4x1"), data("llama")
+    run, (table, train, held_out) = shared("llama packs fsdp 2x0x1"), data("llama")
     base = AutoModelForCausalLM.from_pretrained(made / "llama")
     before = mean_loss(base, table, held_out)
-    first = train[PackOrder(table.lengths[train], samples_per_pack=8, seed=SEED).epoch(0).pack(0)]
+    packs = PackOrder(table.lengths[train], tokens_per_pack=BUDGET, seed=SEED).epoch(0)
+    first = train[np.concatenate([packs.pack(0), packs.pack(1)])]
     assert run.metrics("train/loss")[1] == pytest.approx(mean_loss(base, table, first), rel=1e-5), "starts as base"
     model = PeftModel.from_pretrained(base, newest(run))
     assert run.metrics("eval/loss")[STEPS] == pytest.approx(mean_loss(model, table, held_out), rel=1e-5)
@@ -192,7 +191,7 @@ def test_a_saved_adapter_loads_in_peft(shared, data, made):
 
 
 def test_a_checkpoint_is_what_people_use(shared, made):
-    folder = newest(shared("qwen full fsdp 2x4x1"))
+    folder = newest(shared(QWEN))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config._attn_implementation == "sdpa", "nothing of the packed attention is left in it"
@@ -233,13 +232,12 @@ def test_resumed_is_uninterrupted(pool, made, shared, tmp_path, name):
 
 
 def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
-    shutil.copytree(shared(f"qwen full fsdp 2x4x1 {EVERY}").output_dir / "checkpoint-2", tmp_path / "checkpoint-2")
+    shutil.copytree(shared(QWEN).output_dir / "checkpoint-2", tmp_path / "checkpoint-2")
     resumed = complete(pool, made, tmp_path, "qwen full ddp 1x4x2")
     assert f"resumed from {tmp_path}/checkpoint-2" in resumed.output
-    for ours, theirs in zip(rows(resumed, 2, CLOCK | CUTS), rows(shared("qwen full fsdp 2x4x1"), 2, CLOCK | CUTS),
-                            strict=True):
+    for ours, theirs in zip(rows(resumed, 2, CLOCK | CUTS), rows(shared(QWEN), 2, CLOCK | CUTS), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4)
-    assert_close(tensors(resumed), tensors(shared("qwen full fsdp 2x4x1")))
+    assert_close(tensors(resumed), tensors(shared(QWEN)))
 
 
 @pytest.mark.slow
@@ -269,7 +267,7 @@ def asked_in_validation(line):
 @pytest.mark.slow
 def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
     """Also when that one is broken off again, and by the best loss: the log and the end are as without signals."""
-    name = "qwen lora ddp 1x8x1"
+    name = "moe lora ddp 1x8x1"
     for _ in range(2):
         stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
         assert "at step 2 of 5; checkpoint saved" in stopped.output
@@ -299,7 +297,7 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
     assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); samples with a non-finite "
                      rf"loss: [^\n]*{tmp_path}/chats.jsonl:11\b", run.output)
     losses = list(run.metrics("train/loss").values())
-    assert losses.count(None) == 1 and len(losses) == 3 and "; 1 steps skipped; " in run.output
+    assert losses.count(None) == 1 and len(losses) == 3 and "; 1 step skipped; " in run.output
     assert all(torch.isfinite(tensor).all() for tensor in tensors(run).values())
 
 
@@ -357,7 +355,7 @@ def spoil(folder, kind):
      "its dynamic rotary embedding depends on the longest document"),
     ({"num_attention_heads": 0}, "/qwen: "), ({"hidden_size": 10**9}, "/qwen: "),
     ("untied", "other values for lm_head.weight than for model.embed_tokens.weight"),
-    ("adapter", "has no config.json; give the folder of a whole model: of an adapter its base")])
+    ("adapter", "has no config.json; give the folder of a whole model: an adapter's base")])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)
@@ -366,7 +364,7 @@ def test_bad_models(made, tmp_path, kind, part):
 
 
 def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
-    source = newest(shared("qwen full fsdp 2x4x1"))
+    source = newest(shared(QWEN))
     shutil.copytree(source, tmp_path / "out" / source.name)
     for flags, part in ((["--seed", 1], "another seed"), (["--per_device_train_batch_size", 3], "another pack"),
                         (["--use_lora"], "another set of trained weights"),

@@ -1,7 +1,7 @@
-"""No step asks the device for a number: on a GPU the host would wait until all that it was given is done.
+"""No step asks the device for a number: on a GPU the host would wait for all queued work.
 
 Seen on a CPU, by the operators of three steps between log lines; there AdamW itself reads the step of each parameter.
-What is not finite is told one step late (StepFlags).
+Non-finite values are reported one step late (StepFlags).
 """
 import json
 import os

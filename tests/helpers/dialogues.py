@@ -11,8 +11,8 @@ BOS, EOS, BOOKS = 1024, 1025, 8
 
 
 def codes_of(clip):
-    """(T, 8) random codes of a clip that never exists as a file; its seconds field holds T."""
-    return np.random.default_rng(len(clip.path)).integers(0, 1024, (int(clip.seconds), BOOKS)).astype(np.int16)
+    """(T, 8) random codes of a clip that never exists as a file; its duration holds T."""
+    return np.random.default_rng(len(clip.path)).integers(0, 1024, (int(clip.duration), BOOKS)).astype(np.int16)
 
 
 def user(text):
@@ -24,7 +24,7 @@ def speaker(*parts, trained=True):
 
 
 SYSTEM = Turn("system", ["Speak."], None)
-REF, TARGET, ONE_FRAME, LONG = (Clip("r" * n, seconds=t) for n, t in ((1, 5), (2, 3), (3, 1), (4, 30)))
+REF, TARGET, ONE_FRAME, LONG = (Clip("r" * n, duration=t) for n, t in ((1, 5), (2, 3), (3, 1), (4, 30)))
 CONVERSATIONS = [
     [SYSTEM, user("Hello there."), speaker(TARGET)],
     [SYSTEM, user("I am Anna."), speaker(REF, trained=False), user("Say this: now."), speaker(LONG)],

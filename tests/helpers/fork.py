@@ -3,7 +3,7 @@ import multiprocessing
 
 
 def in_a_fork(measure):
-    """What measure() returns in a fork of this process; EOFError when it raises, whose traceback is printed."""
+    """Result of measure() in a fork of this process; EOFError when it raises, whose traceback is printed."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=lambda: theirs.send(measure()))

@@ -26,6 +26,18 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
     return torch.tensor(tokens), (place >= start) & (place < stop)
 
 
+def delay(codes, bos=1024, eos=1025):
+    """(T, K) codes -> (T + K - 1, K) rows: book k has k BOC, its T codes, K - 1 - k EOC."""
+    codes = torch.as_tensor(codes).long()
+    columns = [[bos] * k + column + [eos] * (codes.shape[1] - 1 - k) for k, column in enumerate(codes.T.tolist())]
+    return torch.tensor(columns).T
+
+
+def label_mask(frames, books=8):
+    """(T + K - 1, K) bool, True where a cell of delay's rows is trained: codes and every EOC."""
+    return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
+
+
 def load(folder, dtype=torch.float32, device="cpu"):
     """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder. Raises UserError unless it is exactly that."""
     config = json_files.read_object(Path(folder) / "config.json")

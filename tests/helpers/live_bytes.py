@@ -1,4 +1,4 @@
-"""What a real step leaves in memory, for comparison with what a plan says."""
+"""Memory of a real step, to compare with a plan."""
 import weakref
 
 import torch
@@ -41,7 +41,7 @@ def by_lengths(lengths):
 
 
 def real_peak(model, batch, loss, bf16):
-    """Most bytes alive in a step of loss(model, batch), beside weights and batch."""
+    """Most bytes alive in a step of loss(model, batch), without weights and batch."""
     fields = batch if isinstance(batch, tuple) else vars(batch).values()
     known = [*model.parameters(), *model.buffers(), *(v for v in fields if isinstance(v, torch.Tensor))]
     with LiveBytes(known) as found:

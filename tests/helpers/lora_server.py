@@ -1,4 +1,4 @@
-"""What vLLM's server answers of its completions and adapters, by transformers and PEFT: prompts and answers as ids.
+"""A stand-in for vLLM's server by transformers and PEFT: completions, adapters; prompts and answers as ids.
 
 An answer is drawn from the softmax by numbers of the request's seed, as the trainer's own draw (generate.Draw).
 """

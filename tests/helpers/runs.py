@@ -1,4 +1,4 @@
-"""What a run has left: its log without what the clock decides, and the tensors of its newest checkpoint."""
+"""Results of a run: its log without times, and the tensors of its newest checkpoint."""
 import json
 
 import torch

@@ -31,8 +31,6 @@ def pack_of(samples, text, audio, targets):
     is_audio = np.arange(text + audio) >= text
     label = np.full(text + audio, IGNORE)
     label[1:1 + targets] = 7
-    codes = np.full((audio, 8), IGNORE)
-    codes[1:1 + targets] = 5
     return collate([{"number": i, "input_ids": np.where(is_audio, ids.audio, rng.integers(0, 500, text + audio)),
                      "is_audio": is_audio, "text_labels": label, "audio_ids": rng.integers(0, 1024, (audio, 8)),
-                     "audio_labels": codes} for i in range(samples)], ids)
+                     "audio_at": text + np.arange(targets), "audio_targets": np.full((targets, 8), 5)} for i in range(samples)], ids)

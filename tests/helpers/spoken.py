@@ -59,6 +59,13 @@ def samples_of(model_folder, config, conversations, folder):
     return ids, [data[i] for i in range(len(data))]
 
 
+def audio_labels(sample):
+    """(a, 8) labels of a sample's audio rows, not shifted, as transformers takes them."""
+    labels = np.full((len(sample["input_ids"]) + 1, 8), IGNORE)
+    labels[sample["audio_at"] + 1] = sample["audio_targets"]
+    return labels[:-1][sample["is_audio"]]
+
+
 def native_batch(samples, ids, side="right"):
     """Sample dicts -> keyword arguments of transformers' forward, padded on one side, with our labels unshifted."""
     length, rows = max(len(s["input_ids"]) for s in samples), max(len(s["audio_ids"]) for s in samples)
@@ -69,7 +76,8 @@ def native_batch(samples, ids, side="right"):
             row[size - len(values) if at == "left" else 0:][:len(values)] = values
         return torch.from_numpy(out)
 
-    present = [{"tokens": np.ones(len(s["input_ids"])), "rows": np.ones(len(s["audio_ids"]))} for s in samples]
+    present = [{"tokens": np.ones(len(s["input_ids"])), "rows": np.ones(len(s["audio_ids"])),
+                "audio_labels": audio_labels(s)} for s in samples]
     samples = [{**s, **p} for s, p in zip(samples, present)]
     batch = {"input_ids": padded("input_ids", ids.pad, length), "labels": padded("text_labels", IGNORE, length),
              "attention_mask": padded("tokens", 0, length)}

@@ -1,4 +1,4 @@
-"""Commands that people have in their notes, as they stand there; only paths are tiny ones, or DRY_RUN=1 is set."""
+"""Commands from people's notes, word for word; only paths are tiny ones, or DRY_RUN=1 is set."""
 import json
 import os
 import re
@@ -106,7 +106,7 @@ def test_what_a_launcher_would_ignore_is_refused(settings, args, said):
 
 
 def test_the_flags_of_ms_swift(monkeypatch, capsys):
-    """Line 3: its flags on train_tts_h200x8.sh; 256 samples a step, with BATCH_SIZE=4 just as many: 4 x 8 GPUs x 8."""
+    """Line 3: its flags on train_tts_h200x8.sh; 256 samples a step, also with BATCH_SIZE=4: 4 x 8 GPUs x 8."""
     done = launch("train_tts_h200x8.sh", *shlex.split(MS_SWIFT), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
                   SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__, BATCH_SIZE="4")
     monkeypatch.setattr(cli, "usable_cpus", lambda: 128)
@@ -230,7 +230,7 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     ("./data/prompt_distillation_lang.jsonl 2", {"PP": "2"}, ["0,1,2,3", "4,5,6,7"]),
     ("./data/prompt_distillation_lang.jsonl 2", {"GPUS": "2", "CUDA_VISIBLE_DEVICES": "5,7"}, ["5,7"])])
 def test_teacher_labels_of_the_launcher(tmp_path, more, settings, gpus):
-    """Line 8: the same files, so many GPUs an instance; the python here answers at once that all is well."""
+    """Line 8: the same files, N GPUs an instance; a stub of python succeeds at once."""
     words = f"../tinker-cookbook/example-data/multilingual.txt {more}"
     (tmp_path / "here").mkdir()
     (tmp_path / "tinker-cookbook" / "example-data").mkdir(parents=True)

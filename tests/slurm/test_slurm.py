@@ -1,9 +1,10 @@
 """The launchers on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
 
 The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on
-the CPU. What a run is compared with is one on one node that nobody disturbed: same bits.
+the CPU. What a run is compared with is one outside of Slurm that nobody disturbed: same bits.
 """
 import fcntl
+import functools
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.progress import wait_until
-from tests.helpers.trainer import ROOT, trainer_command
+from tests.helpers.trainer import ROOT, train_forked, trainer_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.race]
 
@@ -129,13 +130,13 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, tiny, tmp_path_factory):
-    """Final weights of the run that all others must equal: two ranks on one node."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "job"
-    args = trainer_command(tiny, folder / "out", *FLAGS)[2:]
-    job = Job(folder, *args, sbatch=["--nodes=1"], NPROC_PER_NODE="2")
-    assert job.end() == ("COMPLETED", 0), job.log
-    return load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+def undisturbed(pool, tiny, tmp_path_factory):
+    """undisturbed() -> final weights of the run that all others must equal: two ranks without Slurm."""
+    @functools.cache
+    def weights():
+        run = train_forked(pool, tiny, tmp_path_factory.mktemp("undisturbed") / "out", *FLAGS, ranks=2)
+        return load_file(run.output_dir / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    return weights
 
 
 @pytest.fixture
@@ -156,8 +157,8 @@ def submit(cluster, tiny, tmp_path):
 
 def assert_undisturbed(job, undisturbed):
     weights = load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
-    assert weights.keys() == undisturbed.keys()
-    assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+    assert weights.keys() == undisturbed().keys()
+    assert all(torch.equal(weights[name], undisturbed()[name]) for name in weights)
 
 
 def resumed_at(job):
@@ -180,7 +181,7 @@ def assert_resumed_and_undisturbed(job, undisturbed):
 
 def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     """On two nodes, which train what one does."""
-    job = submit(sbatch=["--time=60", "--signal=B:USR1@170"])      # minutes, seconds
+    job = submit(sbatch=["--time=60", "--signal=B:USR1@590"])      # minutes, seconds
 
     def ranks_seen():
         """Of the trainers and their loaders, once there are two of them."""
@@ -190,7 +191,8 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     assert {place[0] for place in places} == {"n1", "n2"} and {place[1] for place in places} == {"0", "1"}
     assert {place[2:] for place in places} == {("0", "2")} and len(places) == 2
     job.freeze_after(10)
-    job.limit(3)        # minutes; Slurm looks at time limits every 30 s, and warns
+    job.limit(10)       # minutes; Slurm looks at time limits every 30 s, and warns
+    undisturbed()       # meanwhile
     wait_until(lambda: "USR1: asking what runs to save and stop" in job.log, "Slurm's warning")
     job.limit(60)
     job.thaw()

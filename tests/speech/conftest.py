@@ -27,7 +27,7 @@ def table(tokenizer, ids, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model3(tmp_path_factory):
-    """Folder of a tiny Higgs TTS 3, its codec beside it. Look, do not touch."""
+    """Folder of a tiny Higgs TTS 3, its codec next to it; read only."""
     from speech import make_tiny
     pytest.importorskip("torchaudio")
     out = tmp_path_factory.mktemp("tiny3")

@@ -24,7 +24,7 @@ def run(forked):
 
 @pytest.fixture(scope="module")
 def data(tiny, tmp_path_factory):
-    """A folder with the speech of the tiny dataset beside which data files are written."""
+    """A folder with the speech of the tiny dataset next to which data files are written."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(tiny.root / "speech", folder / "speech")
     return folder
@@ -76,7 +76,7 @@ SAMPLES = [
 
 
 def test_samples(tmp_path):
-    """Each stands between good ones; all are told of in one list, each once, with its place and name."""
+    """Bad samples between good ones; one list has each once, with its place and name."""
     (tmp_path / "clip.wav").write_bytes(b"audio")
     samples = [{**one, "misc": {"sample_id": "odd"}} for bad, _ in SAMPLES for one in (sample(*SPEECH), bad)]
     path, problems = written(tmp_path, samples, "odd.json"), []
@@ -122,7 +122,7 @@ def test_model_and_tokenizer_paths(run, tiny, tmp_path):
     complains(run("--model_path", tiny.codec, "--audio_tokenizer_path", tiny.model),
               "--model_path", tiny.codec, "--model_path and --audio_tokenizer_path are swapped")
     complains(run("--model_path", "./gone"), "--model_path ./gone: no such folder")
-    complains(run("--model_path", "owner/gone"), "--model_path owner/gone: neither a folder here nor to be had")
+    complains(run("--model_path", "owner/gone"), "--model_path owner/gone: neither a local folder nor available")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     complains(run("--model_path", tmp_path), "is a 'bert' checkpoint, not 'higgs_audio_v2'")
     assert complains(run("--model_path", copy_of(tiny.model, tmp_path / "a", "*.safetensors")), tmp_path / "a", "weights")
@@ -142,7 +142,7 @@ def test_files_of_options_are_read_before_audio_is_encoded(run, tmp_path, flags,
 
 
 def test_output_that_cannot_be_written(run, tiny, tmp_path):
-    """A file stands where the folder should be; permissions would not stop a test that runs as root."""
+    """There is a file instead of the folder; permissions would not stop a test that runs as root."""
     (tmp_path / "taken").write_text("a file")
     assert complains(run(name="taken"), f"--output_dir {tmp_path / 'taken'}: cannot be written")
     assert complains(run("--code_cache", tmp_path / "taken"), f"--code_cache {tmp_path / 'taken'}: ",
@@ -214,7 +214,7 @@ def test_resume_with_other_adapters_is_refused(run, used_copy):
 
 
 @pytest.mark.parametrize("flags, said", [
-    (("--train_data_file", ""), "give one of --train_data_file and --train_data_dir"),
+    (("--train_data_file", ""), "give --train_data_file or --train_data_dir"),
     (("--eval_data_file", "x"), "--disable_eval and validation data exclude each other"),
     (("--learning_rate=-1e-5",), "--learning_rate is -1e-05"),
     (("--max_tokens_per_batch", 999, "--global_batch_size", 8), "--global_batch_size counts samples: not with packs of tokens"),

@@ -165,14 +165,14 @@ def test_start_index_trains_from_there_on_and_zero_the_last_of_the_wild_form_alo
 
 
 @pytest.mark.parametrize("given, kept", [
-    ({"offset": None, "duration": 2.5}, (None, None, 2.5)),
-    ({"offset": 0, "duration": 1.5}, (0, 1.5, 1.5)), ({"offset": 2.0}, (2.0, None, 0.0))])
+    ({"offset": None, "duration": 2.5}, (None, None)),
+    ({"offset": 0, "duration": 1.5}, (0, 1.5)), ({"offset": 2.0}, (2.0, None))])
 def test_only_an_offset_makes_a_cut(folder, given, kept):
     """The wild form notes each clip's duration; taken as a cut it would clip every target by rounding."""
     sample, = read(folder, [{"messages": [{"role": "user", "content": TARGET},
                                           {"role": "assistant", "content": audio("target.wav", **given)}]}])
     clip = sample.turns[-1].clips[0]
-    assert (clip.offset, clip.duration, clip.seconds) == kept
+    assert (clip.offset, clip.duration) == kept
 
 
 SPOKEN = "It is cold today , isn't it <SE>[Laughter]</SE>"
@@ -197,14 +197,14 @@ def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(f
         assert [t.parts for t in prompt.turns[:-1]] == [t.parts for t in by_chat.turns[:-1]]
 
 
-@pytest.mark.parametrize("asked, answer, spoken, recognised", [
-    ("Is it late - Anna", "is it late, Anna?", "Is it late - Anna", {"punctuation"}),
-    (INSTRUCTION + "你好,世界!", "你好，世界！", "你好,世界!", {"punctuation"}),
-    ("Read this: it is late", "It is late.", "It is late.", {"instruction"}),
-    ("请朗读：你好，世界", "你好，世界。", "你好，世界。", {"instruction"}),
-    (INSTRUCTION + "it is late", "it is late", "it is late", set()),
-    ("That is unkind", "kind", None, set()), ("...", "!", None, set()), ("की", "का", None, set())])
-def test_a_request_that_the_answer_repeats_is_recognised(folder, asked, answer, spoken, recognised):
+@pytest.mark.parametrize("asked, answer, spoken, shortened", [
+    ("Is it late - Anna", "is it late, Anna?", "Is it late - Anna", False),
+    (INSTRUCTION + "你好,世界!", "你好，世界！", "你好,世界!", False),
+    ("Read this: it is late", "It is late.", "It is late.", True),
+    ("请朗读：你好，世界", "你好，世界。", "你好，世界。", True),
+    (INSTRUCTION + "it is late", "it is late", "it is late", False),
+    ("That is unkind", "kind", None, False), ("...", "!", None, False), ("की", "का", None, False)])
+def test_a_request_that_the_answer_repeats_is_recognised(folder, asked, answer, spoken, shortened):
     """Then the target turn is speech alone, as in generation; other words of the answer stay and are trained."""
     for user in ([text(REFERENCE), audio("ref.wav"), text(asked)], [text(asked), text(REFERENCE), audio("ref.wav")]):
         if spoken is None and user[0] != text(REFERENCE):
@@ -212,7 +212,7 @@ def test_a_request_that_the_answer_repeats_is_recognised(folder, asked, answer, 
         sample, = read(folder, [wild(*user, answer=answer)])
         assert shape(sample) == cloning(spoken) if spoken else shape(sample)[3:] == [
             ("user", asked, False), ("assistant", answer, "target.wav", True)]
-        assert sample.recognised == recognised
+        assert any(t.shortened for t in sample.turns) == shortened
     sample, = read(folder, [wild(text(asked), audio("ref.wav"), answer=answer, misc={"ref_transcript": REFERENCE})])
     if spoken:      # the one text is the target, so it is not the reference's transcript
-        assert shape(sample) == cloning(spoken) and sample.recognised == recognised
+        assert shape(sample) == cloning(spoken) and any(t.shortened for t in sample.turns) == shortened

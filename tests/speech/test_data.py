@@ -79,7 +79,7 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     trained = [c for i in numbers for t in CONVERSATIONS[i] if t.trained for c in t.clips]
     assert batch.counts == {
         "tokens": total, "samples": len(numbers), "padding": padding,
-        "audio_targets": sum(8 * (int(c.seconds) + 1) for c in trained), "text_targets": len(text_targets)}
+        "audio_targets": sum(8 * (int(c.duration) + 1) for c in trained), "text_targets": len(text_targets)}
 
 
 ALL = list(range(len(CONVERSATIONS)))

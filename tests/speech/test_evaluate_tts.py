@@ -144,7 +144,7 @@ def test_speech_beyond_full_scale_is_cut_off_and_what_is_no_speech_refused(tmp_p
 
 @torch.no_grad()
 def hear(folder, wave, **options):
-    """What the model hears, by transformers alone, one clip at a time."""
+    """Transcripts by transformers alone, one clip at a time."""
     wave = judges.resample(np.asarray(wave, np.float32), RATE, 16000)
     features = WhisperFeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16000, return_tensors="pt")
     model = WhisperForConditionalGeneration.from_pretrained(folder).eval()

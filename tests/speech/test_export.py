@@ -173,12 +173,11 @@ def test_2025_config_is_the_published_one(tiny, served):
 
 
 def test_native_to_2025_to_native_is_bit_equal(tiny, served, tmp_path):
-    notes = merge(str(served), None, tmp_path / "back", None)
+    merge(str(served), None, tmp_path / "back", None)
     assert same(tensors(tmp_path / "back"), tensors(tiny.model))
     was, now = (read(folder, "config.json") for folder in (tiny.model, tmp_path / "back"))
     unlike = {key for key in was.keys() | now.keys() if was.get(key) != now.get(key)}
     assert unlike == {"initializer_range", "max_position_embeddings"}       # neither has an effect on what it computes
-    assert any("chat_template.jinja" in note and "has none" in note for note in notes)
 
 
 def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):
@@ -203,8 +202,7 @@ def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
     expected = {"eos_token_id": 585, "pad_token_id": 577, "do_sample": True, **RAS}
     assert generation | expected == generation
     model = load(tmp_path / "out")
-    config = weights.native_config(read(original, "config.json"))
-    config = weights.empty_model(config, torch.float32, original).generation_config
+    config = weights.empty_model(read(original, "config.json"), torch.float32, original).generation_config
     assert {key: getattr(config, key) for key in expected} == expected      # what the trainer would start from
     prompt = AutoTokenizer.from_pretrained(tmp_path / "out")(
         "<|begin_of_text|><|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>", return_tensors="pt")
@@ -326,16 +324,16 @@ def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(tiny, tmp_path):
+def test_a_killed_export_leaves_no_folder_of_that_name(tiny, tmp_path):
     command = ("import os, signal, sys; from speech import weights; from tests.helpers.merging import merge; weights.save_config = lambda *a: "
                "os.kill(os.getpid(), signal.SIGKILL); merge(sys.argv[1], None, sys.argv[2], None)")
     done = subprocess.run([sys.executable, "-c", command, str(tiny.model), str(tmp_path / "out")], cwd=ROOT,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert done.returncode == -signal.SIGKILL
     left, = tmp_path.iterdir()
-    assert left.name.startswith(".out.new") and (left / "model.safetensors").is_file()
+    assert left.name.startswith("out.unfinished-") and (left / "model.safetensors").is_file()
     merge(str(tiny.model), None, tmp_path / "out", None)
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert {p.name for p in tmp_path.iterdir()} == {"out", left.name}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -380,7 +378,7 @@ KEYS, HEAD = "model.layers.1.self_attn.k_proj.weight", "text_lm_head.weight"
 # (weights that are put in, None: taken out; what is said)
 BROKEN = [({UP: None, NORM: None}, ["2 missing keys", UP, NORM]), ({ODD: torch.ones(2, 2)}, ["1 unexpected key", ODD]),
           ({KEYS: torch.ones(32, 128)}, ["1 mismatched key", f"{KEYS} (32, 128) instead of (64, 128)"]),
-          ({HEAD: None}, ["1 missing key", HEAD, "dropped the text head", "base model"])]
+          ({HEAD: None}, ["1 missing key", HEAD])]
 
 
 @pytest.mark.parametrize("layout", ["native", "2025"])

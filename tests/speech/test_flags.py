@@ -22,7 +22,7 @@ HIDDEN = """columns disable_eval drop_too_long eval_data_dir keep_every
 
 
 def test_the_list_is_frozen():
-    """Who adds a flag takes one away."""
+    """A new flag replaces an old one."""
     parser = script_flags()[0]
     shown = re.findall(r"^  (?:-h, )?--(\w+)", parser.format_help(), re.M)
     assert sorted(shown) == sorted(FLAGS.split()) and len(shown) <= 66       # with --help

@@ -144,7 +144,7 @@ SETS = {
     "no header": ({"m.csv": 'wav\\c.wav,"Hi, you."\nd.wav,Ho.\n', "wav/c.wav": "", "d.wav": ""}, "",
                   [("c.wav", "Hi, you."), ("d.wav", "Ho.")]),
     "another machine": ({"m.csv": "audio,text\n/data/x/c.wav,Hi.\n", "wavs/c.wav": ""}, "",
-                        "wavs/c.wav is there: write paths relative to"),
+                        "; write paths relative to"),
     "unknown column": ({"m.jsonl": '{"audio": "c.wav", "caption": "Hi."}\n'}, "m.jsonl",
                        "no column of text; its columns are audio, caption; .*transcript, .*--columns text=NAME"),
     "nothing": ({"x/read.md": ""}, "", "has neither a list nor audio files"),

@@ -208,7 +208,7 @@ def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, s
         wave, rate = soundfile.read(tmp_path / "said" / f"{record['name']}.wav", dtype="float32")
         assert rate == 24000 and np.allclose(wave, speak.decode(voice[3], true).clip(-1, 1), atol=1e-4)
     assert len(records) == 3 and "3 ended by themselves" in output and "notice" not in output
-    assert records[2]["text"] == "Quiet, please now." and f"on, as {folder / 'checkpoint-100'} was trained" in output
+    assert records[2]["text"] == "Quiet, please now." and f"on; {folder / 'checkpoint-100'} was trained" in output
     assert records[2]["normalize_text"] == "on"
 
 

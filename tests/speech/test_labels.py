@@ -9,8 +9,8 @@ import torch
 from speech.dataset import TableBuilder
 from speech.conversations import Sample
 from speech.dataset import read_samples
-from speech.labels import (IGNORE, TokenIds, audio_targets, conversation_pieces, decays, delay_labels, delay_rows,
-                           flops_per_pack, total_loss)
+from speech.labels import (IGNORE, TokenIds, conversation_pieces, decays, delay_labels, delay_rows, flops_per_pack,
+                           total_loss)
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 
@@ -32,12 +32,12 @@ def test_counts_are_those_of_the_rows(frames):
     codes = np.random.default_rng(frames).integers(0, 1024, (frames, BOOKS))
     for trained in (True, False):
         sample = ids.assemble(np.array([5, 1, 6]), np.array([True, trained, True]), [codes])
-        places, rows = audio_targets(sample)
+        places, rows = sample["audio_at"], sample["audio_targets"]
         assert len(sample["audio_ids"]) == sample["is_audio"].sum() == ids.rows(frames, trained)
         assert len(places) == trained * ids.predicting(frames)
         assert (rows != IGNORE).sum() == trained * ids.targets(frames)
         # a place is right before the row that it predicts
-        assert (sample["audio_labels"][places] == rows).all()      # audio rows begin at place 1
+        assert (delay_labels(codes, EOS)[places] == rows).all()    # audio rows begin at place 1
         assert sample["input_ids"][sample["is_audio"]].tolist() == [1] * (frames + 2) + [2] * (BOOKS - 1)
 
 

@@ -134,7 +134,7 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
     lengths = np.load(next((tmp_path / "out").glob("table-*")) / "lengths.npy")
     train_ids, _ = split_validation(24, 0.1, 42)
     assert number(r"samples +(\d+)", said) == len(train_ids) == 22
-    assert number(r"packs .* of ([\d,]+) tokens an epoch", said) == lengths[train_ids].sum()
+    assert number(r"packs .* an epoch, ([\d,]+) tokens", said) == lengths[train_ids].sum()
     (step,) = done.metrics("train/loss")
     assert step == number(r"steps +(\d+)", said)
     newest = tmp_path / "out" / f"checkpoint-{step}"

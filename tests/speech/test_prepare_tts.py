@@ -1,4 +1,4 @@
-"""A prepared folder trains as its sources do, wherever it is; checks find what is wrong, and say all of it."""
+"""A prepared folder trains like its sources, also when moved; checks find every fault and report all."""
 import json
 import shutil
 import sys
@@ -58,7 +58,7 @@ def batches(table, ids):
 
 
 def same(a, b):
-    """Whether the tensors of two lists of batches are equal, and what is known beside them but the samples' numbers."""
+    """True if two lists of batches are equal: tensors and the other fields, except the samples' numbers."""
     return len(a) == len(b) and all(torch.equal(x[name], y[name]) if torch.is_tensor(x[name]) else name == "samples"
                                     or x[name] == y[name] for x, y in zip(a, b) for name in x)
 
@@ -121,7 +121,7 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
     ({"reading": {"normalize": True}}, "was prepared with --normalize_text on, not off"),
     ({"table": "table-0"}, "is damaged, table-0 is not there"),
     ({"files": {"prepared.json": 1}}, "is damaged, prepared.json has [0-9]+ bytes, not 1"),
-    ({}, "is damaged, table-[0-9a-f]*/tokens.npy has another checksum than when it was made")])
+    ({}, "is damaged, table-[0-9a-f]*/tokens.npy has another checksum")])
 def test_a_folder_of_another_model_or_with_a_flipped_bit_is_refused(tiny, tokenizer, ids, folder, tmp_path, change, said):
     shutil.copytree(folder, tmp_path / "other")
     about = json.loads((folder / "prepared.json").read_text())
@@ -191,7 +191,7 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
     expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem in names]
                 for check, names in FOUND.items()}
     expected["empty_text"] = [39]
-    with pytest.raises(UserError, match="4 problems:") as caught:        # of rows and of their sound in one list
+    with pytest.raises(UserError, match="4 problems:") as caught:        # in rows and in audio, in one list
         prepared(tiny, tokenizer, ids, faulty, tmp_path / "b", cache=cache)
     for said in ("line 40 (good1.wav): its text is empty", "its audio", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
                  "quiet.wav", "is silent, -103 dB of full scale", "--drop_bad"):
@@ -223,5 +223,5 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     said = capsys.readouterr().out
     assert "dropped from training: 1 sample whose audio is in the validation data" in said
     assert "eval\\x1b[31m.jsonl (JSON)" in said and "\x1b" not in said
-    with pytest.raises(UserError, match="the audio of each is in the validation data too"):
+    with pytest.raises(UserError, match="all audio is in the validation data too"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)

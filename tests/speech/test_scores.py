@@ -42,12 +42,12 @@ def test_a_command_hears_every_wave_in_order(tmp_path):
     script.write_text("import sys, soundfile\n"
                       "for path in sys.argv[2:]: print(sys.argv[1], soundfile.info(path).frames)")
     waves = [np.zeros(n, np.float32) for n in (30, 10, 20)]
-    assert judges.recognise_command(waves, RATE, f"{sys.executable} {script} 'a b'") == ["a b 30", "a b 10", "a b 20"]
+    assert judges.recognise_command(waves, RATE, command=f"{sys.executable} {script} 'a b'") == ["a b 30", "a b 10", "a b 20"]
     for command, what in (("false", "status 1, 0 lines for 3 files"), ("no-such-program", "cannot be started"),
                           ("echo", "status 0, 1 lines for 3 files")):
         with pytest.raises(UserError, match=what):
-            judges.recognise_command(waves, RATE, command)
-    assert judges.recognise_command(waves[:1], RATE, r"""sh -c 'printf "a\377b"'""") == ["a\ufffdb"]
+            judges.recognise_command(waves, RATE, command=command)
+    assert judges.recognise_command(waves[:1], RATE, command=r"""sh -c 'printf "a\377b"'""") == ["a\ufffdb"]
 
 
 def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_path):
@@ -56,7 +56,7 @@ def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_pa
 
     def refused():
         with pytest.raises(UserError, match="has not heard 1 files in 0.2 s"):
-            judges.recognise_command([spoken()], RATE, f"sh {slow}", 0.2)
+            judges.recognise_command([spoken()], RATE, command=f"sh {slow}", time_limit=0.2)
         return started.exists() and started.read_text()
     about = Path(f"/proc/{wait_until(refused, 'start within the limit').strip()}/stat")
 

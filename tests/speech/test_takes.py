@@ -117,7 +117,7 @@ def test_marks_hold_for_all_the_parts_that_they_held_for(text, expected):
 
 
 def test_a_speaker_goes_on_behind_his_own_last_part():
-    """Red when a part is spoken behind the one before it, whoever said that."""
+    """Each part continues from the one before it of the same speaker."""
     asked = []
 
     def say(prompts, turn):
@@ -210,7 +210,7 @@ def write_good(folder, samples, about):
 
 
 def records(*scores):
-    """What JSON files of takes say. scores: (character errors, how it ended) of each."""
+    """Records of takes, as in their JSON files. scores: (character errors, how it ended) of each."""
     return [{"name": f"{i:04d}", "cer": cer, "ended_by": how, "frames": 9, "normalize_text": "on"}
             for i, (cer, how) in enumerate(scores)]
 
@@ -255,7 +255,7 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
 
 
 def test_a_take_is_trained_as_it_was_spoken(tmp_path):
-    """Not normalised where it was spoken so, as a row of best.jsonl or beside its sound; other rows are."""
+    """Not normalised if it was spoken so, in a row of best.jsonl or next to its sound; other rows are."""
     text = speak.text_prompts([("", "Wait (please)")], False)
     for setting, wanted in (("off", "Wait (please)"), ("on", "Wait please.")):
         about = [about | {"normalize_text": setting} for about in records((0.0, "eos"))]

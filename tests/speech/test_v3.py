@@ -37,9 +37,12 @@ def test_delay_and_labels_are_the_golden_picture():
     b, e = BOC, EOC
     codes = torch.tensor([[10, 20, 30, 40], [11, 21, 31, 41], [12, 22, 32, 42]])
     rows = [[10, b, b, b], [11, 20, b, b], [12, 21, 30, b], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
-    assert v3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
-    trained = [[row[k] for k in range(4) if v3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)]
-    assert trained == [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
+    assert higgs3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
+    labels = [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
+    assert [[row[k] for k in range(4) if higgs3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)] == labels
+    sample = v3.Ids(1, 2, 3, 4, num_codebooks=4).assemble(np.array([1, 3, -100]), np.array([False, False, True]), [codes])
+    assert sample["audio_ids"].tolist() == rows[:-1] and sample["audio_at"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert [[code for code in row if code != IGNORE] for row in sample["audio_targets"].tolist()] == labels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ class Reference(torch.nn.Module):
         """before, after: token lists around the reference's rows (or None). -> (logits (L, 8, 1026), rows (L, 8))."""
         parts = [self.lm.model.embed_tokens(torch.tensor(before, dtype=torch.int64))]
         if reference is not None:
-            parts.append(self.rows(v3.delay(reference)))
+            parts.append(self.rows(higgs3.delay(reference)))
         parts.append(self.lm.model.embed_tokens(torch.tensor(after)))
         rows = [[int(target[r - k, k]) if 0 <= r - k < len(target) else (BOC if r < k else EOC) for k in range(8)]
                 for r in range(len(target) + 7)]
@@ -102,7 +105,7 @@ def samples_of(ids):
 def prompt_of(ids, sample):
     before, reference, after, _ = sample
     ref_text = before[before.index(ids.ref_text) + 1:-1] if ids.ref_text in before else None
-    rows = None if reference is None else v3.delay(reference)
+    rows = None if reference is None else higgs3.delay(reference)
     return *higgs3.prompt(ids, after[after.index(ids.text) + 1:-1], ref_text, rows), rows
 
 
@@ -211,7 +214,7 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
     for prompt, (codes, how) in zip(prompts, together):
         alone, = v3.generate(model, [prompt], v3.Sampling(0, max_new_tokens=25), 5)
         assert torch.equal(alone[0], codes) and alone[1] == how == "length" and len(codes) == 18
-    forced = higgs3.forced_logits(model, prompts[1][:2], prompts[1][2], v3.delay(together[1][0]))
+    forced = higgs3.forced_logits(model, prompts[1][:2], prompts[1][2], higgs3.delay(together[1][0]))
     assert forced[8:].argmax(-1)[:10, 0].tolist() == together[1][0][8:, 0].tolist()
 
 

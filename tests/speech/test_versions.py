@@ -83,7 +83,7 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
     speaking = speak.load_model(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
                                           torch.float32, torch.device("cpu"))
-    prompt, rows = higgs3.prompt(higgs3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
+    prompt, rows = higgs3.prompt(higgs3.load(tiny3.model)[1], [5, 6]), higgs3.delay(torch.arange(80).view(10, 8))
     torch.testing.assert_close(higgs3.forced_logits(higgs3.load(tmp_path / "merged")[0], prompt, None, rows),
                                higgs3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
     full = runs(1, "--per_device_train_batch_size", 4).output_dir / "checkpoint-4"
