@@ -196,7 +196,7 @@ def test_rows_in_are_rows_kept_and_rows_refused(folder):
 
 
 NO_DATA = [
-    ("m.csv", "audio,text\na.wav,Größe\n".encode("cp1252"), "line 2.; convert it: iconv -f CP1252"),
+    ("m.csv", "audio,text\na.wav,Größe\n".encode("cp1252"), "line 2 is not UTF-8 text; convert it: iconv -f CP1252"),
     ("m.csv", b"PK\x03\x04xlsx", "save an Excel table as CSV"),
     ("m.csv", b'audio,text\na.wav,One.\nb.wav,"Two\nc.wav,Three.\nd.wav,"Four"\n', "row that begins at line 3"),
     ("x.txt", b"a|x|y|z\n", "not certain: 1 'a', 2 'x', 3 'y', 4 'z'; name them"),
