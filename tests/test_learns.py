@@ -2,15 +2,15 @@
 
 On an H200 with torch 2.11 `--use_lora --compile` trained nothing and ended with status 0, in every trainer.
 """
+import functools
 import json
-import subprocess
-import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import chats
-from tests.helpers.trainer import ROOT, trainer_arguments
+from tests.helpers.trainer import ROOT, run_script, trainer_arguments
 
 LORA = ["--use_lora", "--lora_target_modules", "all-linear", "--lora_dropout", "0.1"]
 SHORT = ["--max_steps", "2", "--learning_rate", "1e-2", "--lr_scheduler", "constant", "--resume", "none",
@@ -37,30 +37,40 @@ def words_of(trainer, tiny, student, out):
             "--block_size", "4", "--dropout", "0", "--warmup_steps", "0", "--problems_per_batch", "4"]
 
 
-def run(words, *script):
-    return subprocess.run([sys.executable, *map(str, script), *map(str, words)], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
+def run(pool, trainer, words, *compiled):
+    """(status, output) of a trainer in a fork."""
+    (status,), output = pool.run(1, f"{__name__}.train", trainer, list(map(str, words)), *compiled, cwd=ROOT)
+    return status, output
+
+
+def train(trainer, argv, compiled=False):
+    """--compile traces as on a GPU, but builds nothing."""
+    if compiled:
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    run_script(trainer, argv)
+
+
+TRAINERS = ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py"])
-def test_compiled_adapters_train(trainer, tiny, student, tmp_path):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_compiled_adapters_train(pool, trainer, tiny, student, tmp_path):
     """As eager ones do: the same gradient norms. Red with torch 2.11 where an output is changed in place."""
     norms = {}
-    for way, script in (("eager", [ROOT / trainer]),
-                        ("compiled", [ROOT / "tests/helpers/aot_eager.py", ROOT / trainer])):
+    for way, *compiled in (("eager",), ("compiled", True)):
         out = tmp_path / way
-        more = ["--compile"] if way == "compiled" else []
-        done = run([*words_of(trainer, tiny, student, out), *LORA, *SHORT, *more], *script)
-        assert done.returncode == 0, done.stdout[-3000:]
+        words = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, *["--compile"] * len(compiled)]
+        status, output = run(pool, trainer, words, *compiled)
+        assert status == 0, output[-3000:]
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         norms[way] = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
     assert len(norms["eager"]) == 2 and min(norms["eager"]) > 0
     assert norms["compiled"] == pytest.approx(norms["eager"], rel=1e-4)
 
 
-@pytest.mark.parametrize("trainer", ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py"])
-def test_a_gradient_of_exactly_zero_ends_the_run(trainer, tiny, student, tmp_path):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_gradient_of_exactly_zero_ends_the_run(pool, trainer, tiny, student, tmp_path):
     """Of heads that are zeros nothing comes back to the adapters."""
     model = tiny.model if trainer == "train_v2_ddp.py" else student / "qwen"
     zeros = tmp_path / "zeros"
@@ -76,8 +86,6 @@ def test_a_gradient_of_exactly_zero_ends_the_run(trainer, tiny, student, tmp_pat
             (zeros / path.name).write_bytes(path.read_bytes())
     flag = "--init_from" if "bd3lm" in trainer else "--model_path"
     words = [*words_of(trainer, tiny, student, tmp_path / "out"), *LORA, *SHORT, flag, zeros]
-    done = run(words, ROOT / trainer)
-    assert done.returncode != 0, done.stdout[-3000:]
-    assert "step 1: the gradient norm is exactly 0" in done.stdout
-    assert "Traceback" not in done.stdout
+    status, output = run(pool, trainer, words)
+    assert status != 0 and "step 1: the gradient norm is exactly 0" in output and "Traceback" not in output, output[-3000:]
     assert not list((tmp_path / "out").glob("checkpoint-*"))

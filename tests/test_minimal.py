@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import chats
-from tests.helpers.trainer import ROOT
+from tests.helpers.trainer import ROOT, brief
 
 STEPS = 12
 SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3,
@@ -62,29 +62,32 @@ def assert_same_weights(mine, big, start):
 
 
 @pytest.fixture(scope="module")
-def speech(tiny):
-    return ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", tiny.train_json,
+def speech(tiny, tmp_path_factory):
+    """Flags of both trainers."""
+    short = brief(tiny, tmp_path_factory.mktemp("speech"))
+    return ["--model_path", short.model, "--audio_tokenizer_path", short.codec, "--train_data_file", short.train_json,
             "--validation_split", 0.25, "--per_device_train_batch_size", 2, "--warmup_steps", 2]
+
+
+SPEECH = ["--normalize_text", "off", "--eval_steps", STEPS // 2]     # of the big one
 
 
 def test_higgs(pool, run_minimal, tiny, speech, tmp_path):
     mine, big = tmp_path / "mine", tmp_path / "big"
     run_minimal("train_higgs.py", speech, mine)
-    run_big(pool, "tests.helpers.trainer.speech_main", [*speech, "--normalize_text", "off", "--code_cache", tiny.codes,
-                                        "--eval_steps", STEPS // 2], big)
+    run_big(pool, "tests.helpers.trainer.speech_main", [*speech, *SPEECH], big)
     assert_equal(mine, big)
     folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", tiny.model
     assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
 
 
 @pytest.mark.slow
-def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, tiny, speech, tmp_path):
+def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, speech, tmp_path):
     """Equal to the big one on one rank that accumulates twice as often; a resumed run ends bit for bit alike."""
     mine, again, big = (tmp_path / name for name in ("mine", "again", "big"))
     flags = [*speech, "--use_lora"]
     run_minimal("train_higgs.py", flags, mine, ranks=2)
-    run_big(pool, "tests.helpers.trainer.speech_main", [*flags, "--normalize_text", "off", "--code_cache", tiny.codes, "--eval_steps",
-                                        STEPS // 2, "--gradient_accumulation_steps", 4], big)
+    run_big(pool, "tests.helpers.trainer.speech_main", [*flags, *SPEECH, "--gradient_accumulation_steps", 4], big)
     assert_equal(mine, big)
     again.mkdir()
     (mine / f"checkpoint-{STEPS // 2}").rename(again / f"checkpoint-{STEPS // 2}")

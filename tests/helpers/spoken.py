@@ -6,6 +6,7 @@ import hashlib
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
@@ -59,24 +60,18 @@ def samples_of(model_folder, config, conversations, folder):
     return ids, [data[i] for i in range(len(data))]
 
 
-def native_batch(samples, ids, side="right"):
-    """Sample dicts -> keyword arguments of transformers' forward, padded on one side, with our labels unshifted."""
-    length, rows = max(len(s["input_ids"]) for s in samples), max(len(s["audio_ids"]) for s in samples)
+def native_batch(samples, ids):
+    """Sample dicts -> keyword arguments of transformers' forward, padded on the right, with our labels unshifted."""
+    def padded(rows, fill=0):
+        return pad_sequence([torch.as_tensor(row, dtype=torch.int64) for row in rows], True, fill)
 
-    def padded(key, fill, size, at=side):
-        out = np.full((len(samples), size, *samples[0][key].shape[1:]), fill, np.int64)
-        for row, values in zip(out, (s[key] for s in samples)):
-            row[size - len(values) if at == "left" else 0:][:len(values)] = values
-        return torch.from_numpy(out)
-
-    present = [{"tokens": np.ones(len(s["input_ids"])), "rows": np.ones(len(s["audio_ids"]))} for s in samples]
-    samples = [{**s, **p} for s, p in zip(samples, present)]
-    batch = {"input_ids": padded("input_ids", ids.pad, length), "labels": padded("text_labels", IGNORE, length),
-             "attention_mask": padded("tokens", 0, length)}
-    if rows:        # audio rows are right-padded whatever the tokens are; without any, transformers wants no audio
-        batch |= {"audio_input_ids": padded("audio_ids", ids.stream_eos, rows, "right"),
-                  "audio_labels": padded("audio_labels", IGNORE, rows, "right"),
-                  "audio_input_ids_mask": padded("rows", 0, rows, "right").bool()}
+    def of(key, fill):
+        return padded((s[key] for s in samples), fill)
+    batch = {"input_ids": of("input_ids", ids.pad), "labels": of("text_labels", IGNORE),
+             "attention_mask": padded(np.ones(len(s["input_ids"])) for s in samples)}
+    if any(len(s["audio_ids"]) for s in samples):       # without any, transformers wants no audio
+        batch |= {"audio_input_ids": of("audio_ids", ids.stream_eos), "audio_labels": of("audio_labels", IGNORE),
+                  "audio_input_ids_mask": padded(np.ones(len(s["audio_ids"])) for s in samples).bool()}
     return batch
 
 

@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,8 +19,7 @@ from speech import weights
 from speech.speak import load_model
 from tests.helpers import spoken
 from tests.helpers.merging import merge
-from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT, run_script
+from tests.helpers.trainer import run_script
 
 LAYER = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj", "input_layernorm",
@@ -324,14 +321,15 @@ def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+def export_and_die(model, out):
+    weights.save_config = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    merge(model, None, out, None)
+
+
 @pytest.mark.race
-def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(tiny, tmp_path):
-    command = ("import os, signal, sys; from speech import weights; from tests.helpers.merging import merge; weights.save_config = lambda *a: "
-               "os.kill(os.getpid(), signal.SIGKILL); merge(sys.argv[1], None, sys.argv[2], None)")
-    done = subprocess.run([sys.executable, "-c", command, str(tiny.model), str(tmp_path / "out")], cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
-    assert done.returncode == -signal.SIGKILL
+def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(pool, tiny, tmp_path):
+    statuses, output = pool.run(1, f"{__name__}.export_and_die", str(tiny.model), str(tmp_path / "out"))
+    assert statuses == [-signal.SIGKILL], output
     left, = tmp_path.iterdir()
     assert left.name.startswith(".out.new") and (left / "model.safetensors").is_file()
     merge(str(tiny.model), None, tmp_path / "out", None)

@@ -27,6 +27,7 @@ COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
            "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
 EVERY = "--save_steps 1 --save_total_limit 0"
+COUNTED = "full fsdp 2x2x3"
 HSDP = "hsdp 4x3x1 --shard_size 2"      # two copies, each in two shards
 
 
@@ -83,7 +84,8 @@ def shared(pool, odd, tmp_path_factory):
 
     def get(name):
         if name not in done:
-            done[name] = complete(pool, odd, root / re.sub(r"\W+", "-", name), name)
+            counted = {"main": f"{__name__}.count_collectives"} if name == COUNTED else {}
+            done[name] = complete(pool, odd, root / re.sub(r"\W+", "-", name), name, **counted)
         return done[name]
     return get
 
@@ -135,7 +137,7 @@ def test_equal_runs_really_trained(shared, odd):
 
 @pytest.mark.slow
 def test_offloading_changes_no_bit(shared):
-    assert_same_bits(shared("full fsdp 2x2x3 --cpu_offload"), shared("full fsdp 2x2x3"))
+    assert_same_bits(shared(f"{COUNTED} --cpu_offload"), shared(COUNTED))
 
 
 @pytest.mark.slow
@@ -169,24 +171,22 @@ def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared):
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
+def test_gradients_are_reduced_once_a_step(shared):
     """Counted in the run: three micro-steps cost the reductions of one, a layer each and one for the rest."""
-    ranks, flags = flags_of("full fsdp 2x2x3")
-    argv = trainer_arguments(odd, tmp_path / "out", *flags, "--disable_eval", "--max_steps", 1)
-    in_ranks(pool, ranks, "count_collectives", argv, str(tmp_path / "counts.json"))
-    counts = json.loads((tmp_path / "counts.json").read_text())
-    assert sum(number for name, number in counts.items() if "reduce_scatter" in name) == 2 + 1, counts
+    run = shared(COUNTED)
+    counts, steps = json.loads((run.output_dir / "counts.json").read_text()), len(run.metrics("train/loss"))
+    assert steps == 4 and sum(number for name, number in counts.items() if "reduce_scatter" in name) == steps * (2 + 1), counts
 
 
-def count_collectives(argv, path):
-    """Rank 0's, by their names: the others run the same ones."""
+def count_collectives(argv):
+    """Rank 0's, by their names, in counts.json of --output_dir: the others run the same ones."""
     if os.environ["RANK"] != "0":
         speech_main(argv)
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         speech_main(argv)
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
-    Path(path).write_text(json.dumps(counts))
+    Path(argv[argv.index("--output_dir") + 1], "counts.json").write_text(json.dumps(counts))
 
 
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two

@@ -18,6 +18,7 @@ from speech.conversations import Clip
 from speech.dataset import split_validation
 from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import pack_of, small_model
+from tests.helpers.trainer import brief
 from tests.speech import test_bad_input
 
 
@@ -62,6 +63,11 @@ def test_what_is_counted_of_higgs_tts_3(monkeypatch):
     batch = collate([{"number": i, **ids.assemble(tokens, trained, codes)} for i in range(4)], ids)
     monkeypatch.setattr(kernels, "_attention_by_document", by_lengths(list(batch.seqlens)))
     check_step(model, model, batch, Setup(1), 0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny, tmp_path_factory):
+    return brief(tiny, tmp_path_factory.mktemp("brief"))
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,18 @@ from safetensors.torch import load_file
 
 from core.cli import UserError
 from speech import make_tiny, speak, v3
+from speech.codes import load_codec
 from tests.helpers import higgs3
 from tests.helpers.merging import merge
-from tests.helpers.trainer import Tiny, train_forked
+from tests.helpers.trainer import Tiny, brief, train_forked
 
 
 @pytest.fixture(scope="module")
 def tiny3(tmp_path_factory, tiny):
-    """As tiny, with a Higgs TTS 3 in place of the model; the clips and the codec are the same, so are their codes."""
+    """As tiny, with a Higgs TTS 3 in place of the model, and short clips."""
     root = tmp_path_factory.mktemp("tiny3")
-    for name in ("codec", "speech"):
-        shutil.copytree(tiny.root / name, root / name)
-    shutil.copy(tiny.train_json, root / "train.json")
-    from speech.codes import load_codec
+    brief(tiny, root)
+    (root / "model").unlink()
     make_tiny.make_model3(root, load_codec(root / "codec", torch.device("cpu"), 8)[0])
     return Tiny(root)
 
