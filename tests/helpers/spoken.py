@@ -13,7 +13,9 @@ from data import SpeechSamples
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip, Turn
 from speech.labels import IGNORE, token_ids, total_loss
+from speech.weights import native_config
 from tests.helpers import dialogues
+from tests.helpers.checkpoints import config_of
 
 
 def native(folder):
@@ -53,9 +55,9 @@ MULTI_TURN = [SYSTEM, *ask("Good night.", clip("first", 5)), *ask("Where is the 
 TEXT_ONLY = [SYSTEM, *ask("Which way?", "Turn left where the road meets the mill.")]
 
 
-def samples_of(model_folder, config, conversations, folder):
+def samples_of(model_folder, conversations, folder):
     """(TokenIds, [sample dict as SpeechSamples gives it]) of lists of Turns; folder: an empty one to write in."""
-    ids = token_ids(tokenizer := AutoTokenizer.from_pretrained(model_folder), config)
+    ids = token_ids(tokenizer := AutoTokenizer.from_pretrained(model_folder), native_config(config_of(model_folder)))
     data = SpeechSamples(dialogues.table_of(conversations, tokenizer, ids, folder, codes_of), ids)
     return ids, [data[i] for i in range(len(data))]
 
@@ -73,6 +75,21 @@ def native_batch(samples, ids):
         batch |= {"audio_input_ids": of("audio_ids", ids.stream_eos), "audio_labels": of("audio_labels", IGNORE),
                   "audio_input_ids_mask": padded(np.ones(len(s["audio_ids"])) for s in samples).bool()}
     return batch
+
+
+def inputs_of(model_folder, conversations, folder):
+    """Keyword arguments of transformers' forward for lists of Turns, without labels; folder: one to write in."""
+    folder.mkdir(exist_ok=True)
+    ids, samples = samples_of(model_folder, conversations, folder)
+    return {name: value for name, value in native_batch(samples, ids).items() if "labels" not in name}
+
+
+@torch.no_grad()
+def logits(net, inputs):
+    """(n, audio and text) logits of transformers' own forward at all real positions, with or without adapters."""
+    model = net.get_base_model() if hasattr(net, "get_base_model") else net
+    state = model.eval().model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    return torch.cat([model.audio_lm_head(state), model.text_lm_head(state)], -1)
 
 
 def total(model, batch):

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from speech import make_tiny
-from tests.helpers import spoken as speech
+from tests.helpers import spoken
 from tests.helpers.runs import assert_same_bits, CLOCK, CUTS, moments, newest, rows, tensors
-from tests.helpers.trainer import Run, Tiny, speech_main, train_forked, trainer_arguments
+from tests.helpers.trainer import Tiny, speech_main, train_forked
 
 LR = 2e-4
 # 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs
@@ -68,13 +68,6 @@ def complete(pool, tiny, output_dir, name, *more, **options):
     """Train to the end; the Run."""
     ranks, flags = flags_of(name)
     return train_forked(pool, tiny, output_dir, *flags, *more, ranks=ranks, **options)
-
-
-def in_ranks(pool, ranks, function, *args):
-    """Run a function of this file on so many ranks; their output."""
-    statuses, output = pool.run(ranks, f"{__name__}.{function}", *args)
-    assert not any(statuses), output
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +136,8 @@ def test_offloading_changes_no_bit(shared):
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
     """With FSDP2's hooks, as far as --compile goes before it makes kernels."""
-    ranks, flags = flags_of("packs fsdp 2x1x1 --compile")
-    output = in_ranks(pool, ranks, "train_compiled", trainer_arguments(odd, tmp_path / "out", *flags))
-    assert_close(Run(0, output, tmp_path / "out"), shared("packs ddp 2x1x1"))
+    run = complete(pool, odd, tmp_path / "out", "packs fsdp 2x1x1 --compile", main=f"{__name__}.train_compiled")
+    assert_close(run, shared("packs ddp 2x1x1"))
 
 
 def train_compiled(argv):
@@ -199,16 +191,6 @@ def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp
     assert_close(run, shared(source), after=step)
 
 
-def logits_of(model, odd, folder):
-    """(audio logits, text logits) of transformers' own forward."""
-    folder.mkdir()
-    ids, samples = speech.samples_of(odd.model, model.config, [speech.CLONING], folder)
-    inputs = {k: v for k, v in speech.native_batch(samples, ids).items() if "labels" not in k}
-    with torch.no_grad():
-        hidden = model.eval().model(**inputs).last_hidden_state
-        return model.audio_lm_head(hidden), model.text_lm_head(hidden)
-
-
 def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
     run = shared(f"full fsdp 4x3x1 {EVERY}")
     for same in (run, shared(f"full {HSDP} {EVERY}")):      # each of the four has written its share
@@ -220,4 +202,5 @@ def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
     assert ours.keys() == model.state_dict().keys()
     assert all(torch.equal(ours[name], value) for name, value in model.state_dict().items())
     ddp = HiggsAudioV2ForConditionalGeneration.from_pretrained(newest(shared("full ddp 2x2x3")), use_text_head=True)
-    torch.testing.assert_close(logits_of(model, odd, tmp_path / "fsdp"), logits_of(ddp, odd, tmp_path / "ddp"))
+    inputs = spoken.inputs_of(odd.model, [spoken.CLONING], tmp_path / "table")
+    torch.testing.assert_close(spoken.logits(model, inputs), spoken.logits(ddp, inputs))

@@ -132,17 +132,21 @@ def test_a_speaker_goes_on_behind_his_own_last_part():
     assert asked == [[], [], [0], [1]]
 
 
+def said(python, folder, stream, text, *flags):
+    """generate_tts.py, part by part."""
+    words = [python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path", VOICE / "codec",
+             "--output_dir", folder, "--stream", stream, "--text", text, "--split_text", 9, "--ras_window", 0, *flags]
+    return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE_S)
+
+
 @pytest.mark.slow
 def test_a_pipe_is_written_while_somebody_reads_it(tmp_path, quick_python):
     """`>(aplay)` and mkfifo: a WAV file that tells no length. Without a reader, and after it left: one line."""
     pipe, got = tmp_path / "now.wav", tmp_path / "got.wav"
     os.mkfifo(pipe)
-    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
-               VOICE / "codec", "--output_dir", tmp_path / "said", "--text", "one two. three four.", "--split_text", 9,
-               "--max_seconds", 2, "--ras_window", 0, "--overwrite", "--stream", pipe]
 
     def speak():
-        return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=PATIENCE_S)
+        return said(quick_python, tmp_path / "said", pipe, "one two. three four.", "--max_seconds", 2, "--overwrite")
     alone = speak()
     assert alone.returncode == 1 and f"error: --stream {pipe}: No such device" in alone.stderr
     with open(got, "wb") as out, subprocess.Popen(["cat", pipe], stdout=out):
@@ -161,10 +165,7 @@ def test_a_full_disk_is_one_line(disk, quick_python):
     """Red where libsndfile writes: it says "System error"."""
     out = disk(1)
     (out / "fill").write_bytes(bytes(2**20 - 1024 * 48))
-    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
-               VOICE / "codec", "--output_dir", out / "said", "--text", "one two three four five. six seven.", "--max_seconds", 4,
-               "--ras_window", 0, "--split_text", 9, "--stream", out / "now.wav"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    done = said(quick_python, out / "said", out / "now.wav", "one two three four five. six seven.", "--max_seconds", 4)
     assert done.returncode == 1 and re.fullmatch(r"error: .*", done.stderr.splitlines()[-1]) and \
         "now.wav cannot be written (No space left on device)" in done.stderr
     assert "Traceback" not in done.stderr and not list((out / "said").glob("*.tmp*")), done.stderr

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from core import checkpoint, json_files, kernels
 from core.optim import lr_factor
-from tests.helpers.runs import rows, tensors
+from tests.helpers.runs import assert_same_bits, rows, tensors
 from tests.helpers.trainer import bad_token, brief, speech_main, train_forked, unheard
 
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
@@ -63,14 +63,6 @@ def steps_of(output_dir):
 
 def base_weights(tiny):
     return load_file(tiny.model / "model.safetensors")
-
-
-def assert_same_bits(run, other):
-    """Equal in every number that the clock does not decide, and in every bit of the final weights."""
-    assert rows(run) == rows(other)
-    ours, theirs = tensors(run), tensors(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def train_counted(argv):
