@@ -24,36 +24,27 @@ from speech import choices
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. The flags of speech/prepare_tts.py "
                "work here as well: they set how other formats than ChatML become prompts.")
 flag, switch = p.flag, p.switch
-# before the run
-flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's) and "
-     "stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+# of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
+cli.trainer_flags(p)
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
-switch("--use_lora", "train adapters on a frozen base instead of all weights")
-flag("--lora_rank", 16, "adapter rank")
-flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
-flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
-flag("--lora_target_modules", None, ", ".join(choices.LORA_TARGETS) + ", or module name endings "
+flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or module name endings "
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
-switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
 switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
-flag("--validation_split", None, "share of samples held out, 0 = none (default: 0.005; for small "
-     "data sets 5 %%, at most 16 samples)", type=float)
-switch("--disable_eval", argparse.SUPPRESS)         # the same as --validation_split 0
+flag("--validation_split", None, "share held out, 0 = none (default: 0.005; small data sets 5 %%)",
+     type=float)
+switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that prepare data")
 flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
      f"or found by {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
-switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
-flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
+switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
 # batch and length of the run
 flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
@@ -65,48 +56,21 @@ flag("--num_train_epochs", 3, "passes over the training samples")
 flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
 # optimization
 flag("--learning_rate", 5e-5, "peak learning rate")
-flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
-     type=cli.alias(constant_with_warmup="constant"))
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
-flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
-flag("--adam_beta2", 0.999, "AdamW decay of the variance")
-flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; the loss keeps the adapter close to them")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 10 steps")
 flag("--keep_every", 10, argparse.SUPPRESS)
-flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
 # speed and memory
-switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
-flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
-flag("--parallel", "ddp", "ddp: replicas; fsdp: one model sharded over all GPUs; hsdp: sharded in "
-     "each node, or in groups of N", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
-flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
-flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights after the forward pass; "
-     "no-: faster, more memory", action=argparse.BooleanOptionalAction)
+flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
+     action=argparse.BooleanOptionalAction)
 switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
-switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
 switch("--float8", "lora, compiled: multiply by frozen weights in float8")
-switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers backward: all, or selective (all "
-     "but attention and matmuls)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
-     "data preparation, validation and saves after --wait_timeout 21600")
-flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
-flag("--output_dir", "./output", "folder for all output; shared by all nodes")
-flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
-flag("--logging_steps", 10, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
-flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
-     type=cli.alias(true="auto", false="none"))
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
@@ -115,7 +79,7 @@ p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "refe
 
 
 def check_flags(args, world_size):
-    """Raise UserError for flags that would fail later or have no effect; set derived values."""
+    """UserError for flags that would fail later or have no effect; sets derived values."""
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
     choices.check_trainer(args, world_size)
@@ -123,9 +87,7 @@ def check_flags(args, world_size):
 
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None
-if dry and os.environ.get("RANK", "0") != "0":
-    sys.exit(0)     # one process plans for all
+dry = args.dry_run is not None      # one process plans for all
 
 import math
 from functools import partial
@@ -146,16 +108,15 @@ from speech.labels import SUMS, batch_sums, decays, eval_line, step_work, total_
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-output_dir, main_rank, device = Path(args.output_dir), world.is_main, world.device
+main_rank, device = world.is_main, world.device
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
 # dtype of the computation; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises; all ranks map
-# the same table and know the whole order. So each rank knows the samples and targets of every
-# step without communication.
+# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
+# the same table, so each knows the samples and targets of every step without communication
 folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path)
 module = weights.module(config_dict)        # speech/v2.py or v3.py, chosen once
@@ -167,10 +128,8 @@ ids = module.token_ids(tokenizer, config)
 
 
 def empty_model(source, config_dict):
-    """(model on the meta device, {weight name: its slices in the files of folder `source`}).
-
-    Only trained weights require gradients. Raises UserError when the folder does not hold
-    exactly the model's weights, or no weight is left to train.
+    """(model on the meta device, {weight name: its slices in the files of folder `source`}); only
+    trained weights require gradients. UserError when the folder has other weights than the model.
     """
     # half precision is enough for the frozen base under adapters
     native = net = module.empty_model(config_dict, args.use_lora and dtype or torch.float32, source)
@@ -194,17 +153,14 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-def load_option(flag, name):
-    """Result of load() in speech/NAME.py; None if the flag is off, which imports nothing."""
-    if flag:
-        return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
-
-
 # a run ends at the first mistake, a dry run lists all; data comes last, as encoding takes hours
+setting = args, tokenizer, ids, config, codec_dir, world
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
-    lambda: load_option(args.sample_prompts, "speak"), lambda: load_option(args.keep, "keep"),
+    # an option that is off is None, and imports nothing
+    lambda: args.sample_prompts and import_module("speech.speak").load(*setting),
+    lambda: args.keep and import_module("speech.keep").load(*setting),
     lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
@@ -232,7 +188,7 @@ if main_rank:
 # validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), "mean", args.text_loss_weight]
 checkpoints = checkpoint.CheckpointManager(
-    world, output_dir, args.save_total_limit, args.wait_timeout)
+    world, args.output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
     dist.rank0(world, checkpoint.check_identity, resume, state, identity)
@@ -300,6 +256,11 @@ if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
 n_sums = ids.num_codebooks + SUMS      # sums that a step accumulates for the log
+# the same order at each validation; each rank takes a share of the packs
+held_out = PackOrder(table.lengths[eval_ids], shuffle=False,
+                     samples_per_pack=args.per_device_eval_batch_size)
+eval_packs = [[int(eval_ids[i]) for i in pack]
+              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
 
 
 def forward_backward(batch, n_audio, n_text, sync):
@@ -331,39 +292,24 @@ if resume:
 
 
 @torch.no_grad()
-def evaluate():
-    """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
-
-    Returns None on all ranks if any of them was asked to stop.
-    """
-    # the same order at each validation; packs of the size that the memory plan assumes
-    held_out = PackOrder(table.lengths[eval_ids], shuffle=False,
-                         samples_per_pack=args.per_device_eval_batch_size)
-    packs = [[int(eval_ids[i]) for i in pack]
-             for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
-    loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
-    total = torch.zeros(n_sums, dtype=torch.float64, device=device)
-    for i, batch in enumerate(packing.iterate(loader)):
+def validate():
+    """Validate, speak prompts, log; True if the loss is the best so far, None if asked to stop."""
+    global best_loss, best_step
+    watch.report_progress(f"validation at step {step}", args.wait_timeout)
+    values, total = {}, torch.zeros(n_sums, dtype=torch.float64, device=device)
+    model.eval()        # no dropout
+    for i, batch in enumerate(packing.iterate(make_loader(
+            table, ids, eval_packs, num_workers=min(1, args.num_workers), prefetch_factor=2))):
         # frequent enough for a prompt stop, rare enough to cost nothing
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
         with autocast():
             losses = model(batch.to(device))
         total += batch_sums(*losses, batch)
-    return module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
-                              "eval")
-
-
-def validate():
-    """Validate, speak prompts, log; return True if the loss is the best so far, None if stopped."""
-    global best_loss, best_step
-    watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    model.eval()        # no dropout
-    values = evaluate() if len(eval_ids) else {}
     model.train()
-    if values is None:
-        return None
-    if values:
+    if len(eval_ids):       # all targets of all ranks count alike
+        values = module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
+                                    "eval")
         print0(eval_line(step, values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
@@ -379,8 +325,7 @@ def validate():
 def save():
     """Copy the state to the host; it is written while the next steps run. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    # saved, so that the log of a resumed run misses no step's losses
-    unlogged = dist.all_reduce(world, sums.clone()).tolist()
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     dist.reshard(model)     # after a validation FSDP2's parameters are gathered
     stem, named = "model", module.weight_names(native)      # under transformers' names
     if args.use_lora:
@@ -389,10 +334,11 @@ def save():
     def save_config(path):
         # speaking with this checkpoint normalises texts as training did
         conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
-                                        args.base_dtype)
+                                   args.base_dtype)
         if args.use_lora:
-            return adapters.save_config(net, path)
-        return module.save_config(native, tokenizer, path, folder)
+            adapters.save_config(net, path)
+        else:
+            module.save_config(native, tokenizer, path, folder)
 
     checkpoints.save(step, model, optimizer, stem, named, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,

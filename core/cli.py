@@ -1,8 +1,10 @@
 """Flags of a script, one line for a mistake in them, and safe printing of users' files.
 
-Standard library only: a script parses its flags before it imports torch, so --help and a mistake
-answer at once: p = cli.Parser("..."); p.flag("--output_dir", "output", "everything is written
-here"); args = cli.parse(p, check_flags), where check_flags(args, world_size) may raise UserError.
+    p = cli.Parser("...")
+    p.flag("--output_dir", "output", "everything is written here")
+    args = cli.parse(p, check_flags)        # check_flags(args, world_size) may raise UserError
+
+Imports the standard library only: --help and a mistake answer before torch is imported.
 """
 import argparse
 import contextlib
@@ -36,7 +38,7 @@ OLD_NAMES = {
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
     "--torch_compile": "--compile"}
-# Accepted without effect: {flag: (our flag that must be given, its values)}
+# Accepted without effect, where the script has our flag: {flag: (our flag, its values)}
 WITHOUT_EFFECT = {
     "--optim": ("--weight_decay", ("adamw_torch_fused", "adamw_torch")),
     "--dataloader_pin_memory": ("--num_workers", TRUE),
@@ -45,6 +47,7 @@ WITHOUT_EFFECT = {
     "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
     "--strategic_logging_steps": ("--freeze_llm", None),
     "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
+RETIRED = ("host_memory", )     # in run.yaml of older runs: read with a notice
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
@@ -183,9 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, their values before check_flags derived others, and
-    named, the names of those that the command line or its --config file gives.
-    """
+    """Parsed flags. Not in vars(): given, before check_flags derived values; named, by the user."""
     __slots__ = ("given", "named")
 
 
@@ -199,7 +200,7 @@ def stored(args):
 
 
 def parse(parser, check=None, argv=None):
-    """The namespace of a command line, argv or the process's own. check(args, world_size) may raise
+    """Args of a command line, argv or the process's own. check(args, world_size) may raise
     UserError. A mistake ends the process with one line, printed by rank 0: status 2 for a flag that
     does not exist, 1 for a value. From here on SIGTERM and SIGUSR1 are noted instead of killing
     (lifetime.stop_requested), and a rank dies with torchrun.
@@ -229,6 +230,8 @@ def parse(parser, check=None, argv=None):
         sys.exit(0)
     if getattr(args, "dry_run", 0) is None:
         lifetime.catch_signals()
+    elif "dry_run" in args and os.environ.get("RANK", "0") != "0":
+        sys.exit(0)     # one process plans for all
     return args
 
 
@@ -272,41 +275,39 @@ def accept_old_names(parser):
 
 
 def read_config(parser, words):
-    """The words of a command line for the YAML file of lines `flag: value` that --config names.
-    Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
-    null gives no flag. Raises UserError.
+    """The command line for the YAML file of `flag: value` lines that --config names. Values stay
+    as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
     """
-    finder, known, made = Parser("", add_help=False), parser._option_string_actions, []
-    found = []      # a flag under two of its names is there twice
+    finder, known, made, found = Parser("", add_help=False), parser._option_string_actions, [], []
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
     if not file or "--config" not in known:
         return []
     import yaml  # comes with transformers
-    require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
+    require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would block
     try:
-        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
+        tree = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
-    require(tree is None or isinstance(tree, yaml.MappingNode),
-            f"--config {file}: must be lines of flag: value")
-    for node, part in tree.value if tree else ():
-        key, value, name = node.value, part.value, f"--{node.value}"
-        require(name in known and key not in ("config", "help"),
-                f"--config {file}: {key}: no such flag; --help lists all")
-        require(known[name].dest not in found, f"--config {file}: {key} is there twice")
-        found.append(known[name].dest)
-        items = value if isinstance(part, yaml.SequenceNode) else [part]
-        require(all(isinstance(item, yaml.ScalarNode) for item in items),
-                f"--config {file}: {key} takes a value or a list")
+    require(isinstance(tree, dict), f"--config {file}: must be lines of flag: value")
+    for key, value in tree.items():
+        flag, name = f"--{key}", f"--config {file}: {key}"
+        if key in RETIRED:
+            notice(f"{name}: is no longer a flag, and ignored")
+            continue
+        require(flag in known and key not in ("config", "help"),
+                f"{name}: no such flag; --help lists all")
+        require(known[flag].dest not in found, f"{name} is there twice")    # under two names
+        found.append(known[flag].dest)
+        items = value if isinstance(value, list) else [value]
+        require(all(isinstance(item, str) for item in items), f"{name} takes a value or a list")
         if items is value:
-            made += [name, *(item.value for item in items)]
-        elif isinstance(known[name], argparse.BooleanOptionalAction):
-            given = BOOLEAN.get(value.lower())
-            require(given is not None, f"--config {file}: {key}: {value} is neither true nor false")
-            made.append(name if given else f"--no-{key}")
-        elif part.style or value not in ("", "~", "null"):      # a quoted one is a value
-            made.append(f"{name}={value}")      # one word: it may begin with a dash
+            made += [flag, *items]
+        elif isinstance(known[flag], argparse.BooleanOptionalAction):
+            require(value.lower() in BOOLEAN, f"{name}: {value} is neither true nor false")
+            made.append(flag if BOOLEAN[value.lower()] else f"--no-{key}")
+        elif value not in ("", "~", "null"):
+            made.append(f"{flag}={value}")      # one word: it may begin with a dash
     return made
 
 
@@ -319,7 +320,7 @@ def config_text(args, script):
     return "\n".join(lines) + "\n"
 
 
-# ---- Values
+# ---- Flags and values
 
 
 def choice(names, wrong):
@@ -336,6 +337,52 @@ boolean = choice(BOOLEAN, "is neither true nor false")
 # of --gradient_checkpointing: its mode, or None
 recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(TRUE, "all")
                        | dict.fromkeys(FALSE), "is neither all, selective, true nor false")
+
+
+def trainer_flags(p):
+    """Flags of every trainer, with train_v2_ddp.py's defaults; the others call p.set_defaults."""
+    flag, switch = p.flag, p.switch
+    # before the run
+    flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
+    flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's) "
+         "and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+    # adapters
+    switch("--use_lora", "train adapters on a frozen base instead of all weights")
+    flag("--lora_rank", 16, "adapter rank")
+    flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
+    flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
+    switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
+    switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
+    # optimization
+    flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
+         type=alias(constant_with_warmup="constant"))
+    flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
+    flag("--adam_beta2", 0.999, "AdamW decay of the variance")
+    flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
+    flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
+    flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout")
+    # speed and memory
+    switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
+    flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
+    flag("--parallel", "ddp", "replicas, or shards over all GPUs, in each node, or in groups of N",
+         type=sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+    flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
+    switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
+    switch("--tf32", "TF32 for float32 matrix products on CUDA")
+    flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
+         "but attention and matmuls)", nargs="?", const="all", type=recomputation, metavar="WHAT")
+    flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
+    flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
+    flag("--wait_timeout", 21600, argparse.SUPPRESS)    # in data preparation, validation and saves
+    # logging and checkpoints
+    flag("--output_dir", "./output", "folder for all output; shared by all nodes")
+    flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
+    flag("--logging_steps", 10, "optimizer steps between log lines")
+    flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
+    flag("--report_to", ["tensorboard"], f"{', '.join(TRACKERS)}, none", nargs="+", metavar="NAME")
+    flag("--wandb_project", "flat-trainers", "project at W&B")
+    flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
+         type=alias(true="auto", false="none"))
 
 
 def compile_flag(parser):
@@ -480,10 +527,13 @@ def set_intervals(args, total_steps, before, validates, **own):
             setattr(args, flag, before.get(flag, steps))
     saves, evals = (f"every {steps} steps" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
-    late = {"warmup_steps": "the learning rate never reaches its peak", "save_steps": "no "
-            "checkpoint before the end", "eval_steps": "no validation before the end"}
-    return "\n".join([
-        f"intervals  checkpoints {saves}{f'; validation {evals}' * bool(validates)}",
-        *(f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
-          f"steps: {what}" for flag, what in late.items()
-          if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps"))])
+    lines = [f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates]
+    late = {"warmup_steps": "the learning rate never reaches its peak",
+            "save_steps": "no checkpoint before the end"}
+    if validates:
+        late["eval_steps"] = "no validation before the end"
+    for flag, what in late.items():
+        if getattr(args, flag, 0) > total_steps:
+            lines.append(f"note       --{flag} {getattr(args, flag)} is longer than the run of "
+                         f"{total_steps} steps: {what}")
+    return "\n".join(lines)

@@ -68,8 +68,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
 
     timeout_s: limit of one gradient collective. wait_timeout_s: limit of a wait in rank0(),
     all_gather() or barrier(). fsdp: a single process gets a process group as well. cpu_offload:
-    collectives on CPU tensors besides the GPU's. Raises UserError when a node has more processes
-    than GPUs, or torchrun restarted workers on a used store.
+    collectives on CPU tensors too. UserError: more processes on a node than GPUs, or a used store.
     """
     global _world
     world = _world = single_process()
@@ -135,9 +134,7 @@ def check_device(device, args):
 
 def report_error(kind, error, trace):
     """sys.excepthook: one line for a UserError or an OSError that names its file, else a traceback.
-
-    Exits with os._exit where there is a process group: a clean exit could wait for peers that are
-    gone.
+    Ends with os._exit where there is a process group: a clean exit could wait for lost peers.
     """
     rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
     text, short, lost_peer, quiet = "interrupted", "", False, False
@@ -221,7 +218,6 @@ def error_names_file(path):
 
 def rank0(world, function, *args):
     """function(*args) on rank 0; every rank gets its (picklable) result. An error there ends all.
-
     The others wait on the slow group, for at most its limit.
     """
     box, error = [None], None       # one value, or none where it failed
@@ -276,9 +272,8 @@ def autocast(device, dtype):
 
 
 def choose_compile(world, args, against=""):
-    """--compile as True or False, the same on all ranks. against: what auto yields to, in words.
-
-    A notice on rank 0 says what auto chose, or what compiling needs here. Collective.
+    """--compile as True or False, the same on all ranks. against: a reason for auto to be off.
+    A notice on rank 0 says what auto chose. Collective.
     """
     if getattr(args, "gradient_checkpointing", None) == "selective":
         against = "selective recomputation cannot look into a compiled layer"

@@ -1,7 +1,5 @@
-"""Text, JSON, JSONL and parquet files -> their values, or a UserError of one line.
-
-Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
-Standard library only.
+"""Values of text, JSON, JSONL and parquet files, or a UserError of one line. Only regular files are
+read: a pipe may never end. Imports the standard library only.
 """
 import contextlib
 import json
@@ -16,19 +14,19 @@ from core.cli import UserError, first_line, require
 LONGEST = 2**26         # bytes of a line
 BLANK = b"\xef\xbb\xbf \t\r\n"     # around a line: white space, a byte order mark
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: these are single
+NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8 (Excel: -f UTF-16)"
 SKIPPED = object()      # in place of an entry that was asked to be left out
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
 
 @contextlib.contextmanager
 def open_file(path, flag=""):
-    """A regular file, open for reading bytes. UserError, also where a disk fails in the middle of
-    it. flag: named before the path, "--x ".
+    """Open a regular file to read bytes; UserError, also where a disk fails while it is read.
+    flag: named before the path, "--x ".
     """
-    def opener(name, _):        # a pipe that nobody writes would hang
-        return os.open(name, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        with open(path, "rb", opener=opener) as file:
+        # a pipe that nobody writes would block
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             require(stat.S_ISREG(os.fstat(file.fileno()).st_mode),
                     f"{flag}{path}: cannot be read (it is a pipe or a device, not a file)")
             yield file
@@ -44,14 +42,8 @@ def read_text(path, flag=""):
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise not_utf8(f"{flag}{path}", data.count(b"\n", 0, error.start) + 1, data)
-
-
-def not_utf8(path, line, data):
-    """UserError of a text whose line of this number is not UTF-8. data: bytes of its beginning."""
-    encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "CP1252"
-    return UserError(f"{path}: is not UTF-8 text (line {line}); convert it: "
-                     f"iconv -f {encoding} -t UTF-8")
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{flag}{path}: line {line} {NOT_UTF8}")
 
 
 def lines(file, path):
@@ -67,7 +59,7 @@ def loads(text):
         text = (text if isinstance(text, str) else text.decode("utf-8-sig")).rstrip()
         return DECODER.decode(text)
     except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8")
+        raise ValueError(NOT_UTF8)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " * ("\n" in text)
         raise ValueError(f"is not valid JSON at {line}column {error.colno}: {error.msg}")
@@ -76,7 +68,7 @@ def loads(text):
 
 
 def json_value(path, flag=""):
-    """The one JSON value of a file, whatever its type. Raises UserError."""
+    """The JSON value that is a file's text. UserError."""
     text = read_text(path, flag)
     require(text.strip(), f"{flag}{path}: is empty")
     try:
@@ -86,7 +78,7 @@ def json_value(path, flag=""):
 
 
 def read_object(path, flag=""):
-    """The JSON object of a file, a dict. Raises UserError."""
+    """The JSON object that is a file's text, a dict. UserError."""
     found = json_value(path, flag)
     require(isinstance(found, dict),
             f"{flag}{path}: holds a JSON {type(found).__name__}, not an object")
@@ -106,8 +98,7 @@ def read_entries(path):
         if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or loads(start) is not None):
             return "line", lambda wanted: _json_lines(path, wanted)
     data = json_value(path)
-    if isinstance(data, dict) and "messages" in data:
-        data = [data]
+    data = [data] if isinstance(data, dict) and "messages" in data else data
     require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
             "samples with 'messages'")
     return "sample", lambda wanted: enumerate(data)

@@ -4,7 +4,7 @@ One step runs on fake tensors, which have shapes but no memory, and the bytes al
 peak was within 0.94 GiB of the real one in 6 of 6 runs on an H200. W weights, T of them trained, on
 N GPUs that share them (1 under DDP), take on each W / N in their stored dtype, 4 T / N of gradients
 (under FSDP2 4 T more where they accumulate), 8 T / N of Adam's moments and 4 T / N of a moving
-average; --cpu_offload keeps all that on the host. Then come what FSDP2 gathers, the activations,
+average; --cpu_offload keeps all that on the host. To that add what FSDP2 gathers, the activations,
 and a guess for the CUDA context, cuBLAS and NCCL. Fragmentation is not modelled.
 """
 import contextlib
@@ -173,12 +173,10 @@ def gpu_kernels(live, more):
 @functools.cache
 def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
     """{stage: most bytes} of a micro-step with one pack, or, without `train`, of a validation.
-
-    gpu=False: with a CPU's kernels. count: of the layers that are run. Of many layers, all alike
-    but the last, 2 and then 4 are run.
+    gpu=False: with a CPU's kernels. Of many layers, all alike but the last, `count` are run.
     """
     every = len(step.layers(step.model))
-    if not count and every > 4:
+    if not count and every > 4:     # run 2, then 4; each other layer adds as much
         two, four = (step_bytes(step, setup, pack, train, gpu, few) for few in (2, 4))
         return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (every - 4) for stage in four}
     model = with_layers(step, count or every)
@@ -323,18 +321,18 @@ def ways(args, setup):
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     """choose() among packs of tokens: large ones in all ways(), then smaller ones in the last way.
+    A step has the samples of --global_batch_size, or an epoch at least EPOCH_STEPS steps.
 
     lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of a
-    sample that is not among them. A step has the samples of --global_batch_size, or an epoch at
-    least EPOCH_STEPS steps.
+    sample that is not among them.
     """
-    setup, samples, given = setup_of(args, ranks), args.global_batch_size, named(args)
+    setup, given = setup_of(args, ranks), named(args)
+    samples = args.global_batch_size or len(lengths) / EPOCH_STEPS      # of a step
     fixed = "gradient_accumulation_steps" in given
-    step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
-    each = step / (ranks * (setup.accumulation if fixed else 1))
+    most = samples * lengths.mean() / (ranks * (setup.accumulation if fixed else 1))
     longest = max(longest, int(lengths.max()))
     room = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
-    budgets = [budget for budget in room if budget <= each] or room[-1:]
+    budgets = [budget for budget in room if budget <= most] or room[-1:]
     if given & {"max_tokens_per_batch", "per_device_train_batch_size"}:
         budgets = [setup.budget]
     large = [budget for budget in budgets if budget >= LARGE] or budgets[:1]
@@ -348,7 +346,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          group_by_length=getattr(args, "group_by_length", False))
 
     def accumulated(way):
-        if not (samples and way.budget) or fixed:
+        if fixed or not (args.global_batch_size and way.budget):
             return way
         packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
         return replace(way, accumulation=max(1, round(packs / ranks)))
@@ -357,7 +355,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
 
 
 def choose(args, world, ranks, setups, memory_of):
-    """Set the flags FLAGS that are open, alike on all ranks; returns whether any has changed.
+    """Set the flags FLAGS that are open, alike on all ranks; True if any has changed.
 
     setups: the fastest first. memory_of(setup): Memory. UserError when none fits; a dry run takes
     the last one, and print_plan refuses it.
@@ -390,6 +388,10 @@ def earlier_choice(args, ranks):
         with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break       # these flags are alike in all checkpoints of a run
+    for flag, value, words in ("cpu_offload", True, ""), ("base_dtype", "nf4", " nf4"):
+        # --auto chose these as well, once
+        require(earlier.get(flag) != value or getattr(args, flag, None) == value,
+                f"--auto: give --{flag}{words}, as in the run that is resumed")
     chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named(args)}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in named(args):
@@ -454,9 +456,8 @@ def data_lines(args, setup, model, order, lengths):
 
 def print_plan(args, setup, found, pack, model, lines, steps, flops=0, checks=()):
     """Print a headline, then the plan; UserError with all that the run will not fit into.
-
-    found: Memory; pack: how large the worst one is. model: as trained. lines: of the plan. steps:
-    to go. flops: a lower bound for a GPU at RATES, 0: unknown. checks: more of them, functions.
+    found: Memory; pack: the size of the worst one, in words. model: as trained. lines: of the plan.
+    steps: to go. flops: a lower bound on RATES' GPUs, 0: unknown. checks: more of them, functions.
     """
     limit = gpu_memory(args)
     gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"

@@ -1,6 +1,6 @@
-"""Numbers of a run: metrics.jsonl, TensorBoard and W&B; read again; and what they say in words.
+"""Numbers of a run: written to metrics.jsonl, TensorBoard and W&B, read again, put into words.
 
-Importing this needs the standard library alone: report.py reads and judges where no torch is.
+Imports the standard library only: report.py runs where no torch is.
 """
 import contextlib
 import json
@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path, PurePath
 
 from core import json_files
@@ -29,8 +30,7 @@ UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is und
 
 def duration(seconds):
     """Seconds as 1:02:03."""
-    seconds = int(seconds)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    return str(timedelta(seconds=int(seconds)))
 
 
 def model_text(model, adapters):
@@ -53,7 +53,6 @@ class StepTimer:
         self.reset()
 
     def reset(self):
-        """Start counting for the next log line."""
         self.work, self.steps, self.slots = Counter(), 0, 0
         self.waited, self.start = 0.0, time.monotonic()
 
@@ -227,7 +226,7 @@ def percent(share):
 
 
 def loss_clause(rows):
-    """Clauses about the validation loss: its best step, and its course since."""
+    """Clause about the validation loss: its first, best and last value."""
     training, found = curve(rows, "train/loss"), curve(rows, "eval/nll")
     what = "the validation bound" if found else "validation loss"
     found = found or curve(rows, "eval/loss")
@@ -236,25 +235,17 @@ def loss_clause(rows):
                 f"{training[0][1]:.4f} -> {training[-1][1]:.4f}" if training
                 else "nothing was logged")
     (_, start), (last, end) = found[0], found[-1]
-    if len(found) == 1:
-        return f"{what} {end:.4f}, validated once, at step {last}"
     best, step = min((value, step) for step, value in found)
-    where = f"{what} was best at step {step} ({best:.4f})"
-    if step == last:
-        how = "still fell" if start - end > SMALL * abs(start) else "hardly moved"
-        return f"{where}, the last one, after {start:.4f} at first: it {how}"
-    if end - best <= SMALL * max(abs(best), 1e-12):
-        return f"{where} and is as good at step {last} ({end:.4f})"
-    where += f" and {(end - best) / max(abs(best), 1e-12) * 100:.1f} % higher at step {last}"
-    near = [value for at, value in training if at <= step] or [value for _, value in training[:1]]
-    take = f"take checkpoint-{step}" if step else "take the base model"
-    if near and training[-1][1] < near[-1]:
-        return f"{where} while the training loss fell: overfitting, {take}"
-    return f"{where}: the run diverged, {take} and a lower rate"
+    where = f"{what} was {start:.4f} at first, best at step {step} ({best:.4f})"
+    rise = (end - best) / max(abs(best), 1e-12)
+    if rise <= SMALL:
+        return where
+    take = f"checkpoint-{step}" if step else "the base model"
+    return f"{where} and {rise * 100:.1f} % higher at step {last}: take {take}"
 
 
 def understood(share):
-    """A word error rate in words."""
+    """Word error rate `share` as a clause."""
     how = "" if share <= UNDERSTOOD else "partly " if share <= PARTLY else "not "
     return f"speech is {how}understood (word errors {percent(share)})"
 
@@ -272,5 +263,5 @@ def verdict(rows, evaluations=()):
 
 
 def verdict_line(clauses):
-    """The one line of a verdict, as every script prints it."""
+    """The line that every script prints of its verdict."""
     return f"verdict    {'; '.join(clauses)}"

@@ -11,13 +11,13 @@ SHOWN = 20                  # problems in an error
 
 
 class Problem(str):
-    """A line about a sample. name: its place, which begins with its file. check: what found it, as
-    --drop_bad names it. sample: its number in a table of all, if there is one already.
-    """
+    """A line about a sample, with the attributes that problem() gives it."""
 
 
 def problem(name, check, what, file="", sample=None):
-    """Problem of the sample at `name`; both texts made printable."""
+    """Problem of the sample at `name`, which begins with its file; texts are made printable. check:
+    one of --drop_bad. sample: its number in a table of all, if there is one already.
+    """
     name, what = printable(name), printable(what)
     made = Problem(f"{name}: {what}")
     made.name, made.what, made.check, made.file, made.sample = name, what, check, str(file), sample
@@ -78,9 +78,8 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
 
 
 def collect(dry, *works):
-    """[what work() returns for each of works, none of which needs another's].
-
-    A run ends at the first UserError; a dry run does all, and then raises one with all problems.
+    """[what work() returns for each of works, none of which needs another's]. A run ends at the
+    first UserError; a dry run does all, and then raises one with all problems.
     """
     results, problems = [], {}
     for work in works:

@@ -19,31 +19,24 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 from core.cli import UserError, require
 
-WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 1000
-BEFORE = "before", "base"   # how names of what was spoken before training begin
+WIDTH, HEIGHT, LEFT = 420, 200, 70
+BEFORE = "before", "base"   # names of what comes first begin so
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
-FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "similarity {:.2f}",
-         "dnsmos": "DNSMOS {:.1f}", "seconds": "{:.2f} s", "seed": "seed {}"}      # of a sample
-SECTIONS = {        # of the page: its curves
-    "Loss": r"(train|eval)/(loss|nll|audio_loss|text_loss|audio_loss_codebook_\d+)",
-    "Speech": r"eval/.*|train/(eos_accuracy|stop_recall)",
-    "Optimisation": r"train/(learning_rate|grad_norm)",
-    "Speed and memory": r"train/(throughput|step_seconds|data_wait_seconds|memory_gib)|system/.*",
-    "Other": ".*"}
+FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"  # of a sample
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<link rel="icon" href="data:,">
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
-:root {{ color-scheme: light dark }} small, figcaption, summary {{ color: #808894 }}
-body {{ font: 15px/1.5 system-ui; max-width: 1300px; margin: auto; overflow-wrap: anywhere }}
-h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
+:root {{ color-scheme: light dark }} small, figcaption {{ color: #808894 }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
+  overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
 audio {{ display: block; width: 100% }} .wide {{ overflow-x: auto }}
 blockquote {{ margin: 0 0 8px; white-space: pre-line }}
-.settings {{ columns: 340px; padding: 0; list-style: none }}
+pre {{ columns: 340px; white-space: pre-wrap }}
 </style><h1>{title}</h1><small>made {made}</small>{body}</html>
 """
 
@@ -76,60 +69,47 @@ def evaluation_table(evaluations):
     return f'<div class="wide"><table>{lines}</table></div>'
 
 
-def thin(points):
-    """About POINTS of a curve: the lowest and the highest of each stretch, and the last."""
-    size = max(1, -(-2 * len(points) // POINTS))
-    parts = [sorted(points[i:i + size], key=lambda point: point[1])
-             for i in range(0, len(points), size)]
-    return sorted({points[-1], *(part[0] for part in parts), *(part[-1] for part in parts)})
-
-
 def chart(title, curves):
-    """<figure> of {label: [(step, value)]}; folded away where all values are alike."""
+    """<figure> of {label: [(step, value)]}; a line of text where all values are alike."""
     points = [point for curve in curves.values() for point in curve]
     (first, last), (low, high) = ((min(found), max(found)) for found in zip(*points))
-    tall, title = high - low or 1, escape(title)
+    if low == high:
+        return f"<figcaption>{escape(title)}: {low:.4g} at every step</figcaption>"
 
     def x(step):
         return round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1)
 
     def y(value):
-        return round(10 + (high - value) / tall * (HEIGHT - 40), 1)
+        return round(10 + (high - value) / (high - low) * (HEIGHT - 40), 1)
     parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
              f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
     parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
               f'y="{y(value) + 4}" text-anchor="end">{value:.4g}</text>'
-              for value in (low, low + tall / 2, low + tall)]
+              for value in (low, (low + high) / 2, high)]
     legend = ""
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in thin(curve))
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
         parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
                   f'{step:,}: {value:.5g}</title></circle>'
                   for step, value in curve if len(curve) <= 60]
         legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
-    drawn = (f'<figure><b>{title}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
-             f'role="img" aria-label="{title}">{"".join(parts)}</svg></figure>')
-    flat = f"<details><summary>{title}: {low:.4g} at every step</summary>{drawn}</details>"
-    return drawn if low < high else flat
+    return (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg role="img" '
+            f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>')
 
 
 def charts(rows):
-    """{section: HTML} of metrics.jsonl. train/x and eval/x share a chart; x_0, x_1 have another."""
-    curves, sections = {}, {name: [] for name in SECTIONS}
+    """HTML of metrics.jsonl. train/x and eval/x share a chart; x_0, x_1 have another."""
+    curves = {}
     for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
         prefix, _, rest = name.rpartition("/")
         stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
-        section = next(section for section, pattern in SECTIONS.items()
-                       if re.fullmatch(pattern, name, re.DOTALL))
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
-            curves.setdefault((section, title), {})[number or prefix] = curve
-    for (section, title), lines in curves.items():
-        sections[section].append(chart(title.replace("_", " "), lines))
-    # drawn figures first, then the folded ones
-    return {name: f'<div class="grid">{"".join(sorted(found, key=lambda one: one[1] == "d"))}</div>'
-            for name, found in sections.items() if found}
+            curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
+    drawn = [chart(title, lines) for title, lines in curves.items()]
+    drawn.sort(key=lambda html: html.startswith("<figcaption>"))     # after the figures
+    return drawn and f'<div class="grid">{"".join(drawn)}</div>'
 
 
 def read_samples(folder, label):
@@ -140,10 +120,8 @@ def read_samples(folder, label):
     for path in waves[:SAMPLES]:
         notes = path.with_suffix(".json")
         about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
-        words = [text.format(about[key]) for key, text in FACTS.items()
-                 if isinstance(about.get(key), (int, float))]
-        words += [f"cut off by {about.get('ended_by')}"] * (about.get("ended_by", "eos") != "eos")
-        words += [f"heard: {about.get('heard')}"] * ("heard" in about)
+        words = [f"{name} {found:.3g}" if isinstance(found, float) else f"{name} {found}"
+                 for name in FACTS if (found := about.get(name)) is not None]
         sound = base64.b64encode(path.read_bytes()).decode()
         yield path.stem, str(about.get("text", "")), (
             f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="metadata" '
@@ -177,16 +155,14 @@ def write_report(run, rows, folders):
     evaluations, (n_samples, samples) = read_evaluations(run), spoken(run, folders)
     saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
     config = run / cli.CONFIG
-    text = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
-    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>"
-                    for name, value in re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
+    flags = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
     clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
                       for clause in metrics.verdict(rows, evaluations))
     last = max((row["step"] for row in rows), default=0)
     parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
              f"{', '.join(sorted(saved, key=natural)) or 'none yet'}",
-             "Settings": f'<ul class="settings">{flags}</ul>', **charts(rows), "Samples": samples,
-             "Evaluation": evaluations and evaluation_table(evaluations)}
+             "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
+             "Samples": samples, "Evaluation": evaluations and evaluation_table(evaluations)}
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))

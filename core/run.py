@@ -12,9 +12,8 @@ from core import checkpoint, cli, dist, metrics, watchdog
 
 
 def start(args):
-    """(World, Watchdog, folder to prepare data in) of this process. Raises UserError.
-
-    A dry run joins no other process, writes nothing to --output_dir, and has a temporary folder.
+    """(World, Watchdog, folder to prepare data in) of this process. A dry run joins no other
+    process, writes nothing to --output_dir, and has a temporary folder. UserError.
     """
     if args.dry_run is not None:
         world, folder = dist.single_process(), tempfile.mkdtemp()
@@ -25,7 +24,11 @@ def start(args):
                           args.auto or args.parallel != "ddp",      # auto may yet choose to shard
                           getattr(args, "cpu_offload", False))
         if world.is_main:
-            print(device_line(args, world))
+            gpu = world.device.type == "cuda"
+            name = torch.cuda.get_device_name(world.device) if gpu else "CPU"
+            kind = "bf16 autocast" if args.bf16 else (
+                "fp16 autocast" if getattr(args, "fp16", False) else "fp32")
+            print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
         dist.rank0(world, checkpoint.claim_output, folder)
         dist.rank0(world, watchdog.clear_marker, folder)
         if "tensorboard" in args.report_to:
@@ -79,19 +82,10 @@ def open_log(args, world, step, eval_due):
                               args.report_to, cli.stored(args), step, args.wandb_project, eval_due)
 
 
-def device_line(args, world):
-    """The line of what computes, and in which precision."""
-    name = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-    fp16 = "fp16" in args and args.fp16
-    kind = "bf16 autocast" if args.bf16 else "fp16 autocast" if fp16 else "fp32"
-    return f"device     {world.size} x {name}, torch {torch.__version__}, {kind}"
-
-
 def end(args, watch, checkpoints, log, step, total_steps, stopping, words):
     """Wait for the last checkpoint, say how the run ended, leave the process group.
 
-    stopping: asked to before its end, so the launcher gets its marker. words: of a run that is
-    done.
+    stopping: it was asked to, so the launcher gets its marker. words: of a run that is done.
     """
     watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
     checkpoints.wait()

@@ -12,7 +12,6 @@ split of it trains the same model. Validation and early stopping use the average
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import argparse
 import dataclasses
 import os
 import sys
@@ -29,13 +28,12 @@ from diffusion.choices import PRESETS
 # ---- Flags
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
-# before the run
-flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this "
-     "launch's) and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+# of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
+cli.trainer_flags(p)
+p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
+               num_workers=min(16, cli.cpus_per_rank()))
 # data
 choices.data(p)
-flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
@@ -46,14 +44,8 @@ flag("--clip_search_widths", (), "train on the range of one of these widths with
      type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "elbo: weights of the bound; ce: 1", choices=("elbo", "ce"))
 flag("--ema_decay", 0.9999, "decay of the averaged weights, after its warm-up")
-switch("--use_lora", "train adapters on a frozen base instead of all weights")
-flag("--lora_rank", 32, "adapter rank")
-flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
-flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
 flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
      type=cli.alias(all="all-linear"))
-switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
 # batch and length of the run
 flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (default: recommended; "
      "finetune with --init_from): " + "; ".join(f"{name} {n} x {steps}, {lr:g}" for name, (
@@ -66,36 +58,13 @@ flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
 flag("--learning_rate", None, "peak (default: preset's; 10 times that with --use_lora)", type=float)
-flag("--lr_scheduler", "constant", "after warm-up", choices=("cosine", "linear", "constant"),
-     type=cli.alias(constant_with_warmup="constant"))
 flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
 flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems / N), 0 = off", metavar="N")
-flag("--weight_decay", 0.0, "AdamW decay of matrices, not of the embedding")
-flag("--adam_beta2", 0.999, "AdamW decay of the variance")
-flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
-flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout")
 # speed and memory
-switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
-flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, else 80)", type=float)
-flag("--parallel", "ddp", "replicas, or shards over all GPUs, each node, or groups of N",
-     type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
-flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
-switch("--bf16", "bfloat16 compute, float32 weights")
-switch("--tf32", "TF32 for float32 matrix products on CUDA")
 switch("--compile", "torch.compile each layer")
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass; selective: all "
-     "but attention and matmuls", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
      choices=("flex", "sdpa"))
-flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
-flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
-flag("--output_dir", "./output", "folder for all output; shared by all nodes")
-flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
-flag("--logging_steps", 50, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
@@ -103,15 +72,10 @@ flag("--best_by", "bound", "metric of the best checkpoint; ties of accuracy go b
      choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
-flag("--resume", "auto", "auto (newest intact checkpoint in OUTPUT_DIR), none, or a folder",
-     type=cli.alias(true="auto", false="none"))
 
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, lambda args, ranks: choices.check_flags(args, ranks, p))
-dry = args.dry_run is not None
-if dry and os.environ.get("RANK", "0") != "0":
-    sys.exit(0)     # one process plans for all
+dry = args.dry_run is not None      # one process plans for all
 
 import json
 import math

@@ -162,7 +162,7 @@ def lines_of(path):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError:
-                raise json_files.not_utf8(path, number, line)
+                raise UserError(f"{path}: line {number} {json_files.NOT_UTF8}")
 
 
 def fields_of(line, separator, header=True):

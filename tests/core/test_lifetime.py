@@ -66,8 +66,8 @@ def start(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not lifetime.is_adopted(1), reason="process 1 is Python")
 def test_a_rank_whose_torchrun_ended_before_it_asked_ends(start):
-    adopted = "import os, time; from core import lifetime; os.fork() and os._exit(0); time.sleep(1); " \
-              f"lifetime.end_with_torchrun(); print('here', flush=True); time.sleep({LONG})"
+    adopted = "import os, time\nfrom core import lifetime\nparent = os.getpid()\nos.fork() and os._exit(0)\n" \
+              f"while os.getppid() == parent:\n    time.sleep(0.01)\nlifetime.end_with_torchrun()\ntime.sleep({LONG})"
     shell = start(sys.executable, "-c", adopted, **TORCHRUN)
     assert wait_until(lambda: "torchrun has ended" in shell.log.read_text() and not in_sessions(shell.pid), "its end")
 
@@ -120,13 +120,14 @@ def test_every_process_begins_with_what_ends_it():
 
 
 @pytest.mark.slow
-def test_a_signal_during_the_imports_asks_for_requeue(start, tiny, tmp_path, number=signal.SIGUSR1):
-    job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--max_steps", 3))
-    maps = Path(f"/proc/{job.pid}/maps")
-    wait_until(lambda: "libtorch_python" in maps.read_text(), "import of torch", lambda: job.poll() is None)
-    job.send_signal(number)
+def test_a_signal_during_the_imports_asks_for_requeue(start, tiny, tmp_path):
+    """It comes when the first module of torch.nn is looked for."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nclass Finder:\n    def find_spec(name, *_):\n"
+        "        if name == 'torch.nn':\n            os.kill(os.getpid(), signal.SIGUSR1)\nsys.meta_path.insert(0, Finder)\n")
+    job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--max_steps", 3), PYTHONPATH=str(tmp_path))
     assert job.wait() == 0, job.log.read_text()
-    why = f"asked to stop by {number.name} before the first step"
+    why = "asked to stop by SIGUSR1 before the first step"
     assert f"stopped    {why}\n" in job.log.read_text()
     assert (tmp_path / "out" / "requeue").read_text() == f"{why}\n"
 

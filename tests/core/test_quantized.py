@@ -210,7 +210,7 @@ def main_here(argv):
 
 @needs_it
 @pytest.mark.slow
-def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
+def test_resume_is_exact_and_two_ranks_learn_the_same(pool, quick_python, tiny, tmp_path):
     """And what is saved is PEFT's, spoken and merged as it was trained; a run on another base dtype does not go on."""
     flags = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--bf16", "--lora_target_modules", "all-linear")
 
@@ -229,7 +229,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     two = run("two", ranks=2)
     assert two.metrics("train/loss") == pytest.approx(one.metrics("train/loss"), rel=2e-3)
     for more, said in (([], "nf4"), (["--base_dtype", "bf16"], None)):
-        subprocess.run([sys.executable, *map(str, (
+        subprocess.run([quick_python, *map(str, (
             ROOT / "speech" / "generate_tts.py", "--model_path", tiny.model, "--adapter", learnt, "--output_dir",
             tmp_path / "said", "--audio_tokenizer_path", tiny.codec, "--text", "one.", "--max_seconds", 0.4,
             "--overwrite", *more))], check=True, env={**os.environ, "PYTHONPATH": os.environ.get("BITSANDBYTES", "")})

@@ -44,20 +44,35 @@ def forked(argv, env, log, cwd):
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    if "SLOW_DISK_S" in env:        # that a sync of each file of a growing checkpoint takes longer
-        sync = os.fsync
-
-        def slow_sync(fd):
-            path = os.readlink(f"/proc/self/fd/{fd}")
-            if "/checkpoint-" in path and ".tmp" in path and os.path.isfile(path):
-                time.sleep(float(env["SLOW_DISK_S"]))
-            sync(fd)
-        os.fsync = slow_sync
-    if "SLOW_CODEC_S" in env:       # that each clip takes longer
-        from speech import codes
-        encode, slow = codes.encode_clip, float(env["SLOW_CODEC_S"])
-        codes.encode_clip = lambda *args: print("a clip", flush=True) or time.sleep(slow) or encode(*args)
+    if env["RANK"] in env.get("SLOW_RANKS", "01"):
+        slow_down({name: float(value) for name, value in env.items() if name.startswith("SLOW_") and name.endswith("_S")})
     speech_main(argv)
+
+
+def slow_down(seconds):
+    """From now on each sync of a file of a growing checkpoint, each clip, each batch of a validation takes longer."""
+    import data
+    from speech import codes
+    sync, encode, make_loader = os.fsync, codes.encode_clip, data.make_loader
+
+    def slow_sync(fd):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "/checkpoint-" in path and ".tmp" in path and os.path.isfile(path):
+            time.sleep(seconds["SLOW_DISK_S"])
+        sync(fd)
+
+    def slow_loader(*args, **more):
+        loader = make_loader(*args, **more)
+        if "pad_to" not in more:        # of a validation
+            collate = loader.collate_fn
+            loader.collate_fn = lambda samples: time.sleep(seconds["SLOW_VALIDATION_S"]) or collate(samples)
+        return loader
+    if "SLOW_DISK_S" in seconds:
+        os.fsync = slow_sync
+    if "SLOW_CODEC_S" in seconds:
+        codes.encode_clip = lambda *args: print("a clip", flush=True) or time.sleep(seconds["SLOW_CODEC_S"]) or encode(*args)
+    if "SLOW_VALIDATION_S" in seconds:
+        data.make_loader = slow_loader
 
 
 @pytest.fixture(scope="module")
@@ -221,28 +236,22 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
     """
     print(f"TEST_SEED={SEED}")
     draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
-    waiting = ["rank 1", "all"]
-    for _ in range(2 * len(waiting)):
-        if not waiting:
-            break
+    for whom in ("rank 1", "all"):
         before = newest(out)
         for left in out.glob("checkpoint-*.tmp-*"):       # growing() shall not take it for new
             shutil.rmtree(left)
         job = launch(out, *FSDP, "--save_steps", 1, "--save_total_limit", 2, SLOW_DISK_S=pause)
-        target = before + draw.randint(1, 2)
-        job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
-        time.sleep(draw.uniform(0, 6 * pause))
-        if waiting[0] == "all":
-            job.kill_all()
-        else:
-            job.signal(signal.SIGKILL, job.ranks[1])
-        hit = growing(out) > newest(out)
-        job.end(*[-signal.SIGKILL] * 2 if waiting[0] == "all" else [1, -signal.SIGKILL])    # rank 0 ends by itself
+        target, hit = before + draw.randint(1, 2), False
+        while not hit:
+            job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
+            time.sleep(draw.uniform(0, 6 * pause))
+            with job.stand_still():
+                if hit := growing(out) > newest(out):       # else the next checkpoint's turn
+                    job.signal(signal.SIGKILL, *job.ranks[whom == "rank 1":])
+            target = newest(out) + 1
+        job.end(*[-signal.SIGKILL] * 2 if whom == "all" else [1, -signal.SIGKILL])    # rank 0 ends by itself
         assert f"start      step {before}," in job.text() and newest(out) >= before
         assert_all_whole(out)
-        if hit:
-            waiting.pop(0)
-    assert not waiting, "too many kills missed the window"
     finish(launch, out, whole)
     assert not list(out.glob("*.tmp*")), "what the kills left is not cleaned up"
 
@@ -302,17 +311,14 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
 
 
 def test_signal_breaks_validation_off(launch, speech, tmp_path):
-    """Its loader stands still while the signal comes, so that it comes in the middle. The next start makes up for it."""
+    """In its middle: it takes ten seconds. The next start makes up for it."""
     out, data = tmp_path / "out", speech[0].with_name("thrice.json")
     data.write_text(json.dumps(3 * json.loads(speech[0].read_text())))
     flags = (*FULL, "--eval_data_file", data, "--eval_steps", 3)
-    job = launch(out, *flags)
+    job = launch(out, *flags, SLOW_VALIDATION_S=0.1)
     before = job.wait_for(lambda: job.seen(1) and children(job.ranks[0]))
-    loaders = job.wait_for(lambda: job.seen(3) and children(job.ranks[0]) - before)
-    job.signal(signal.SIGSTOP, *loaders)
+    job.wait_for(lambda: job.seen(3) and children(job.ranks[0]) - before)
     job.signal(signal.SIGUSR1, job.ranks[1])
-    time.sleep(0.5)
-    job.signal(signal.SIGCONT, *loaders)
     job.end(0, 0)
     assert steps_of(out) == [3] and marker(out).endswith("at step 3\n") and "eval   step" not in job.text()
     launch(out, *flags, "--max_steps", 4, "--per_device_eval_batch_size", 12).end(0, 0)
@@ -361,19 +367,12 @@ def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
 
 
 def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path):
-    """Each takes longer than a step may, because its loader process stands still."""
-    job = launch(tmp_path / "out", *COMMON, "--use_lora", "--max_steps", 3, "--eval_steps", 2, "--eval_data_file",
-                 tiny.train_json, "--train_data_file", speech[0], "--code_cache", tmp_path / "codes", *LIMIT)
-
-    def stand_still(ready):
-        loaders = job.wait_for(ready)
-        job.signal(signal.SIGSTOP, *loaders)
-        time.sleep(1.3 * LIMIT_S)
-        job.signal(signal.SIGCONT, *loaders)
-    stand_still(lambda: children(job.ranks[1]))          # first loader: reads audio
-    before = job.wait_for(lambda: job.seen(1) and children(job.ranks[0]))
-    stand_still(lambda: job.seen(2) and children(job.ranks[0]) - before)
-    assert "error" not in job.end(0, 0).text()
+    """Each takes longer than a step may, on one of the ranks, for which the other one waits."""
+    job = launch(tmp_path / "out", *COMMON, "--use_lora", "--max_steps", 2, "--eval_steps", 2, "--eval_data_file",
+                 tiny.train_json, "--train_data_file", speech[0], "--code_cache", tmp_path / "codes", *LIMIT,
+                 SLOW_RANKS="1", SLOW_CODEC_S=1.3 * LIMIT_S / 30, SLOW_VALIDATION_S=1.3 * LIMIT_S / 12).end(0, 0)
+    assert "error" not in job.text() and "validated once, at step 2" in job.text()
+    assert job.text().count("a clip") >= 30
 
 
 def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_path):

@@ -30,19 +30,6 @@ SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_h
 # -- The divergence ----------------------------------------------------------------------------------------------------
 
 
-def dense(student, teacher, kind, beta, k):
-    """divergence of one row by loops over plain probabilities."""
-    p, q = teacher.softmax(-1), student.softmax(-1)
-    if k:
-        kept = sorted(range(len(p)), key=lambda i: -p[i].item())[:k]
-        p, q = (torch.stack([*(d[i] for i in kept), sum(d[i] for i in range(len(d)) if i not in kept)]) for d in (p, q))
-
-    def kl(a, b):
-        return sum(x * torch.log(x / y) for x, y in zip(a, b))
-    m = beta * p + (1 - beta) * q
-    return {"forward": kl(p, q), "reverse": kl(q, p), "js": beta * kl(p, m) + (1 - beta) * kl(q, m)}[kind]
-
-
 @pytest.mark.parametrize("kind, beta, k", [("forward", 0.5, 0), ("reverse", 0.5, 0), ("js", 0.5, 0), ("js", 0.1, 0),
                                            ("forward", 0.5, 4), ("reverse", 0.5, 4), ("js", 0.8, 4)])
 def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
@@ -54,17 +41,17 @@ def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
     rows = theirs[0] @ theirs[1].T + theirs[2]
     with torch.no_grad():
         teacher = taught.double() @ theirs[1].T + theirs[2]
-    apart = [dense(row, other, kind, beta, k) for row, other in zip(rows, teacher)]
+    wanted = [students.apart(row, other, kind, beta, k) for row, other in zip(rows, teacher)]
     ce = -rows.log_softmax(-1)[range(11), targets]
-    (2 * (0.3 * ce.sum() + 0.7 * sum(apart))).backward()
+    (2 * (0.3 * ce.sum() + 0.7 * sum(wanted))).backward()
     for chunk in (100, 4):
         for t in ours:
             t.grad = None
         loss, right, all_ce, all_apart = chunked_loss(ours[0], ours[1:], targets, chunk, (taught,),
                                                       (0.7, kind, beta, k))
         (2 * loss).backward()
-        assert (all_ce.item(), all_apart.item()) == pytest.approx((ce.sum().item(), sum(apart).item()), rel=1e-5)
-        assert loss.item() == pytest.approx(0.3 * ce.sum().item() + 0.7 * sum(apart).item(), rel=1e-5)
+        assert (all_ce.item(), all_apart.item()) == pytest.approx((ce.sum().item(), sum(wanted).item()), rel=1e-5)
+        assert loss.item() == pytest.approx(0.3 * ce.sum().item() + 0.7 * sum(wanted).item(), rel=1e-5)
         assert right == (rows.argmax(-1) == targets).sum() and taught.grad is None
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a.grad, b.grad.float(), rtol=1e-5, atol=1e-5)
@@ -78,7 +65,7 @@ def test_ruled_out_tokens_are_no_nan(kind):
     found = divergence(student, teacher, kind)
     found.sum().backward()
     assert torch.isfinite(found).all() and torch.isfinite(student.grad).all()
-    assert found[0].item() == pytest.approx(dense(student[0, :2], teacher[0, :2], kind, 0.5, 0).item(), rel=1e-5)
+    assert found[0].item() == pytest.approx(students.apart(student[0, :2], teacher[0, :2], kind).item(), rel=1e-5)
     with pytest.raises(ValueError, match="no divergence 'kl'"):
         divergence(student, teacher, "kl")
 
@@ -118,28 +105,19 @@ def random_adapter(folder, model, seed=3):
 
 
 def alone(model, base, tokenizer, messages, role, made, turns="all"):
-    """[(student's logits, teacher's logits, target)] of every trained token, each conversation without any other."""
+    """[(student's logits, target, teacher's logits)] of every trained token, each conversation without any other."""
     found, prompt = [], read_prompt(made / f"{role}.txt", role)
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i in places if turns == "all" else places[-1:]:
-        logits = []
-        for asked in (messages[:i], [*with_prompt(prompt, messages[:i])]):
-            start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-            ids = tokenizer.apply_chat_template([*asked, messages[i]], return_dict=False)
-            while tokenizer.decode(ids[-1:]).isspace():
-                ids = ids[:-1]
-            with torch.set_grad_enabled(not logits):
-                net = base if logits else model
-                logits.append(net(torch.tensor([ids])).logits[0, len(start) - 1:-1])
-            answer = ids[len(start):]
-        found += zip(*logits, answer, strict=True)
+        with torch.no_grad():
+            taught, _ = students.answer_rows(base, tokenizer, [*with_prompt(prompt, messages[:i])], messages[i])
+        found += zip(*students.answer_rows(model, tokenizer, messages[:i], messages[i]), taught, strict=True)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("student, role, kind, recompute", [
-    ("qwen", "system", ("forward", 0.5, 0), None), ("smollm2", "user", ("js", 0.3, 6), "all"),
-    ("smollm2", "system", ("reverse", 0.5, 0), None)])
+    ("qwen", "system", ("forward", 0.5, 0), None), ("smollm2", "user", ("js", 0.3, 6), "all")])
 def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role, kind, recompute):
     """Losses and the gradient of every adapter, from transformers' and PEFT's forward of each conversation alone."""
     turns = "last" if role == "user" else "all"
@@ -169,8 +147,8 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
                                        is_trainable=True)
     talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
     rows = [row for number in chosen for row in alone(theirs, base, tokenizer, talks[number], role, made, turns)]
-    wanted_ce = sum(-s.log_softmax(-1)[target] for s, _, target in rows)
-    wanted = sum(dense(s.double(), t.double(), *kind) for s, t, _ in rows)
+    wanted_ce = sum(-s.log_softmax(-1)[target] for s, target, _ in rows)
+    wanted = sum(students.apart(s, t, *kind) for s, _, t in rows)
     total = 0.3 * wanted_ce + 0.7 * wanted
     total.backward()
     assert n == len(rows) == int(table.targets[chosen].sum())
@@ -248,7 +226,7 @@ def test_answers_of_a_server_are_the_same(train, drawn, made, tmp_path):
         assert loads == ["/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 4]
         server.fails = {"/v1/load_lora_adapter": 400}
         with pytest.raises(AssertionError, match="/load_lora_adapter: HTTP 400 .*no.*; it needs --enable-lora"):
-            train(2, tmp_path / "refused", *SPLIT, *DRAWN, "--base_url", server.url)
+            train(1, tmp_path / "refused", *ALONE, *DRAWN, "--base_url", server.url)
 
 
 def test_drawn_answers_are_draws(made, tmp_path):
@@ -294,9 +272,9 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
     rows = [row for sample in report["samples"] for row in alone(base, base, tokenizer, talks[sample["id"]], "system",
                                                                  made)]
-    kl = sum(dense(s.double(), t.double(), "forward", 0.5, 0) for s, t, _ in rows).item() / len(rows)
+    kl = sum(students.apart(s, t, "forward") for s, _, t in rows).item() / len(rows)
     assert metrics["base: kl"] == pytest.approx(kl, rel=1e-4)
-    teacher = sum(-t.log_softmax(-1)[target] for _, t, target in rows).item() / len(rows)
+    teacher = sum(-t.log_softmax(-1)[target] for _, target, t in rows).item() / len(rows)
     assert metrics["base + prompt: nll"] == pytest.approx(teacher, rel=1e-4)
     assert metrics["base + prompt: exact"] == 1 and "; the student went " in shown
     prompt_tokens = len(tokenizer(tokenizer.apply_chat_template([{"role": "system", "content": PROMPT.strip()}],

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import report
 from distill import evaluate as judge
-from tests.helpers import chats, scripts
+from tests.helpers import chats, scripts, students
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
          "fr": "ou est la le que bibliotheque des une"}
@@ -64,12 +64,10 @@ def train(pool, made):
         if name not in done:
             steps, out = STEPS.get(name, 1), made / name
             hold_out = [] if flags else ["--validation_split", 0.2, "--group_size", GROUP]
-            line = ["--model_path", made / f"{base}-base", "--train_data_file", made / "labels.jsonl", "--output_dir",
-                    out, "--logging_dir", made / "logs", "--report_to", "none", "--num_workers", 0, "--max_steps",
-                    steps, "--eval_steps", 0, "--save_steps", 0, "--per_device_train_batch_size", 16,
-                    "--global_batch_size", 16, "--learning_rate", 5e-3, *hold_out, *flags]
-            statuses, output = pool.run(1, "tests.helpers.students.run_trainer", [str(word) for word in line])
-            assert statuses == [0], output
+            students.train(pool, 1, out, "--model_path", made / f"{base}-base", "--train_data_file", made / "labels.jsonl",
+                           "--logging_dir", made / "logs", "--max_steps", steps, "--eval_steps", 0, "--save_steps", 0,
+                           "--per_device_train_batch_size", 16, "--global_batch_size", 16, "--learning_rate", 5e-3,
+                           *hold_out, *flags)
             done[name] = out / f"checkpoint-{steps}"
         return done[name]
     return get

@@ -42,14 +42,9 @@ def kept_kl(made, student):
     tokenizer = AutoTokenizer.from_pretrained(made / "student")
     base, total, count = AutoModelForCausalLM.from_pretrained(made / "student"), 0.0, 0
     for messages in (json.loads(line)["messages"] for line in open(made / "keep.jsonl")):
-        start = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-        ids = tokenizer.apply_chat_template(messages, return_dict=False)
-        while tokenizer.decode(ids[-1:]).isspace():
-            ids = ids[:-1]
         with torch.no_grad():
-            p, q = (net(torch.tensor([ids])).logits[0, len(start) - 1:-1].double().log_softmax(-1)
-                    for net in (base, student))
-        total, count = total + (p.exp() * (p - q)).sum().item(), count + len(p)
+            p, q = (students.answer_rows(net, tokenizer, messages[:-1], messages[-1])[0] for net in (base, student))
+        total, count = total + sum(students.apart(*pair, "forward").item() for pair in zip(q, p)), count + len(p)
     return total / count
 
 

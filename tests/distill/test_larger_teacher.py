@@ -60,27 +60,6 @@ def model_of(made, teacher, kind, lora=None):
     return model.train()
 
 
-def ids_of(tokenizer, asked, answer):
-    """(ids of the prompt, ids of prompt and answer)."""
-    start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
-    while tokenizer.decode(whole[-1:]).isspace():
-        whole = whole[:-1]
-    assert whole[:len(start)] == start
-    return start, whole
-
-
-def apart(student, teacher, kind, k):
-    """Divergence of one row (V,) by plain probabilities in double precision, with a bucket for all but top-k."""
-    size = min(len(student), len(teacher))
-    q, p = (logits[:size].double().softmax(-1) for logits in (student, teacher))
-    if k:
-        kept = p.topk(k).indices
-        p, q = (torch.cat([d[kept], (1 - d[kept].sum())[None]]) for d in (p, q))
-    p, q = (p, q) if kind == "forward" else (q, p)
-    return (p * (p / q).log()).sum()
-
-
 def plain(made, student, teacher, name, records, prompt, kind, k):
     """(sum of divergences, tokens) of every trained token, a conversation at a time, with whole logits."""
     own, theirs = (AutoTokenizer.from_pretrained(made / each) for each in ("student", name))
@@ -90,13 +69,11 @@ def plain(made, student, teacher, name, records, prompt, kind, k):
         for i in [i for i, m in enumerate(messages) if m["role"] == "assistant"]:
             before = record.get("teacher_messages") or messages[:i]
             before = ([{"role": "system", "content": PROMPT.strip()}] if prompt.role == "system" else []) + before
-            start, ids = ids_of(own, messages[:i], messages[i])
-            behind, wide = ids_of(theirs, before, messages[i])
-            assert wide[len(behind):] == ids[len(start):]
             with torch.no_grad():
-                taught = teacher(torch.tensor([wide])).logits[0, len(behind) - 1:-1]
-            rows = student(torch.tensor([ids])).logits[0, len(start) - 1:-1]
-            found += [apart(*pair, kind, k) for pair in zip(rows, taught, strict=True)]
+                taught, same = students.answer_rows(teacher, theirs, before, messages[i])
+            rows, ids = students.answer_rows(student, own, messages[:i], messages[i])
+            assert same == ids
+            found += [students.apart(*pair, kind, k=k) for pair in zip(rows, taught, strict=True)]
     return sum(found), len(found)
 
 
@@ -217,7 +194,7 @@ def own_loss(made, student, step):
         with torch.no_grad():
             rows = student(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
             taught = teacher(torch.tensor([behind + answer])).logits[0, len(behind) - 1:-1]
-        found += [apart(*pair, "forward", 0) for pair in zip(rows, taught, strict=True)]
+        found += [students.apart(*pair, "forward") for pair in zip(rows, taught, strict=True)]
     return (sum(found) / len(found)).item()
 
 

@@ -1,4 +1,7 @@
-"""Answers of the engine transformers against generate and softmax; the others are asked in test_create_data.py."""
+"""Answers of the engine transformers against generate and softmax; what counts as a label; addresses and keys of servers.
+
+The other engines are asked in test_create_data.py.
+"""
 import gzip
 
 import pytest
@@ -68,3 +71,18 @@ def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, sa
     with pytest.raises(UserError) as error:
         teachers.Server(url, 1.0)
     assert said in str(error.value) and "pa/ss" not in str(error.value) and "cret" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, reason, expected", [
+    ("Final Answer: fr", "stop", "fr"),
+    ("Final Answer: xx\nis the form.\nFinal Answer: de", "stop", "de"),
+    ("<think>Final Answer: hi</think>\nFinal Answer: ot", "stop", "ot"),
+    ("a</think>Final Answer: hi\n</think>\nFinal Answer: ot", "stop", "ot"),
+    ("Final Answer: fr", "length", None), ("<think>\nFinal Answer: hi\nbut", "stop", None),
+    ("Final Answer: hi\n</think>\nI do not know", "stop", None),
+    ("> Final Answer: fr", "stop", None), ("Final Answer: fr, es", "stop", None),
+    ("Final Answer: sw", "stop", None), ("fr", "stop", None), ("th -> hi", "stop", None),
+])
+def test_what_counts_as_a_label(text, reason, expected):
+    label, why = teachers.read_label(teachers.make_parser("language"), text, reason)
+    assert label == expected and bool(why) == (expected is None)

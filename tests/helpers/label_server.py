@@ -3,10 +3,10 @@
     python tests/helpers/label_server.py LOG
 
 Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
-give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), drop
-(connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403), drip (a byte
-now and then, first), parts (content as a list, no usage, thoughts apart), seedless, limitless and plain (400 for a
-field).
+give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), full
+(429 always), drop (connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused
+(403), drip (a byte now and then, first), parts (content as a list, no usage, thoughts apart), seedless, limitless and
+plain (400 for a field).
 """
 import contextlib
 import hashlib
@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.close()
         if first and "flaky" in words:
             return self.reply(500, b"oops")
-        if first and "busy" in words:
+        if "full" in words or first and "busy" in words:
             return self.reply(429, {"error": {"message": "rate limit"}}, Retry_After="1")
         if first and "garbage" in words:
             return self.reply(200, b"<html>")

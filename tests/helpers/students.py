@@ -38,11 +38,44 @@ def sample_loss(model, table, number):
             (logits.argmax(-1) == labels[1:]).sum())
 
 
-def train(pool, ranks, output_dir, *flags, fails=""):
-    """{step: {metric: value}} of a run of train_sft.py; None of one that ends with the words of `fails`."""
+def ids_of(tokenizer, asked, answer):
+    """(ids of the prompt, ids of prompt and answer), without what a template writes behind the end."""
+    start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
+    while tokenizer.decode(whole[-1:]).isspace():
+        whole = whole[:-1]
+    assert whole[:len(start)] == start
+    return start, whole
+
+
+def answer_rows(net, tokenizer, asked, answer):
+    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of this conversation alone."""
+    start, whole = ids_of(tokenizer, asked, answer)
+    return net(torch.tensor([whole])).logits[0, len(start) - 1:-1], whole[len(start):]
+
+
+def apart(student, teacher, kind, beta=0.5, k=0):
+    """Divergence of one row (V,) by plain probabilities in double precision, with a bucket for all but top-k."""
+    size = min(len(student), len(teacher))
+    q, p = (logits[:size].double().softmax(-1) for logits in (student, teacher))
+    if k:
+        kept = p.topk(k).indices
+        p, q = (torch.cat([d[kept], (1 - d[kept].sum())[None]]) for d in (p, q))
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum()
+    m = beta * p + (1 - beta) * q
+    return {"forward": kl(p, q), "reverse": kl(q, p), "js": beta * kl(p, m) + (1 - beta) * kl(q, m)}[kind]
+
+
+def train(pool, ranks, output_dir, *flags, fails="", key=""):
+    """{step: {metric: value}} of a run of train_sft.py; None of one that ends with the words of `fails`.
+
+    key: of a server; no run prints it.
+    """
     statuses, output = pool.run(ranks, MAIN, [str(flag) for flag in (
-        "--output_dir", output_dir, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, *flags)])
-    assert any(statuses) == bool(fails) and fails in output, output
+        "--output_dir", output_dir, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, *flags)], env={"OPENAI_API_KEY": key})
+    assert any(statuses) == bool(fails) and fails in output and not (key and key in output), output
     if fails:
         return None
     found = {}

@@ -1,4 +1,5 @@
 """The launchers without Slurm: what they would run, what they refuse; signals save and leave no process behind."""
+import contextlib
 import json
 import os
 import re
@@ -9,11 +10,13 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import uuid
 from pathlib import Path
 
 import pytest
 
+from core import metrics
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
@@ -50,44 +53,48 @@ def shell(text, **settings):
 
 
 def alive(mark, *more):
-    """Pids of the processes that were started with MARK=mark, and more, in their environment, however far down."""
+    """Pids of the processes that were started with MARK=mark, and more, in their environment, the oldest first."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             if {f"MARK={mark}".encode(), *more} <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-        except OSError:
-            pass
-    return found
+                started = (folder / "stat").read_text().rpartition(")")[2].split()[19]
+                found.append((int(started), int(folder.name)))
+    return [pid for _, pid in sorted(found)]
+
+
+@contextlib.contextmanager
+def launches(folder):
+    """run(command, env) -> process in a group of its own, as a terminal starts it; what it has started ends here.
+
+    Its .mark is in every descendant's environment, its .log its output.
+    """
+    started = []
+
+    def run(command, env):
+        mark, log = uuid.uuid4().hex, folder / f"launch-{len(started)}.log"
+        process = subprocess.Popen([*map(str, command)], cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT,
+                                   process_group=0, env=env | {"MARK": mark})
+        process.mark, process.log = mark, log
+        started.append(process)
+        return process
+    try:
+        yield run
+    finally:
+        for process in started:
+            for pid in alive(process.mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(*args, **settings) runs train_tts.sh, or slurm.sh where a TRAINER of ours takes none of its flags, in a
-    process group of its own, as a terminal does; it ends here.
-
-    Returns the process; .mark is in every descendant's environment, .log its output.
-    """
-    started = []
-
-    def run(*args, **settings):
-        mark, log = uuid.uuid4().hex, tmp_path / f"launch-{len(started)}.log"
-        launcher = ROOT / "launch" / ("slurm.sh" if "TRAINER" in settings else "train_tts.sh")
-        process = subprocess.Popen(["bash", str(launcher), *map(str, args)], cwd=tmp_path, stdout=log.open("w"),
-                                   stderr=subprocess.STDOUT, process_group=0,
-                                   env=environment(MARK=mark, SWITCHES="", **settings))
-        process.mark, process.log = mark, log
-        started.append(process)
-        return process
-    yield run
-    for process in started:
-        for pid in [*alive(process.mark), process.pid]:
-            if process.poll() is None or pid != process.pid:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        process.wait()
+    """start(*args, **settings) runs train_tts.sh, or slurm.sh where a TRAINER of ours takes none of its flags."""
+    with launches(tmp_path) as run:
+        yield lambda *args, **settings: run(
+            ["bash", ROOT / "launch" / ("slurm.sh" if "TRAINER" in settings else "train_tts.sh"), *args],
+            environment(SWITCHES="", **settings))
 
 
 @pytest.mark.parametrize("launcher, args, settings, message", [
@@ -170,13 +177,13 @@ def test_torchruns_restart_resumes_and_the_first_ctrl_c_saves(tiny, tmp_path, st
     process = start(*flags, NPROC_PER_NODE="2", MAX_RESTARTS="1")
     wait_until(lambda: (out / "checkpoint-5").exists() or process.poll() is not None, "first checkpoint")
     # of the processes with rank 1, loaders too, the trainer is the oldest
-    os.kill(min(alive(process.mark, b"RANK=1")), signal.SIGKILL)
+    os.kill(alive(process.mark, b"RANK=1")[0], signal.SIGKILL)
 
     def starts():
         return [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
 
     def last_step():
-        return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        return metrics.read_metrics(out / "metrics.jsonl")[-1]["step"]
     wait_until(lambda: len(starts()) == 2 and last_step() > starts()[1] or process.poll() is not None, "second start")
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
@@ -316,6 +323,25 @@ def test_a_torch_without_cuda_is_not_started_on_gpus(clone):
     assert launch_from(clone, "train_tts.sh", **settings).returncode == 0       # CUDA_VISIBLE_DEVICES=
 
 
+# -- a demo --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_block_diffusion_demo_trains_and_answers(tmp_path, quick):
+    done = launch("train_hdp_diffusion_h200.sh", "--demo", "60", "--max_steps", "12", "--eval_steps", "6", "--warmup_steps", "2",
+                  "--logging_steps", "2", "--output_dir", "out", cwd=tmp_path, **quick)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]      # too short to learn it, and it says so
+    assert re.search(r"^verdict    FAILED: not 80 % of the answers are right; .* of 8 problems were answered right; ",
+                     done.stdout, re.M)
+    bounds = [float(b) for b in re.findall(r"^eval .*? nll <= ([\d.]+)", done.stdout, re.M)]
+    assert len(bounds) == 2 and bounds[1] < bounds[0]
+    assert re.search(r"^train/loss .* fell$", done.stdout, re.M)
+    assert re.search(r"^accuracy   strict \d+\.\d+% .* of 8 problems", done.stdout, re.M)
+    answers = json.loads((tmp_path / "out" / "answers-checkpoint-12.json").read_text())
+    assert len(answers["answers"]) == 8 and all("plan" in a for a in answers["answers"])
+    assert (tmp_path / "out" / "node_logs" / "local-after.log").read_text().count("accuracy ") == 1
+
+
 # -- the scripts themselves -------------------------------------------------------------------------------------------
 
 
@@ -323,3 +349,15 @@ def test_a_torch_without_cuda_is_not_started_on_gpus(clone):
 def test_scripts_are_shellcheck_clean():
     done = subprocess.run(["shellcheck", "-x", *SCRIPTS], text=True, capture_output=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_lock_has_every_package():
+    """launch/requirements.lock names what an environment of the suite has, at one version for each Python."""
+    names = [re.match("[a-z0-9-]+(?===)", line)[0] for line in (ROOT / "launch" / "requirements.lock").read_text().splitlines()
+             if not line.startswith("#")]
+    direct = [re.match("[a-z0-9-]+", line)[0] for line in (ROOT / "requirements.txt").read_text().splitlines()
+              if not line.startswith("#")]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    direct += [re.match("[a-z0-9-]+", line)[0] for lines in extras.values() for line in lines]
+    assert set(direct) - set(names) == {"torch", "flat-trainers", "bitsandbytes", "vllm", "speechmos", "onnxruntime"}
+    assert not [name for name in names if name.startswith(("torch-", "nvidia", "triton"))]

@@ -1,0 +1,62 @@
+"""bench/: gpu.py on the CPU, tiny; speed.py compares like with like; the documents' tables are those of the result files."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench import speed
+from tests.helpers.trainer import ROOT
+
+
+@pytest.fixture
+def gpu(quick_python):
+    """gpu(*words) -> (status, output) of bench/gpu.py, which starts all its children by that Python, too."""
+    code = f"import torch, runpy, sys\nsys.executable = {quick_python!r}\n" \
+           "runpy.run_path('bench/gpu.py', run_name='__main__')"
+
+    def run(*words):
+        done = subprocess.run([quick_python, "-c", code, *map(str, words)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, env=os.environ | {"SHAPES": "tiny"})
+        return done.returncode, done.stdout
+    return run
+
+
+@pytest.mark.slow
+def test_a_wrong_run_is_found(gpu, tmp_path):
+    """Its first gradient norm is 1 % off the reference: too much in fp32."""
+    status, output = gpu("refs", tmp_path, "--only", "blocks|chats lora")
+    assert status == 0, output
+    refs = json.loads((tmp_path / "refs.json").read_text())
+    refs["blocks"][0][1] *= 1.01
+    (tmp_path / "refs.json").write_text(json.dumps(refs))
+    status, output = gpu("right", tmp_path, "--only", "^(blocks|chats lora) fp32")
+    assert status == 1 and output.rstrip().endswith("error: failed: blocks fp32")
+    assert output.count("| yes |") == output.count("| NO |") == 1
+
+
+@pytest.mark.slow
+def test_figures_of_jobs(gpu, tmp_path):
+    status, output = gpu("fast", tmp_path, "chats lora eager")
+    assert status == 0 and "matrix products" in output, output
+    ours = json.loads((tmp_path / "fast.jsonl").read_text())
+    assert all(ours[key] > 0 for key in ("step_s", "tokens_s", "samples_s", "planned_gib", "grad_norm"))
+    status, output = gpu("fast", tmp_path, "chats lora quickly")
+    assert status == 2 and "'chats lora quickly': a model" in output
+
+
+def test_other_losses_stop_it():
+    """Ways whose first losses differ are no comparison."""
+    def found(loss):
+        return {way: [{"rows": [{"train/loss": value}]}] for way, value in (("ours", 2.0), ("minimal", loss))}
+    speed.check_first_loss(found(2.0001), ("ours", "minimal"), torch.device("cpu"))
+    for loss in 2.001, float("nan"):
+        with pytest.raises(SystemExit, match="DISAGREE"):
+            speed.check_first_loss(found(loss), ("ours", "minimal"), torch.device("cpu"))
+
+
+def test_readme_and_docs_show_what_the_result_files_say():
+    assert (ROOT / "docs" / "speed.md").read_text().count("<!-- table ") > 1
+    subprocess.run([sys.executable, ROOT / "bench" / "table.py", "--check"], check=True)
