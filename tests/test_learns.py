@@ -39,7 +39,7 @@ def words_of(trainer, tiny, student, out):
 
 def run(pool, trainer, words, *compiled):
     """(status, output) of a trainer in a fork."""
-    (status,), output = pool.run(1, f"{__name__}.train", trainer, list(map(str, words)), *compiled, cwd=ROOT)
+    (status,), output = pool.run(1, f"{__name__}.train", trainer, list(map(str, words)), *compiled, cwd=ROOT, timeout=1500)
     return status, output
 
 
