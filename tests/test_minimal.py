@@ -1,6 +1,5 @@
 """minimal/: each file is the specification of a big trainer. Same weights, same data: equal losses, norms and weights."""
 import json
-import os
 import shutil
 import subprocess
 
@@ -9,32 +8,24 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import chats
-from tests.helpers.trainer import ROOT
+from tests.helpers.trainer import ROOT, brief
 
 STEPS = 12
 SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3,
           "--logging_steps", 1, "--save_steps", STEPS // 2]
 BIG = ["--num_workers", 0, "--report_to", "none"]
+SPEECH = [*BIG, "--normalize_text", "off", "--eval_steps", STEPS // 2]
 
 
 @pytest.fixture
-def run_minimal(quick_python):
-    def run(name, flags, out, ranks=1):
-        launcher = [quick_python]
-        if ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        words = [*launcher, ROOT / "minimal" / name, *SHARED, *flags, "--output_dir", out]
-        done = subprocess.run(list(map(str, words)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              env={**os.environ, "PYTHON_EXEC": quick_python})      # torchrun's, for its ranks
-        assert done.returncode == 0, done.stdout[-4000:]
-        return done.stdout
-    return run
-
-
-def run_big(pool, main, flags, out):
-    words = [*SHARED, *BIG, *flags, "--output_dir", out, "--logging_dir", f"{out}-logs"]
-    statuses, output = pool.run(1, main, list(map(str, words)), cwd=out.parent)
-    assert statuses == [0], output[-4000:]
+def run(pool):
+    """run(script, flags, out, ranks=1) -> its output."""
+    def start(script, flags, out, ranks=1):
+        words = list(map(str, [*SHARED, *flags, "--output_dir", out]))
+        statuses, output = pool.run(ranks, "tests.helpers.trainer.run_script", script, words, cwd=out.parent)
+        assert not any(statuses), output[-4000:]
+        return output
+    return start
 
 
 def metrics(out, name):
@@ -43,8 +34,8 @@ def metrics(out, name):
     return {row["step"]: row[name] for row in rows if name in row}
 
 
-def assert_equal(ours, theirs, validates=True):
-    """Losses of all steps, the first gradient's norm and the validation agree to 1e-5."""
+def assert_equal(ours, theirs, base=None, validates=True):
+    """Losses of all steps, the first gradient's norm, the validation and, where all are trained, the weights agree."""
     mine, big = (metrics(out, "train/loss") for out in (ours, theirs))
     assert mine.keys() == big.keys() == set(range(1, STEPS + 1))
     assert mine == pytest.approx(big, rel=1e-5)
@@ -52,6 +43,9 @@ def assert_equal(ours, theirs, validates=True):
     assert metrics(ours, "train/grad_norm")[1] == pytest.approx(first, rel=1e-5)
     if validates:
         assert metrics(ours, "eval/loss") == pytest.approx(metrics(theirs, "eval/loss"), rel=1e-5)
+    if base:
+        folders = ours / f"checkpoint-{STEPS}", theirs / f"checkpoint-{STEPS}", base
+        assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
 
 
 def assert_same_weights(mine, big, start):
@@ -62,53 +56,49 @@ def assert_same_weights(mine, big, start):
 
 
 @pytest.fixture(scope="module")
-def speech(tiny):
-    return ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", tiny.train_json,
+def speech(tiny, tmp_path_factory):
+    """Flags of both trainers."""
+    short = brief(tiny, tmp_path_factory.mktemp("speech"))
+    return ["--model_path", short.model, "--audio_tokenizer_path", short.codec, "--train_data_file", short.train_json,
             "--validation_split", 0.25, "--per_device_train_batch_size", 2, "--warmup_steps", 2]
 
 
-def test_higgs(pool, run_minimal, tiny, speech, tmp_path):
+def test_higgs(run, tiny, speech, tmp_path):
     mine, big = tmp_path / "mine", tmp_path / "big"
-    run_minimal("train_higgs.py", speech, mine)
-    run_big(pool, "tests.helpers.trainer.speech_main", [*speech, "--normalize_text", "off", "--code_cache", tiny.codes,
-                                        "--eval_steps", STEPS // 2], big)
-    assert_equal(mine, big)
-    folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", tiny.model
-    assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
+    run("minimal/train_higgs.py", speech, mine)
+    run("train_v2_ddp.py", [*speech, *SPEECH], big)
+    assert_equal(mine, big, tiny.model)
 
 
 @pytest.mark.slow
-def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, tiny, speech, tmp_path):
+def test_higgs_on_two_ranks_with_adapters(run, speech, tmp_path):
     """Equal to the big one on one rank that accumulates twice as often; a resumed run ends bit for bit alike."""
     mine, again, big = (tmp_path / name for name in ("mine", "again", "big"))
     flags = [*speech, "--use_lora"]
-    run_minimal("train_higgs.py", flags, mine, ranks=2)
-    run_big(pool, "tests.helpers.trainer.speech_main", [*flags, "--normalize_text", "off", "--code_cache", tiny.codes, "--eval_steps",
-                                        STEPS // 2, "--gradient_accumulation_steps", 4], big)
+    run("minimal/train_higgs.py", flags, mine, ranks=2)
+    run("train_v2_ddp.py", [*flags, *SPEECH, "--gradient_accumulation_steps", 4], big)
     assert_equal(mine, big)
     again.mkdir()
     (mine / f"checkpoint-{STEPS // 2}").rename(again / f"checkpoint-{STEPS // 2}")
-    run_minimal("train_higgs.py", flags, again, ranks=2)
+    run("minimal/train_higgs.py", flags, again, ranks=2)
     assert metrics(again, "train/loss").keys() == set(range(STEPS // 2 + 1, STEPS + 1))
     files = [out / f"checkpoint-{STEPS}" / "adapter_model.safetensors" for out in (mine, again)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.slow
-def test_higgs_sharded_on_two_ranks(run_minimal, tiny, speech, tmp_path):
+def test_higgs_sharded_on_two_ranks(run, tiny, speech, tmp_path):
     """FSDP2 equals DDP; a sharded run resumes what DDP saved. 7 samples are held out, an odd number."""
     flags = [*speech, "--validation_split", 0.3]
     both = [tmp_path / "ddp", tmp_path / "fsdp"]
-    run_minimal("train_higgs.py", flags, both[0], ranks=2)
+    run("minimal/train_higgs.py", flags, both[0], ranks=2)
     first = both[0] / f"checkpoint-{STEPS // 2}"
-    run_minimal("train_higgs.py", [*flags, "--parallel", "fsdp"], both[1], ranks=2)
-    assert_equal(*both)
-    folders = *(out / f"checkpoint-{STEPS}" for out in both), tiny.model
-    assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
+    run("minimal/train_higgs.py", [*flags, "--parallel", "fsdp"], both[1], ranks=2)
+    assert_equal(*both, tiny.model)
     again = tmp_path / "again"
     again.mkdir()
     first.rename(again / first.name)
-    run_minimal("train_higgs.py", [*flags, "--parallel", "fsdp"], again, ranks=2)
+    run("minimal/train_higgs.py", [*flags, "--parallel", "fsdp"], again, ranks=2)
     found = metrics(again, "train/loss")
     assert found == pytest.approx({step: metrics(both[0], "train/loss")[step] for step in found}, rel=1e-5)
 
@@ -132,7 +122,7 @@ def test_no_code_of_a_model_folder_runs(quick_python, tiny, tmp_path, script):
     assert done.returncode and "[y/N]" not in done.stdout + done.stderr and not (tmp_path / "ran").exists()
 
 
-def test_bd3lm(pool, run_minimal, tmp_path):
+def test_bd3lm(run, tmp_path):
     from diffusion import make_problems
     make_problems.write_demo(data := tmp_path / "data", 60, 12)
     flags = ["--train_data_file", data / "train.jsonl", "--eval_data_file", data / "test.jsonl", "--tokenizer",
@@ -140,19 +130,17 @@ def test_bd3lm(pool, run_minimal, tmp_path):
              "--per_device_train_batch_size", 4, "--warmup_steps", 2]
     mine, big = tmp_path / "mine", tmp_path / "big"
     shape = ["--hidden_size", 64, "--layers", 2, "--heads", 4, "--cond_size", 16]
-    shown = run_minimal("train_bd3lm.py", [*flags, *shape], mine)
-    run_big(pool, "tests.helpers.block_runs.ranks_main", [*flags, "--model_size", "nano", "--no-pack", "--eval_steps",
-                                                  STEPS // 2], big)
+    shown = run("minimal/train_bd3lm.py", [*flags, *shape], mine)
+    run("diffusion/train_bd3lm.py", [*flags, *BIG, "--model_size", "nano", "--no-pack", "--eval_steps", STEPS // 2], big)
     assert_equal(mine, big)
     state = torch.load(mine / "checkpoint.pt", weights_only=True)
     for kind, file in (("model", "model.safetensors"), ("average", "ema.safetensors")):
         theirs = load_file(big / f"checkpoint-{STEPS}" / file)
-        start = dict.fromkeys(theirs, torch.zeros(()))
-        assert_same_weights(state[kind], theirs, start)
+        assert_same_weights(state[kind], theirs, dict.fromkeys(theirs, torch.zeros(())))
     assert shown.count("\nsample: ") == 2
 
 
-def test_distill(pool, run_minimal, tmp_path):
+def test_distill(run, tmp_path):
     """On the answers that the model gave; both are started with the same ones."""
     student = chats.student(tmp_path / "student")
     mine, big = tmp_path / "mine", tmp_path / "big"
@@ -166,17 +154,14 @@ def test_distill(pool, run_minimal, tmp_path):
     flags = ["--model_path", student, "--per_device_train_batch_size", 4]
     asked = ["--prompt_file", tmp_path / "prompt.txt", "--questions_file", tmp_path / "questions.txt",
              "--warmup_steps", 2, "--max_new_tokens", 4]
-    run_minimal("distill.py", [*flags, *asked], mine)
-    run_big(pool, "tests.helpers.students.run_trainer", [*flags, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio",
-                                             2 / STEPS], big)
-    assert_equal(mine, big, validates=False)
-    folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", student
-    assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
+    run("minimal/distill.py", [*flags, *asked], mine)
+    run("distill/train_sft.py", [*flags, *BIG, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio", 2 / STEPS], big)
+    assert_equal(mine, big, student, validates=False)
     assert json.loads((mine / "judged.json").read_text()).keys() == {"base", "base + prompt", "student"}
 
 
 @pytest.mark.slow
-def test_distill_teaches_a_prompt(run_minimal, tmp_path):
+def test_distill_teaches_a_prompt(run, tmp_path):
     """From nothing but questions: the student comes closer to the prompted model's answers than the bare model is."""
     student = chats.student(tmp_path / "student")
     (tmp_path / "prompt.txt").write_text("Name the language.")
@@ -184,7 +169,7 @@ def test_distill_teaches_a_prompt(run_minimal, tmp_path):
     questions = [f"{a} {b}" for a in words for b in words[:5]]
     (tmp_path / "questions.txt").write_text("\n".join(questions))
     out = tmp_path / "out"
-    run_minimal("distill.py", ["--model_path", student, "--prompt_file", tmp_path / "prompt.txt", "--questions_file",
+    run("minimal/distill.py", ["--model_path", student, "--prompt_file", tmp_path / "prompt.txt", "--questions_file",
                                tmp_path / "questions.txt", "--loss", "kl", "--max_new_tokens", 64, "--max_steps", 20,
                                "--warmup_steps", 2, "--temperature", 1, "--per_device_train_batch_size", 20], out)
     judged = json.loads((out / "judged.json").read_text())

@@ -130,6 +130,7 @@ def work(streams, words, folder, environment, ignored):
         file = getattr(module, "__file__", None) or sys.prefix
         if file.startswith(ROOT) and not file.startswith(sys.prefix) and not name.startswith(("tests", "__main__")):
             del sys.modules[name]
+    sys.executable = environment.get("PYTHON_EXEC") or sys.executable     # torchrun's setting; of children, too
     sys.argv = words if kind not in ("-m", "-c") else [kind, *words[2:]]
     sys.path[0] = folder if kind in ("-m", "-c") else os.path.dirname(os.path.realpath(kind))
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))

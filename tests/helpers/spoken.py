@@ -6,13 +6,16 @@ import hashlib
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip, Turn
 from speech.labels import IGNORE, token_ids, total_loss
+from speech.weights import native_config
 from tests.helpers import dialogues
+from tests.helpers.checkpoints import config_of
 
 
 def native(folder):
@@ -52,9 +55,9 @@ MULTI_TURN = [SYSTEM, *ask("Good night.", clip("first", 5)), *ask("Where is the 
 TEXT_ONLY = [SYSTEM, *ask("Which way?", "Turn left where the road meets the mill.")]
 
 
-def samples_of(model_folder, config, conversations, folder):
+def samples_of(model_folder, conversations, folder):
     """(TokenIds, [sample dict as SpeechSamples gives it]) of lists of Turns; folder: an empty one to write in."""
-    ids = token_ids(tokenizer := AutoTokenizer.from_pretrained(model_folder), config)
+    ids = token_ids(tokenizer := AutoTokenizer.from_pretrained(model_folder), native_config(config_of(model_folder)))
     data = SpeechSamples(dialogues.table_of(conversations, tokenizer, ids, folder, codes_of), ids)
     return ids, [data[i] for i in range(len(data))]
 
@@ -66,26 +69,34 @@ def audio_labels(sample):
     return labels[:-1][sample["is_audio"]]
 
 
-def native_batch(samples, ids, side="right"):
-    """Sample dicts -> keyword arguments of transformers' forward, padded on one side, with our labels unshifted."""
-    length, rows = max(len(s["input_ids"]) for s in samples), max(len(s["audio_ids"]) for s in samples)
+def native_batch(samples, ids):
+    """Sample dicts -> keyword arguments of transformers' forward, padded on the right, with our labels unshifted."""
+    def padded(rows, fill=0):
+        return pad_sequence([torch.as_tensor(row, dtype=torch.int64) for row in rows], True, fill)
 
-    def padded(key, fill, size, at=side):
-        out = np.full((len(samples), size, *samples[0][key].shape[1:]), fill, np.int64)
-        for row, values in zip(out, (s[key] for s in samples)):
-            row[size - len(values) if at == "left" else 0:][:len(values)] = values
-        return torch.from_numpy(out)
-
-    present = [{"tokens": np.ones(len(s["input_ids"])), "rows": np.ones(len(s["audio_ids"])),
-                "audio_labels": audio_labels(s)} for s in samples]
-    samples = [{**s, **p} for s, p in zip(samples, present)]
-    batch = {"input_ids": padded("input_ids", ids.pad, length), "labels": padded("text_labels", IGNORE, length),
-             "attention_mask": padded("tokens", 0, length)}
-    if rows:        # audio rows are right-padded whatever the tokens are; without any, transformers wants no audio
-        batch |= {"audio_input_ids": padded("audio_ids", ids.stream_eos, rows, "right"),
-                  "audio_labels": padded("audio_labels", IGNORE, rows, "right"),
-                  "audio_input_ids_mask": padded("rows", 0, rows, "right").bool()}
+    def of(key, fill):
+        return padded((s[key] for s in samples), fill)
+    batch = {"input_ids": of("input_ids", ids.pad), "labels": of("text_labels", IGNORE),
+             "attention_mask": padded(np.ones(len(s["input_ids"])) for s in samples)}
+    if any(len(s["audio_ids"]) for s in samples):       # without any, transformers wants no audio
+        batch |= {"audio_input_ids": of("audio_ids", ids.stream_eos), "audio_labels": padded(map(audio_labels, samples), IGNORE),
+                  "audio_input_ids_mask": padded(np.ones(len(s["audio_ids"])) for s in samples).bool()}
     return batch
+
+
+def inputs_of(model_folder, conversations, folder):
+    """Keyword arguments of transformers' forward for lists of Turns, without labels; folder: one to write in."""
+    folder.mkdir(exist_ok=True)
+    ids, samples = samples_of(model_folder, conversations, folder)
+    return {name: value for name, value in native_batch(samples, ids).items() if "labels" not in name}
+
+
+@torch.no_grad()
+def logits(net, inputs):
+    """(n, audio and text) logits of transformers' own forward at all real positions, with or without adapters."""
+    model = net.get_base_model() if hasattr(net, "get_base_model") else net
+    state = model.eval().model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    return torch.cat([model.audio_lm_head(state), model.text_lm_head(state)], -1)
 
 
 def total(model, batch):

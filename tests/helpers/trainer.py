@@ -133,11 +133,6 @@ def speech_main(argv):
     run_script("train_v2_ddp.py", argv)
 
 
-def prepare_main(argv):
-    """speech/prepare_tts.py on a command line, in this process."""
-    run_script("speech/prepare_tts.py", argv)
-
-
 class Flags(Exception):
     """The parser of a script and its check_flags(args, world_size)."""
 

@@ -117,12 +117,12 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
 
 
 def test_a_sample_takes_little_memory(tools, tmp_path):
-    """A hundred thousand samples with a clip each: a Clip is the one Python object that stays."""
+    """Forty thousand samples with a clip each: a Clip is the one Python object that stays."""
     builder = TableBuilder(*tools, tmp_path / "table")
     chunk = builder.chunk([Sample(f"some/where/data.json sample {i}", [
         Turn("user", ["What shall be said, in some words."], 0),
         Turn("assistant", [Clip(f"/data/of/some/one/{i:04d}.wav")], 1, True)]) for i in range(2048)], [])
-    rounds, rng = 50, np.random.default_rng(0)
+    rounds, rng = 20, np.random.default_rng(0)
     n = rounds * 2048
 
     def peaks():

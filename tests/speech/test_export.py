@@ -22,6 +22,7 @@ from speech.speak import load_model
 from tests.helpers import spoken
 from tests.helpers.merging import merge
 from tests.helpers.progress import PATIENCE_S
+from tests.helpers.spoken import logits
 from tests.helpers.trainer import ROOT, run_script
 
 LAYER = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -94,16 +95,7 @@ def read(folder, name):
 @pytest.fixture(scope="module")
 def data(tiny, tmp_path_factory):
     """Keyword arguments of transformers' forward for a voice-cloning sample."""
-    ids, samples = spoken.samples_of(tiny.model, spoken.native(tiny.model).config, [spoken.CLONING],
-                                     tmp_path_factory.mktemp("table"))
-    return {k: v for k, v in spoken.native_batch(samples, ids).items() if "labels" not in k}
-
-
-@torch.no_grad()
-def logits(model, data):
-    native = model.get_base_model() if hasattr(model, "get_base_model") else model
-    state = native.model(**data).last_hidden_state
-    return torch.cat([native.audio_lm_head(state), native.text_lm_head(state)], -1)
+    return spoken.inputs_of(tiny.model, [spoken.CLONING], tmp_path_factory.mktemp("table"))
 
 
 @pytest.fixture(scope="module")

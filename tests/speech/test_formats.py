@@ -3,7 +3,6 @@ import io
 import json
 import resource
 import subprocess
-import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -334,10 +333,10 @@ def test_parquet_with_arrays_and_paths(tmp_path):
     assert spoken(read(tmp_path / "paths.parquet")[0]) == [("b.wav", "Hi.")]
 
 
-def test_the_script(folder):
+def test_the_script(folder, quick_python):
     """Rows, reasons, the first sample and the file; one line for a source that it cannot read."""
     path = written(folder / "m.csv", "audio,text,speaker,language,split\na.wav,Hi.,anna,en,train\nb.wav,,anna,en,\nc.wav,Ho.,x,en,test\n")
-    done = subprocess.run([sys.executable, ROOT / "speech" / "convert.py", path, "--output", folder / "out.jsonl"],
+    done = subprocess.run([quick_python, ROOT / "speech" / "convert.py", path, "--output", folder / "out.jsonl"],
                           capture_output=True, text=True)
     assert done.returncode == 0 and "2 rows = 1 kept + 1 refused (1 empty_text)" in done.stdout, done.stderr
     assert "1 are of another split" in done.stdout and "m.csv line 3 (b.wav): its text is empty" in done.stdout

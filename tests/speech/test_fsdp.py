@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from speech import make_tiny
-from tests.helpers import spoken as speech
+from tests.helpers import spoken
 from tests.helpers.runs import assert_same_bits, CLOCK, CUTS, moments, newest, rows, tensors
-from tests.helpers.trainer import Run, Tiny, speech_main, train_forked, trainer_arguments
+from tests.helpers.trainer import Tiny, speech_main, train_forked
 
 LR = 2e-4
 # 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs
@@ -27,6 +27,7 @@ COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
            "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
 EVERY = "--save_steps 1 --save_total_limit 0"
+COUNTED = "full fsdp 2x2x3"
 HSDP = "hsdp 4x3x1 --shard_size 2"      # two copies, each in two shards
 
 
@@ -69,13 +70,6 @@ def complete(pool, tiny, output_dir, name, *more, **options):
     return train_forked(pool, tiny, output_dir, *flags, *more, ranks=ranks, **options)
 
 
-def in_ranks(pool, ranks, function, *args):
-    """Run a function of this file on so many ranks; their output."""
-    statuses, output = pool.run(ranks, f"{__name__}.{function}", *args)
-    assert not any(statuses), output
-    return output
-
-
 @pytest.fixture(scope="module")
 def shared(pool, odd, tmp_path_factory):
     """shared(name) -> the Run, trained when first asked for. Look, do not touch."""
@@ -83,7 +77,8 @@ def shared(pool, odd, tmp_path_factory):
 
     def get(name):
         if name not in done:
-            done[name] = complete(pool, odd, root / re.sub(r"\W+", "-", name), name)
+            counted = {"main": f"{__name__}.count_collectives"} if name == COUNTED else {}
+            done[name] = complete(pool, odd, root / re.sub(r"\W+", "-", name), name, **counted)
         return done[name]
     return get
 
@@ -135,15 +130,14 @@ def test_equal_runs_really_trained(shared, odd):
 
 @pytest.mark.slow
 def test_offloading_changes_no_bit(shared):
-    assert_same_bits(shared("full fsdp 2x2x3 --cpu_offload"), shared("full fsdp 2x2x3"))
+    assert_same_bits(shared(f"{COUNTED} --cpu_offload"), shared(COUNTED))
 
 
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
     """With FSDP2's hooks, as far as --compile goes before it makes kernels."""
-    ranks, flags = flags_of("packs fsdp 2x1x1 --compile")
-    output = in_ranks(pool, ranks, "train_compiled", trainer_arguments(odd, tmp_path / "out", *flags))
-    assert_close(Run(0, output, tmp_path / "out"), shared("packs ddp 2x1x1"))
+    run = complete(pool, odd, tmp_path / "out", "packs fsdp 2x1x1 --compile", main=f"{__name__}.train_compiled")
+    assert_close(run, shared("packs ddp 2x1x1"))
 
 
 def train_compiled(argv):
@@ -169,24 +163,22 @@ def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared):
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
+def test_gradients_are_reduced_once_a_step(shared):
     """Counted in the run: three micro-steps cost the reductions of one, a layer each and one for the rest."""
-    ranks, flags = flags_of("full fsdp 2x2x3")
-    argv = trainer_arguments(odd, tmp_path / "out", *flags, "--disable_eval", "--max_steps", 1)
-    in_ranks(pool, ranks, "count_collectives", argv, str(tmp_path / "counts.json"))
-    counts = json.loads((tmp_path / "counts.json").read_text())
-    assert sum(number for name, number in counts.items() if "reduce_scatter" in name) == 2 + 1, counts
+    run = shared(COUNTED)
+    counts, steps = json.loads((run.output_dir / "counts.json").read_text()), len(run.metrics("train/loss"))
+    assert steps == 4 and sum(number for name, number in counts.items() if "reduce_scatter" in name) == steps * (2 + 1), counts
 
 
-def count_collectives(argv, path):
-    """Rank 0's, by their names: the others run the same ones."""
+def count_collectives(argv):
+    """Rank 0's, by their names, in counts.json of --output_dir: the others run the same ones."""
     if os.environ["RANK"] != "0":
         speech_main(argv)
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         speech_main(argv)
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
-    Path(path).write_text(json.dumps(counts))
+    Path(argv[argv.index("--output_dir") + 1], "counts.json").write_text(json.dumps(counts))
 
 
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
@@ -197,16 +189,6 @@ def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp
     run = complete(pool, odd, tmp_path / "out", name, "--resume", shared(source).output_dir / f"checkpoint-{step}")
     assert rows(run)[0]["step"] == step + 1
     assert_close(run, shared(source), after=step)
-
-
-def logits_of(model, odd, folder):
-    """(audio logits, text logits) of transformers' own forward."""
-    folder.mkdir()
-    ids, samples = speech.samples_of(odd.model, model.config, [speech.CLONING], folder)
-    inputs = {k: v for k, v in speech.native_batch(samples, ids).items() if "labels" not in k}
-    with torch.no_grad():
-        hidden = model.eval().model(**inputs).last_hidden_state
-        return model.audio_lm_head(hidden), model.text_lm_head(hidden)
 
 
 def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
@@ -220,4 +202,5 @@ def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
     assert ours.keys() == model.state_dict().keys()
     assert all(torch.equal(ours[name], value) for name, value in model.state_dict().items())
     ddp = HiggsAudioV2ForConditionalGeneration.from_pretrained(newest(shared("full ddp 2x2x3")), use_text_head=True)
-    torch.testing.assert_close(logits_of(model, odd, tmp_path / "fsdp"), logits_of(ddp, odd, tmp_path / "ddp"))
+    inputs = spoken.inputs_of(odd.model, [spoken.CLONING], tmp_path / "table")
+    torch.testing.assert_close(spoken.logits(model, inputs), spoken.logits(ddp, inputs))

@@ -299,10 +299,7 @@ def test_overwriting_spares_what_is_read(refuse, tmp_path):
 def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
     (tmp_path / "out").mkdir()
     for name in ("0007.wav", "0007.json", "notes.json", "mine.wav"):
-        (tmp_path / "out" / name).write_text("old")
-    statuses, output = pool.run(1, "tests.helpers.trainer.run_script", "speech/generate_tts.py", [str(word) for word in (
-        "--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out", "--text",
-        "Yes.", "--max_seconds", 0.2, "--overwrite")])
-    assert statuses == [0], output
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"notes.json", "mine.wav", "0000.wav", "0000.json",
-                                                            "run.lock"}
+        (tmp_path / "out" / name).write_text("0")
+    say(pool, tiny, tmp_path / "out", "--text", "Yes.", "--max_seconds", 0.2, "--overwrite")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "notes.json", "mine.wav", "0000.wav", "0000.json", "0000.npy", "run.lock"}

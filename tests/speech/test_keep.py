@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import lora
 from core import checkpoint
@@ -16,9 +15,8 @@ from core.dist import World
 from data import collate
 from speech import keep, speak, v2, v3
 from speech.labels import IGNORE
-from speech.weights import native_config
 from tests.helpers import higgs3, spoken
-from tests.helpers.checkpoints import config_of
+from tests.helpers.runs import tensors
 from tests.helpers.trainer import ROOT, Tiny, train_forked
 
 VOICE = ROOT / "launch" / "voice"
@@ -38,7 +36,7 @@ def filled(net):
 
 @pytest.fixture(scope="module")
 def data(tiny, tmp_path_factory):
-    return spoken.samples_of(tiny.model, native_config(config_of(tiny.model)), CONVERSATIONS, tmp_path_factory.mktemp("kl"))
+    return spoken.samples_of(tiny.model, CONVERSATIONS, tmp_path_factory.mktemp("kl"))
 
 
 @pytest.fixture
@@ -151,10 +149,6 @@ def shared(pool, voice, tmp_path_factory):
     return get
 
 
-def weights(run):
-    return load_file(checkpoint.list_checkpoints(run.output_dir)[-1][1] / "adapter_model.safetensors")
-
-
 ONE = (1, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2)
 
 
@@ -165,8 +159,8 @@ def test_ranks_and_sharding_change_nothing(shared):
     ours, theirs = one.metrics("train/keep_kl"), other.metrics("train/keep_kl")
     assert list(ours) == [1, 3, 5] and ours[1] < 1e-7 < 1e-3 < ours[3] and theirs == pytest.approx(ours, rel=1e-4, abs=1e-9)
     assert other.metrics("train/grad_norm") == pytest.approx(one.metrics("train/grad_norm"), rel=1e-4)
-    for key, tensor in weights(one).items():
-        torch.testing.assert_close(weights(other)[key], tensor, rtol=1e-3, atol=2e-5)
+    for key, tensor in tensors(one).items():
+        torch.testing.assert_close(tensors(other)[key], tensor, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -181,7 +175,7 @@ def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
     again = train_forked(pool, voice, out, *flags)
     assert "resumed from" in again.output and (out / keep.FILE).stat().st_mtime_ns == before
     assert again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")
-    assert all(torch.equal(weights(whole)[key], tensor) for key, tensor in weights(again).items())
+    assert all(torch.equal(tensors(whole)[key], tensor) for key, tensor in tensors(again).items())
     # other rows would be another run
     (tmp_path / "other.txt").write_text("nine.\n")
     other = train_forked(pool, voice, out, *KEPT, "--keep", tmp_path / "other.txt", *ONE[1:], ok=False)
@@ -206,4 +200,4 @@ def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, poo
     assert "keep.npz" in again.output and "Traceback" not in again.output and len(list(out.glob("keep.npz.*"))) == 1
     assert again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")
     assert file.read_bytes()[:2] == b"PK" and np.load(file)["codes_2"].shape == np.load(whole.output_dir / "keep.npz")["codes_2"].shape
-    assert all(torch.equal(weights(whole)[key], tensor) for key, tensor in weights(again).items())
+    assert all(torch.equal(tensors(whole)[key], tensor) for key, tensor in tensors(again).items())
