@@ -186,7 +186,7 @@ def test_bad_flags_and_folders(waves, listener, tmp_path, capsys):
     good = write(tmp_path / "good", waves[:2])
     renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
     for args, parts in [
-            ([good, renamed], [f"0001 is not the same in {renamed} and {good} (1 such", "same prompts"]),
+            ([good, renamed], [f"0001 is not the same in {renamed} and {good} (1 such samples)"]),
             ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"])]:
         error = said(capsys, *args)
         assert all(part in error for part in parts), (args, error)
