@@ -182,7 +182,7 @@ def add_saved(model, folder, whole=()):
     """Wrap a model in the adapters of a PEFT folder, weights not yet loaded; PEFT's own forward
     computes them. whole: modules that may be saved with adapters. UserError for another config.
     """
-    path = Path(folder) / "adapter_config.json"
+    path = Path(folder).absolute() / "adapter_config.json"
     if not path.is_file():
         found = [p for f in (path.parent, path.parents[1]) for p in checkpoint.list_checkpoints(f)]
         hint = f"; the newest checkpoint is {found[-1][1]}" if found else ""

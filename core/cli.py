@@ -228,9 +228,10 @@ def parse(parser, check=None, argv=None):
         fail(error, status)
     if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
         sys.exit(0)
-    if getattr(args, "dry_run", 0) is None:
+    planned = getattr(args, "dry_run", False)       # a trainer's: a number of GPUs, or None
+    if planned is None:
         lifetime.catch_signals()
-    elif "dry_run" in args and os.environ.get("RANK", "0") != "0":
+    elif planned is not False and os.environ.get("RANK", "0") != "0":
         sys.exit(0)     # one process plans for all
     return args
 
@@ -286,27 +287,30 @@ def read_config(parser, words):
     import yaml  # comes with transformers
     require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would block
     try:
-        tree = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
     except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
-    require(isinstance(tree, dict), f"--config {file}: must be lines of flag: value")
-    for key, value in tree.items():
+    require(tree is None or isinstance(tree, yaml.MappingNode),
+            f"--config {file}: must be lines of flag: value")
+    for node, part in tree.value if tree else ():
+        key, value = node.value, part.value
         flag, name = f"--{key}", f"--config {file}: {key}"
         if key in RETIRED and RETIRED[key] in (None, value):
             notice(f"{name}: is no longer a flag, and ignored")
             continue
         require(flag in known and key not in ("config", "help"),
                 f"{name}: no such flag; --help lists all")
-        require(known[flag].dest not in found, f"{name} is there twice")    # under two names
+        require(known[flag].dest not in found, f"{name} is there twice")
         found.append(known[flag].dest)
-        items = value if isinstance(value, list) else [value]
-        require(all(isinstance(item, str) for item in items), f"{name} takes a value or a list")
+        items = value if isinstance(part, yaml.SequenceNode) else [part]
+        require(all(isinstance(item, yaml.ScalarNode) for item in items),
+                f"{name} takes a value or a list")
         if items is value:
-            made += [flag, *items]
+            made += [flag, *(item.value for item in items)]
         elif isinstance(known[flag], argparse.BooleanOptionalAction):
             require(value.lower() in BOOLEAN, f"{name}: {value} is neither true nor false")
             made.append(flag if BOOLEAN[value.lower()] else f"--no-{key}")
-        elif value not in ("", "~", "null"):
+        elif part.style or value not in ("", "~", "null"):      # a quoted one is a value
             made.append(f"{flag}={value}")      # one word: it may begin with a dash
     return made
 

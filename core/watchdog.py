@@ -117,8 +117,7 @@ class Watchdog:
         """Beat; when a rank hangs or has failed, end this process, which may be waiting for it."""
         try:
             while not self._beat():
-                if self.judges:
-                    self._judge()
+                self._judge()
             if self.store.check([f"hangs/{self.world.rank}"]):
                 print(f"rank {self.world.rank} hangs here:", file=sys.stderr)
                 traceback.print_stack(sys._current_frames()[self.main])
@@ -156,15 +155,16 @@ class Watchdog:
 
     def _judge(self):
         """Once a rank takes too long, name those that are silent, or else the slowest."""
-        late, spare = [], 5 * self.beat_s       # reports come late
-        for rank in range(self.world.size):
+        late, spare = [], min(5 * self.beat_s, GRACE_S)     # reports come late
+        following = (self.world.rank + 1) % self.world.size     # others: all judges may be frozen
+        for rank in range(self.world.size) if self.judges else [following]:
             if self.store.check([f"watch/{rank}"]):     # it has begun
                 report = json.loads(self.store.get(f"watch/{rank}"))
                 same = report == self.reports.get(rank)
                 self.silent[rank] = same and self.silent[rank] + self.beat_s
                 self.reports[rank] = report
                 waited = (report["beats"] - report["since"]) * self.beat_s
-                late += [waited] * (waited > report["limit_s"] + spare)
+                late += [waited] * (self.judges and waited > report["limit_s"] + spare)
                 late += [self.silent[rank]] * (self.silent[rank] > self.limit_s + spare)
         if not late:
             return

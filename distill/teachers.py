@@ -21,7 +21,7 @@ from concurrent.futures import wait
 from typing import NamedTuple
 
 from core import json_files
-from core.cli import UserError, printable, require, require_package
+from core.cli import UserError, first_line, printable, require, require_package
 
 PLACE = "{text}"        # where the line goes in the prompt
 LONGEST = 32768         # tokens of prompt and answer: 262,144 positions would fill a GPU's memory
@@ -301,9 +301,12 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key),
                     "OPENAI_API_KEY: holds a space, a line feed or another character of no key")
             headers["Authorization"] = f"Bearer {key}"
-        self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
-            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-            verify=ssl.create_default_context())
+        try:
+            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
+                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+                verify=ssl.create_default_context())
+        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
+            raise UserError(f"{self.name}, by a proxy of the environment: {first_line(error)}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 

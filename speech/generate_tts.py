@@ -74,6 +74,7 @@ def check_flags(args, world_size):
     for name in ("reference_audio", "reference_text", "scene", "split_text"):
         require(not (chatml and getattr(args, name)), f"--{name} is for texts and lines, not for "
                 "ChatML prompts, which say themselves whose voice they take")
+    args.reference_text = (args.reference_text or "").strip() or None
     require(args.reference_audio or not args.reference_text,
             "--reference_text is the transcript of --reference_audio")
     cli.zero_or_more(args, "temperature top_k ras_window seed split_text")
@@ -131,9 +132,11 @@ def read_texts():
         return speak.read_prompts(args.prompts, normalize)
     lines = [(f"--text {text!r}", text) for text in args.text or ()]
     lines = speak.read_lines(args.prompts) if args.prompts else lines
-    for name, text in lines if args.split_text and args.reference_audio else ():
-        require(len({speaker for speaker, _ in speak.parts(text, args.split_text)}) == 1,
-                f"{name}: its speakers would all get --reference_audio's voice: drop --split_text")
+    for name, text in lines if args.split_text else ():
+        speakers = {speaker for speaker, _ in speak.parts(text, args.split_text)}
+        require(speakers, f"{name}: has no text to speak")
+        require(len(speakers) == 1 or not args.reference_audio, f"{name}: its speakers would all "
+                "get --reference_audio's voice: drop --split_text")
     return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                               scene=args.scene)
 

@@ -95,7 +95,7 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
             clip = Clip(Paths(Path.cwd()).find(reference_audio))
         except BadSample as error:
             raise UserError(error)
-        reference = [Turn("user", [(reference_text or "").strip()], None)] * bool(reference_text)
+        reference = [Turn("user", [reference_text], None)] * bool(reference_text)
         reference += [Turn("assistant", [clip], None)]
     for name, text in named_texts:
         require(text.strip(), f"{name}: has no text to speak")
@@ -163,8 +163,9 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                 if clip in codes:
                     continue
                 if clip.path.endswith(SAVED):       # used unchanged, without decoding
-                    codes[clip] = read_codes(clip.path)[1].astype(np.int64)
-                    check_codes(codes[clip], clip.offset, ids.num_codebooks, ids.stream_bos)
+                    found = read_codes(clip.path)[1].astype(np.int64)
+                    check_codes(found, clip.offset, ids.num_codebooks, ids.stream_bos)
+                    codes[clip] = found
                 else:
                     wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
                     wave = filled(wave) if clip.filled else wave
@@ -400,6 +401,8 @@ def parts(text, most):
         for sentence in SENTENCE.split(piece.strip()):
             for words in textwrap.wrap(sentence, most, break_long_words=False,
                                        break_on_hyphens=False):
+                if not words.strip():       # a no-break space
+                    continue
                 if own and len(own[-1]) + 1 + len(words) <= most:
                     own[-1] += ("" if own[-1][-1] in "。！？" else " ") + words
                 else:

@@ -93,7 +93,7 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 
 @pytest.mark.parametrize("text, said", [
     ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("noise_schedule: cosine", "no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
-    ("lora_rank: 1\nlora_r: 2", "lora_r is there twice"),
+    ("lora_rank: 1\nlora_r: 2", "lora_r is there twice"), ("seed: 1\nseed: 2", "seed is there twice"), ("[]", "must be lines of"),
     ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
     ("reshard_after_forward: perhaps", "perhaps is neither true nor false")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
@@ -101,6 +101,15 @@ def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
         configured(tmp_path, text, *REQUIRED)
     err = capsys.readouterr().err
     assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_only_a_plan_ends_at_once_on_other_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    parser = cli.Parser("Labels.")
+    parser.switch("--dry_run", "of a script that is no trainer")
+    assert cli.parse(parser, None, []).dry_run is False
+    with pytest.raises(SystemExit):
+        cli.parse(*script_flags(), [*REQUIRED, "--dry_run"])
 
 
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path):

@@ -9,8 +9,6 @@ from core.packing import parallel_map_ordered
 from distill import chat_data as chat_table
 from tests.helpers import chats
 
-# Columns, parts, texts
-
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
 @pytest.mark.parametrize("n", [0, 3, 4, 5, 23])

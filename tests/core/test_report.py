@@ -19,7 +19,6 @@ from core.metrics import MetricsLog, curve, loss_clause, read_metrics
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
-
 RATE, STEPS, EVALS, BAD = 24_000, 40, (10, 20, 30, 40), 13
 PROMPTS = ("prompt-1", "prompt-2", "prompt-10")
 TEXTS = ['</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">',
