@@ -95,7 +95,7 @@ def end_with_torchrun():
 
 
 def is_adopted(parent):
-    """True if torchrun ended before this rank asked: `parent` is no Python, nor a script of its."""
+    """True if torchrun ended before this rank asked: `parent` runs no Python script."""
     try:
         program = os.readlink(f"/proc/{parent}/exe")
         env = Path(f"/proc/{parent}/environ").read_bytes()

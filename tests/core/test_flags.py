@@ -106,7 +106,7 @@ def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
 def test_only_a_plan_ends_at_once_on_other_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     parser = cli.Parser("Labels.")
-    parser.switch("--dry_run", "of a script that is no trainer")
+    parser.switch("--dry_run", "of a labelling script")
     assert cli.parse(parser, None, []).dry_run is False
     with pytest.raises(SystemExit):
         cli.parse(*script_flags(), [*REQUIRED, "--dry_run"])

@@ -78,7 +78,7 @@ def test_a_tied_folder_with_a_head_of_its_own_is_refused(qwen, train, tmp_path):
     tensors = load_file(qwen / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, qwen / "model.safetensors")
-    assert train(qwen, tmp_path / "same")[0] == 0         # the same twice is no other head
+    assert train(qwen, tmp_path / "same")[0] == 0         # the same twice changes nothing
     tensors["lm_head.weight"][3, 3] += 0.1
     save_file(tensors, qwen / "model.safetensors")
     assert refused(train(qwen, tmp_path / "out"), "tie_word_embeddings true, but lm_head.weight is not the embedding")

@@ -39,7 +39,7 @@ def sample_loss(model, table, number):
 
 
 def ids_of(tokenizer, asked, answer):
-    """(ids of the prompt, ids of prompt and answer), without what a template writes behind the end."""
+    """(ids of the prompt, ids of prompt and answer), without what a template writes after the end."""
     start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
     while tokenizer.decode(whole[-1:]).isspace():

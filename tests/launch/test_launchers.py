@@ -65,7 +65,7 @@ def alive(mark, *more):
 
 @contextlib.contextmanager
 def launches(folder):
-    """run(command, env) -> process in a group of its own, as a terminal starts it; what it has started ends here.
+    """run(command, env) -> process in a new process group, as in a terminal; it is ended here.
 
     Its .mark is in every descendant's environment, its .log its output.
     """

@@ -45,7 +45,7 @@ def train_slowly(argv):
 @pytest.mark.slow
 @pytest.mark.race
 def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_ended(tiny, pool, quick_python, tmp_path):
-    """--follow beside a run of far too many steps. Of equal ones the earlier; what was judged is not spoken again."""
+    """--follow during a run of far too many steps. The earlier of equal ones wins; nothing is spoken twice."""
     (tmp_path / "prompts.txt").write_text("one two three four\n")
     out = tmp_path / "out"
     words = [out, "--prompts", tmp_path / "prompts.txt", "--max_seconds", 0.2, "--asr_command", hear(tmp_path)]
@@ -56,8 +56,8 @@ def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_ended(ti
         return output
     flags = trainer_arguments(tiny, out, "--use_lora", "--max_steps", 50_000, "--save_steps", 5, "--save_total_limit", 0,
                               "--eval_steps", 5, "--validation_split", 0.05, "--num_workers", 0)
-    with ThreadPoolExecutor(1) as beside:
-        run = beside.submit(pool.run, 1, f"{__name__}.train_slowly", flags, timeout=LONG_S)
+    with ThreadPoolExecutor(1) as during:
+        run = during.submit(pool.run, 1, f"{__name__}.train_slowly", flags, timeout=LONG_S)
         try:
             wait_until((out / "checkpoint-5" / "manifest.json").exists, "first checkpoint", lambda: not run.done())
             done = pick(*words, "--follow", "--patience", 1)
