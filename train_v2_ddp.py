@@ -24,6 +24,7 @@ from speech import choices
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. Flags of speech/prepare_tts.py work too.")
 flag, switch = p.flag, p.switch
 cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --output_dir, ...
+cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
@@ -31,43 +32,25 @@ flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or modu
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
 switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
-flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
 flag("--validation_split", None, "share held out (default: 0.005; small data: 5 %%)", type=float)
 switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
-flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that prepare data")
 flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
      f"or found by {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
-# batch and length of the run
-flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
-flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
-flag("--per_device_eval_batch_size", 1, "samples per validation batch")
+# batch and optimization
 flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
 flag("--global_batch_size", 0, "samples per step; derives the accumulation")
 switch("--group_by_length", "put samples of similar length into the same micro-step")
-flag("--num_train_epochs", 3, "passes over the training samples")
-flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
-# optimization
 flag("--learning_rate", 5e-5, "peak learning rate")
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; the loss keeps the adapter close to them")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 10 steps")
 flag("--keep_every", 10, argparse.SUPPRESS)
-# speed and memory
-flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
-     action=argparse.BooleanOptionalAction)
-switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
-switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
-switch("--float8", "lora, compiled: multiply by frozen weights in float8")
-cli.compile_flag(p)
-# logging, validation, checkpoints
-flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
-flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
@@ -79,7 +62,8 @@ def check_flags(args, world_size):
     """UserError for flags that would fail later or have no effect; sets derived values."""
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
-    choices.check_trainer(args, world_size)
+    choices.check_trainer(args)
+    cli.set_accumulation(args, world_size, p)
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
@@ -94,8 +78,7 @@ from pathlib import Path
 import torch
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from core import adapters, checkpoint, dist, json_files, metrics, optim, packing, run, tensor_io
-from core import watchdog
+from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
@@ -186,11 +169,7 @@ if main_rank:
                 "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
 # validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), "mean", args.text_loss_weight]
-checkpoints = checkpoint.CheckpointManager(
-    world, args.output_dir, args.save_total_limit, args.wait_timeout)
-resume, state = checkpoints.latest(args.resume)
-if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+checkpoints, resume, state = run.open_checkpoints(args, world, identity)
 # resume position: optimizer steps taken, epoch, next pack of that epoch
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 best_loss, best_step = math.inf, None       # best validation so far
@@ -200,7 +179,7 @@ if state.get("best_step") is not None and state["validation"] == validation:
 # ---- Order of the packs: a function of (seed, epoch) alone, so any number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation     # packs; micro-step m of rank r takes pack first + m * ranks + r
-order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+order = PackOrder(table.lengths[train_ids], train_ids, tokens_per_pack=args.max_tokens_per_batch,
                   samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
                   group_by_length=args.group_by_length)
 steps_per_epoch, total_steps = run_length(
@@ -253,10 +232,9 @@ if keep_loss:
     lines.append(keep_loss.speak(world, model, autocast))
 n_sums = ids.num_codebooks + SUMS      # sums that a step accumulates for the log
 # the same order at each validation; each rank takes a share of the packs
-held_out = PackOrder(table.lengths[eval_ids], shuffle=False,
+held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                      samples_per_pack=args.per_device_eval_batch_size)
-eval_packs = [[int(eval_ids[i]) for i in pack]
-              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
+eval_packs = list(rank_packs(held_out, world.rank, world.size, 1, epochs=1))
 
 
 def forward_backward(batch, n_audio, n_text, sync):
@@ -275,8 +253,8 @@ def forward_backward(batch, n_audio, n_text, sync):
 
 
 if device.type == "cuda":       # try the largest pack now: it must not fail hours into the run
-    largest, samples = order.largest(), SpeechSamples(table, ids)
-    batch = collate([samples[int(train_ids[i])] for i in largest], ids, args.max_tokens_per_batch)
+    samples = SpeechSamples(table, ids)
+    batch = collate([samples[i] for i in order.largest()], ids, args.max_tokens_per_batch)
     with run.enough_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
         forward_backward(batch.to(device), 1, 1, True)
     model.zero_grad(set_to_none=True)       # discard the trial's gradients
@@ -344,14 +322,13 @@ def save():
 
 # ---- Loop
 # losses since the last log line, on the device; the host fetches them at log lines only
-sums = torch.zeros(n_sums + 2 * bool(keep_loss), dtype=torch.float64, device=device)
-if main_rank and len(state.get("unlogged", ())) == len(sums):
-    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+n_values = n_sums + 2 * bool(keep_loss)
+sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * n_values,
+                    dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
-    order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
+packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
 loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
                      pad_to=args.max_tokens_per_batch)
 batches = packing.iterate(loader)       # loader processes read ahead
@@ -368,8 +345,7 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = step_work(config, table, train_ids[
-        order.window(epoch, first_pack, per_step)], args.use_lora)
+    work = step_work(config, table, order.window(epoch, first_pack, per_step), args.use_lora)
     n_audio, n_text = work["audio_targets"], work["text_targets"]
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):

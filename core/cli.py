@@ -389,11 +389,30 @@ def trainer_flags(p):
          type=alias(true="auto", false="none"))
 
 
-def compile_flag(parser):
-    """--compile of a trainer; dist.choose_compile turns auto into True or False."""
-    parser.flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
-                type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
-                nargs="?", const=True, metavar="auto|true|false")
+def packing_flags(p):
+    """Flags of the trainers of speech and chats, which pack samples of many lengths; defaults as in
+    trainer_flags. dist.choose_compile turns --compile auto into True or False.
+    """
+    flag, switch = p.flag, p.switch
+    flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits",
+         choices=("bf16", "nf4"))
+    flag("--preprocess_num_proc", min(8, usable_cpus()), "processes per node that prepare data")
+    flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
+    flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
+    flag("--per_device_eval_batch_size", 1, "samples per validation batch")
+    flag("--num_train_epochs", 3, "passes over the training samples")
+    flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
+    flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
+    flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)",
+         type=int)
+    flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
+         action=argparse.BooleanOptionalAction)
+    switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
+    switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
+    switch("--float8", "lora, compiled: multiply by frozen weights in float8")
+    flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
+         type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
+         nargs="?", const=True, metavar="auto|true|false")
 
 
 def alias(**names):
@@ -506,6 +525,35 @@ def check_precision(args):
         require(ddp and not args.use_dora and not args.float8 and args.compile is not True,
                 "--base_dtype nf4 needs --parallel ddp, and no --use_dora, --float8 or --compile")
         require_package("bitsandbytes", "--base_dtype nf4")
+
+
+def packs_tokens(args):
+    """True if a pack is limited by tokens, not by samples; --auto prefers that."""
+    return args.max_tokens_per_batch > 0 or (
+        args.auto and "per_device_train_batch_size" not in named(args))
+
+
+def set_accumulation(args, world_size, parser, usual=0):
+    """Derive --gradient_accumulation_steps, unless given, from --global_batch_size samples per step
+    (default: `usual`). Packs of tokens hold varying numbers of samples: --auto derives it for them.
+    """
+    given = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
+    require(not (given and args.global_batch_size),
+            "give one of --global_batch_size and --gradient_accumulation_steps")
+    require(args.auto or not (args.global_batch_size and packs_tokens(args)),
+            "--global_batch_size counts samples: not with packs of tokens, unless --auto is given")
+    if given:
+        return
+    args.gradient_accumulation_steps = 1
+    samples = args.global_batch_size or usual
+    if not packs_tokens(args):
+        per_micro_step = args.per_device_train_batch_size * world_size
+        require(samples % per_micro_step == 0,
+                f"--global_batch_size {samples} is not a multiple of {per_micro_step}, "
+                f"--per_device_train_batch_size times {counted(world_size, 'rank')}")
+        args.gradient_accumulation_steps = max(1, samples // per_micro_step)
+    elif args.auto:
+        args.global_batch_size = samples
 
 
 def check_drop_bad(args, checks):

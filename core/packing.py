@@ -87,20 +87,22 @@ def _shuffled(packs, size, rng):
 
 
 class PackOrder:
-    """Deterministic packs of every epoch. lengths: (n,) tokens per sample.
+    """Deterministic packs of every epoch. lengths: (n,) tokens per sample. numbers: (n,) numbers of
+    these samples in a larger table, which rank_packs and window() return (default: 0 to n - 1).
 
     tokens_per_pack: whole samples up to a token budget; the seed fixes which share a pack, epochs
     shuffle the packs. Or samples_per_pack: a fixed count, with group_by_length of similar lengths.
     shuffle=False keeps the file's order, for validation.
     """
 
-    def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
+    def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
         if max(samples_per_pack, tokens_per_pack) <= 0:
             raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths, self.size = np.asarray(lengths), samples_per_pack
         self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
         self._plans, self._bins, n = {}, None, len(self.lengths)
+        self.numbers = np.arange(n) if numbers is None else numbers
         self.packs_per_epoch = -(-n // samples_per_pack) if samples_per_pack else 0
         if tokens_per_pack:
             order = np.arange(n)
@@ -144,17 +146,21 @@ class PackOrder:
         return EpochPlan(order, np.minimum(np.arange(len(packs) + 1) * self.size, n), packs)
 
     def largest(self):
-        """Sample indices (n,) of the pack with the most tokens."""
+        """Sample numbers (n,) of the pack with the most tokens."""
         plan = self.epoch(0)
-        return max(map(plan.pack, range(len(plan))), key=lambda pack: self.lengths[pack].sum())
+        packs = map(plan.pack, range(len(plan)))
+        return self.numbers[max(packs, key=lambda pack: self.lengths[pack].sum())]
 
     def window(self, epoch, first, count):
-        """Sample indices (n,) of the packs first, first + 1, ...: a step of all ranks."""
-        return np.concatenate([self.epoch(epoch).pack(p) for p in range(first, first + count)])
+        """Sample numbers (n,) of the packs first, first + 1, ...: a step of all ranks."""
+        plan = self.epoch(epoch)
+        return self.numbers[np.concatenate([plan.pack(p) for p in range(first, first + count)])]
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
-    """Yield this rank's packs, lists of indices, from (epoch, first) on; as long on all ranks."""
+    """Yield this rank's packs, lists of sample numbers, from (epoch, first) on. Every rank gets the
+    same number of packs.
+    """
     per_step = world_size * accumulation
     while epoch < epochs:
         plan = order.epoch(epoch)
@@ -162,7 +168,7 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
             # first over ranks, then over micro-steps: N ranks x M micro-steps take the same packs
             # as any other split of N * M
             for micro in range(accumulation):
-                yield plan.pack(step + micro * world_size + rank).tolist()
+                yield order.numbers[plan.pack(step + micro * world_size + rank)].tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may begin in its middle
 
 

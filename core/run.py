@@ -47,6 +47,19 @@ def start(args):
     return world, watch, folder
 
 
+def open_checkpoints(args, world, identity, *keys):
+    """(CheckpointManager, newest intact checkpoint or None, its state or {}). Collective.
+
+    UserError unless that checkpoint has the same `identity`, a dict, and its state these `keys`.
+    """
+    checkpoints = checkpoint.CheckpointManager(
+        world, args.output_dir, args.save_total_limit, args.wait_timeout)
+    resume, state = checkpoints.latest(args.resume)
+    if resume:
+        dist.rank0(world, checkpoint.check_identity, resume, state, identity, *keys)
+    return checkpoints, resume, state
+
+
 @contextlib.contextmanager
 def enough_memory(what):
     """A GPU out of memory in here is a UserError about `what`."""

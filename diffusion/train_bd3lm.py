@@ -82,7 +82,7 @@ import math
 import numpy as np
 import torch
 
-from core import checkpoint, dist, metrics, optim, packing, run, tensor_io, watchdog
+from core import dist, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, problems
 
@@ -149,12 +149,8 @@ identity = {**dataclasses.asdict(layout), "seed": args.seed,
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
                             *([len(chosen), args.best_by] if chosen else [])]
-checkpoints = checkpoint.CheckpointManager(
-    world, args.output_dir, args.save_total_limit, args.wait_timeout)
-resume, state = checkpoints.latest(args.resume)
-if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity, "best", "stale",
-               "t_range", "averaged")
+checkpoints, resume, state = run.open_checkpoints(
+    args, world, identity, "best", "stale", "t_range", "averaged")
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
@@ -273,9 +269,9 @@ def save():
 
 
 # ---- Loop
-sums = torch.zeros(4, dtype=torch.float64, device=device)   # losses, targets, plain losses, masked
-if main_rank and len(state.get("unlogged", ())) == len(sums):
-    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+unlogged = state["unlogged"] if resume and main_rank else [0.0] * 4
+# losses, targets, plain losses, masked tokens since the last log line
+sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
                             state.get("skipped", 0), before_error=checkpoints.wait)
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)

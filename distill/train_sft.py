@@ -13,7 +13,7 @@ OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same comm
 """
 import os
 import sys
-from argparse import SUPPRESS, BooleanOptionalAction
+from argparse import SUPPRESS
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
@@ -30,11 +30,12 @@ p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
 cli.trainer_flags(p)
-p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2)
+cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
+p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2,
+               num_train_epochs=4, per_device_train_batch_size=16, per_device_eval_batch_size=16)
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
-flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
@@ -43,7 +44,6 @@ flag("--group_size", 1, 'number of neighbours by "id" or line that are held out 
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "template setting", choices=("template", "true", "false"))
 flag("--train_turns", "all", "answers trained, each as at its turn", choices=("all", "last"))
-flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
 flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the model's positions")
 flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
      f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
@@ -67,25 +67,13 @@ flag("--keep", None, "chats on which the loss keeps the student close to the bas
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
 flag("--keep_every", 4, SUPPRESS)
 DISTILLING = [action.dest for action in p._actions[known:]]
-# batch, length and learning rate of the run
-flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
-flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
-flag("--per_device_eval_batch_size", 16, "samples per validation batch")
-flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size)")
+# batch and learning rate
+flag("--gradient_accumulation_steps", None, "micro-steps per step (default: --global_batch_size's)",
+     type=int)
 flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
-flag("--num_train_epochs", 4, "passes over the training samples")
-flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
 flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
 flag("--min_lr_ratio", 0.1, "final learning rate as a share of the peak")
 flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up")
-# speed, memory, intervals
-flag("--reshard_after_forward", True, "fsdp: less memory, slower", action=BooleanOptionalAction)
-switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
-switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
-switch("--float8", "lora with --compile: multiply by frozen weights in float8")
-cli.compile_flag(p)
-flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
-flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
 
 
 def check_flags(args, world_size):
@@ -96,7 +84,6 @@ def check_flags(args, world_size):
         args.parallel = "fsdp" if asked or not alone else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
-    args.gradient_accumulation_steps = args.gradient_accumulation_steps or None     # derived below
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
     cli.check_drop_bad(args, CHECKS)
@@ -107,23 +94,7 @@ def check_flags(args, world_size):
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
             "give one of --eval_data_file and --validation_split, not both")
-    require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
-            "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
-    planned = args.auto and "per_device_train_batch_size" not in cli.named(args)
-    if args.gradient_accumulation_steps:
-        require(not args.global_batch_size,
-                "give one of --global_batch_size and --gradient_accumulation_steps")
-    elif args.max_tokens_per_batch or planned:
-        if args.auto:           # derives it from the samples of a step
-            args.global_batch_size = args.global_batch_size or GLOBAL_BATCH
-        args.gradient_accumulation_steps = 1
-    else:
-        samples = args.global_batch_size or GLOBAL_BATCH
-        args.gradient_accumulation_steps, rest = divmod(
-            samples, args.per_device_train_batch_size * world_size)
-        require(not rest, f"--global_batch_size {samples} is not a multiple of "
-                f"--per_device_train_batch_size x {world_size}; or give "
-                "--gradient_accumulation_steps")
+    cli.set_accumulation(args, world_size, p, GLOBAL_BATCH)
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
@@ -135,7 +106,7 @@ from functools import partial
 
 import torch
 
-from core import chat, checkpoint, dist, metrics, optim, packing, run, watchdog
+from core import chat, dist, metrics, optim, packing, run, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 
@@ -217,11 +188,7 @@ if main_rank:
                 "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch
                 else f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data are not comparable
-checkpoints = checkpoint.CheckpointManager(
-    world, args.output_dir, args.save_total_limit, args.wait_timeout)
-resume, state = checkpoints.latest(args.resume)
-if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+checkpoints, resume, state = run.open_checkpoints(args, world, identity)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 best_loss, best_step = math.inf, None
 if state.get("best_step") is not None and state["validation"] == validation:
@@ -230,7 +197,7 @@ if state.get("best_step") is not None and state["validation"] == validation:
 # ---- Order of the packs: a function of (seed, epoch) alone, so any number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation
-order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+order = PackOrder(table.lengths[train_ids], train_ids, tokens_per_pack=args.max_tokens_per_batch,
                   samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 pad_to = 0 if args.teacher_path else args.max_tokens_per_batch      # static shapes
 steps_per_epoch, total_steps = run_length(
@@ -290,10 +257,9 @@ def validate():
     """
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    held_out = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size,
-                         shuffle=False)
-    packs = [[int(eval_ids[i]) for i in pack]
-             for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
+    held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
+                         samples_per_pack=args.per_device_eval_batch_size)
+    packs = list(rank_packs(held_out, world.rank, world.size, 1, epochs=1))
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
@@ -338,14 +304,12 @@ def save():
 
 
 # ---- Loop
-sums = torch.zeros(model.sums, dtype=torch.float64, device=device)
-if main_rank and len(state.get("unlogged", ())) == len(sums):
-    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model.sums,
+                    dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
-    order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
+packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
 loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                prefetch_factor=4, pad_to=pad_to)
 batches = packing.iterate(loader)
@@ -373,7 +337,7 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = packed_lm.step_work(table, train_ids[order.window(epoch, first_pack, per_step)], sizes,
+    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step), sizes,
                                args.use_lora)
     taken = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
