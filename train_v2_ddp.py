@@ -13,7 +13,6 @@ On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import argparse
-import os
 import sys
 
 from core import cli
@@ -92,7 +91,7 @@ if args.float8 or args.base_dtype == "nf4":
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
 main_rank, device = world.is_main, world.device
-ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
+ranks = cli.count_ranks(args)
 # dtype of the computation; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
@@ -170,6 +169,9 @@ if main_rank:
 # validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), "mean", args.text_loss_weight]
 checkpoints, resume, state = run.open_checkpoints(args, world, identity)
+if resume and not args.use_lora:        # a full checkpoint replaces the base
+    config_dict = json_files.read_object(resume / "config.json")
+    model, parts = empty_model(resume, config_dict)
 # resume position: optimizer steps taken, epoch, next pack of that epoch
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 best_loss, best_step = math.inf, None       # best validation so far
@@ -191,17 +193,12 @@ lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resu
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
-    elif resume:
-        empty_model(resume, json_files.read_object(resume / "config.json"))
     plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines)
     print("dry run ok")
     sys.exit(0)
 
 # ---- Model: sharded on the meta device, then loaded; no process holds more than its shard
 watch.report_progress("loading the model", args.wait_timeout)
-if resume and not args.use_lora:        # a full checkpoint replaces the base
-    config_dict = json_files.read_object(resume / "config.json")
-    model, parts = empty_model(resume, config_dict)
 native, net = model.base_model, model.net
 if args.compile:        # before sharding, which hooks into each layer's call
     dist.compile_layers(module.layers(native))
@@ -226,11 +223,11 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), decays)
-scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
+scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
-n_sums = ids.num_codebooks + SUMS      # sums that a step accumulates for the log
+n_sums = ids.num_codebooks + SUMS       # of forward_backward, for the log
 # the same order at each validation; each rank takes a share of the packs
 held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                      samples_per_pack=args.per_device_eval_batch_size)
@@ -248,7 +245,7 @@ def forward_backward(batch, n_audio, n_text, sync):
             audio, text, ends = wrapped(batch)
         loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
-        (loss * (world.size * (scaler.scale if scaler else 1.0))).backward()
+        (loss * (world.size * scaler.scale)).backward()
     return loss, batch_sums(audio, text, ends, batch)
 
 
@@ -316,22 +313,21 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
-        "scaler": scaler and scaler.saved(), "unlogged": unlogged,
+        "scaler": scaler.saved(), "unlogged": unlogged,
         "data": data_facts(table, train_ids), "args": cli.stored(args)})
 
 
 # ---- Loop
 # losses since the last log line, on the device; the host fetches them at log lines only
-n_values = n_sums + 2 * bool(keep_loss)
-sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * n_values,
-                    dtype=torch.float64, device=device)
+sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * (n_sums + 2),
+                    dtype=torch.float64, device=device)     # the last two are of keep_loss
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
-                     pad_to=args.max_tokens_per_batch)
-batches = packing.iterate(loader)       # loader processes read ahead
+batches = packing.iterate(make_loader(      # loader processes read ahead
+    table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
+    pad_to=args.max_tokens_per_batch))
 eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted that validation
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
@@ -362,22 +358,20 @@ while step < total_steps and not stopping:
         # forward, loss, backward
         if keep_loss:       # before the pass below, which reduces these gradients too
             step_sums[n_sums:] += keep_loss.backward(
-                wrapped, collate, world, step, micro, autocast, scaler.scale if scaler else 1.0)
+                wrapped, collate, world, step, micro, autocast, scaler.scale)
         loss, found = forward_backward(batch, n_audio, n_text, sync=micro == accumulation - 1)
         monitor.watch(loss, mine)
         step_sums[:n_sums] += found
 
     # clip: the norm covers all ranks and stays on the device
-    if scaler:
-        scaler.unscale(trainable)
+    scaler.unscale(trainable)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
                                               args.lr_scheduler)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    if scaler:
-        scaler.update(bad)
+    scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step: this one is still running
@@ -393,9 +387,9 @@ while step < total_steps and not stopping:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()
         values = module.loss_report(numbers[:n_sums], args.text_loss_weight, "train")
-        if keep_loss and numbers[-1]:
+        if numbers[-1]:
             values["train/keep_kl"] = numbers[-2] / numbers[-1]
-        if scaler:
+        if args.fp16:
             values["train/loss_scale"] = scaler.scale.item()
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),

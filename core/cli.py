@@ -223,7 +223,7 @@ def parse(parser, check=None, argv=None):
         args.given, status = stored(args), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
         if check:
-            check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
+            check(args, count_ranks(args))
     except UserError as error:
         fail(error, status)
     if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
@@ -438,6 +438,11 @@ def usable_cpus():
 def cpus_per_rank():
     """usable_cpus of each process of this node, at least 1."""
     return max(1, usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def count_ranks(args):
+    """Number of ranks: N of --dry_run N, or torchrun's."""
+    return getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_ranks(ranks):

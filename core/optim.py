@@ -69,32 +69,42 @@ def take_step(optimizer, lr, norm):
 
 
 class Scaler:
-    """--fp16: the loss is scaled, or gradients would vanish; steps that overflow are skipped. As
-    torch.amp.GradScaler, but the global gradient norm, the same on every rank, says whether a step
-    overflowed, and no step waits for it. scale, and steps since it changed, are 0-d on the device.
+    """Scales the loss with --fp16, as gradients would vanish otherwise; without it, does nothing.
+
+    As torch.amp.GradScaler, but a step overflowed if the global gradient norm, the same on every
+    rank, is not finite, and no step waits for it. A step that overflowed is skipped.
     """
 
-    def __init__(self, device, saved=None):
+    def __init__(self, device, enabled, saved=None):
+        """saved: result of saved() in a checkpoint."""
+        self.enabled, self.scale = enabled, 1.0
+        if not enabled:
+            return
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             kernels.FLASH = ()
             cli.notice("no flash attention on this GPU: SDPA, sample by sample")
+        # 0-d on the device; steps since the scale changed
         self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
 
     def unscale(self, parameters):
-        """Make the scaled gradients true ones, in place."""
+        """Divide the gradients by the scale, in place."""
+        if not self.enabled:
+            return
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(grads, 1 / self.scale)
 
     def update(self, bad):
-        """After a step; bad: 0-d, 1 where it was skipped."""
+        """Adapt the scale after a step. bad: 0-d, 1 where it was skipped."""
+        if not self.enabled:
+            return
         steps = torch.where(bad > 0, 0.0, self.steps + 1)
         grown = torch.where(steps >= GROW, self.scale * 2, self.scale)
         self.scale.copy_(torch.where(bad > 0, (self.scale / 2).clamp(min=1.0), grown))
         self.steps.copy_(torch.where(steps >= GROW, 0.0, steps))
 
     def saved(self):
-        """[scale, steps] as python numbers."""
-        return [self.scale.item(), self.steps.item()]
+        """[scale, steps] as Python numbers, or None."""
+        return [self.scale.item(), self.steps.item()] if self.enabled else None
 
 
 class StepMonitor:

@@ -13,7 +13,6 @@ On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import dataclasses
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -91,7 +90,7 @@ world, watch, work_dir = run.start(args)
 if dry:
     from core import memory
     memory.check_disk(args.output_dir, 0, "--output_dir")
-ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 dist.check_device(device, args)

@@ -11,7 +11,6 @@ answers (from the data, or sampled by the student), which learns its distributio
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import os
 import sys
 from argparse import SUPPRESS
 from pathlib import Path
@@ -115,7 +114,7 @@ if args.use_lora:
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
 dist.check_device(device, args)
 if args.tf32:
@@ -189,6 +188,8 @@ if main_rank:
                 else f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data are not comparable
 checkpoints, resume, state = run.open_checkpoints(args, world, identity)
+if resume and not args.use_lora:        # a full checkpoint replaces the base
+    model, parts = empty_model(resume)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 best_loss, best_step = math.inf, None
 if state.get("best_step") is not None and state["validation"] == validation:
@@ -208,8 +209,8 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validate
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
-    if resume:      # on the meta device this only compares shapes
-        adapters.load_adapters(model.net, resume) if args.use_lora else empty_model(resume)
+    if resume and args.use_lora:
+        adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
     plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
                     total_steps - step, kept)
     print("dry run ok")
@@ -219,8 +220,6 @@ held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, t
 
 # ---- Model: sharded on the meta device, then loaded; no process holds more than its shard
 watch.report_progress("loading the model", args.wait_timeout)
-if resume and not args.use_lora:        # a full checkpoint replaces the base
-    model, parts = empty_model(resume)
 sharding = None if args.parallel == "ddp" else {
     "bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward,
     "cpu_offload": args.cpu_offload, "shard_size": args.shard_size}
@@ -239,7 +238,7 @@ new_ends = causal_lm.stop_at(model.native, ends)        # generate stops at trai
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), packed_lm.decays)
-scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
+scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
@@ -299,7 +298,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
-        "skipped": monitor.skipped, "scaler": scaler and scaler.saved(), "unlogged": unlogged,
+        "skipped": monitor.skipped, "scaler": scaler.saved(), "unlogged": unlogged,
         "args": cli.stored(args)}, split=causal_lm.published)
 
 
@@ -355,24 +354,22 @@ while step < total_steps and not stopping:
             with dist.autocast(device, dtype):
                 found = wrapped(batch)          # Sums over this batch's targets, not means
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
-            scale = world.size / work["targets"] * (scaler.scale if scaler else 1.0)
+            scale = world.size / work["targets"] * scaler.scale
             (found.loss * scale).backward()
         monitor.watch(found.loss, mine)
         step_sums += found.stacked()
     if keeper:
-        keeper.learn(step, scaler.scale if scaler else 1.0, log)
+        keeper.learn(step, scaler.scale, log)
 
     # clip
-    if scaler:
-        scaler.unscale(trainable)
+    scaler.unscale(trainable)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    if scaler:
-        scaler.update(bad)
+    scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step: this one is still running
@@ -390,7 +387,7 @@ while step < total_steps and not stopping:
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
-        if scaler:
+        if args.fp16:
             values["train/loss_scale"] = scaler.scale.item()
         if main_rank:
             log.write(step, values)

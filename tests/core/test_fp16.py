@@ -20,7 +20,7 @@ HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
 def test_the_scale_is_that_of_torch(monkeypatch):
     """An overflow halves the scale, steps without one double it; gradients are divided by it."""
     monkeypatch.setattr(optim, "GROW", 5)
-    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"))
+    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"), True)
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     grad, scales = torch.randn(3), set()
@@ -37,7 +37,7 @@ def test_the_scale_is_that_of_torch(monkeypatch):
         theirs.update()
         ours.update(torch.tensor(float(bad)))
         if step % 3 == 0:       # saved and restored
-            ours = optim.Scaler(torch.device("cpu"), ours.saved())
+            ours = optim.Scaler(torch.device("cpu"), True, ours.saved())
         assert ours.scale.item() == theirs.get_scale()
         scales.add(theirs.get_scale())
     assert len(scales) == 5
