@@ -41,13 +41,7 @@ WITHOUT_EFFECT = {
     "--freeze_audio_tower": ("--freeze_llm", BOOLEAN),
     "--freeze_audio_encoder_proj": ("--freeze_llm", BOOLEAN),
     "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
-    "--strategic_logging_steps": ("--freeze_llm", None),
-    "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
-# In run.yaml of older runs: {flag that is gone: the value that every run has now; None: any}
-RETIRED = {"host_memory": None, "asr_time_limit": None, "sample_time_limit": None,
-           "save_minutes": None, "replay_every": None, "eval_ranks": None, "reduce_dtype": "fp32",
-           "audio_loss_reduction": "mean", "noise_schedule": "loglinear", "refresh_steps": "1",
-           "hdp_layout": "hierarchical", "official_t_order": "false", "init_ema": "true"}
+    "--strategic_logging_steps": ("--freeze_llm", None)}
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
@@ -276,13 +270,15 @@ def accept_old_names(parser):
 
 
 def read_config(parser, words):
-    """The command line for the YAML file of `flag: value` lines that --config names. Values stay
-    as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
+    """The words of a command line with the flags of the YAML file that --config names, if any.
+
+    Values stay as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
     """
-    finder, known, made, found = Parser("", add_help=False), parser._option_string_actions, [], []
+    flags = parser._option_string_actions
+    finder = Parser("", add_help=False)
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
-    if not file or "--config" not in known:
+    if not file or "--config" not in flags:
         return []
     import yaml  # comes with transformers
     require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would block
@@ -292,27 +288,26 @@ def read_config(parser, words):
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(tree is None or isinstance(tree, yaml.MappingNode),
             f"--config {file}: must be lines of flag: value")
-    for node, part in tree.value if tree else ():
-        key, value = node.value, part.value
+    file_words, seen = [], set()
+    for key_node, node in tree.value if tree else ():
+        key, value = key_node.value, node.value
         flag, name = f"--{key}", f"--config {file}: {key}"
-        if key in RETIRED and RETIRED[key] in (None, value):
-            notice(f"{name}: is no longer a flag, and ignored")
-            continue
-        require(flag in known and key not in ("config", "help"),
+        require(flag in flags and key not in ("config", "help"),
                 f"{name}: no such flag; --help lists all")
-        require(known[flag].dest not in found, f"{name} is there twice")
-        found.append(known[flag].dest)
-        items = value if isinstance(part, yaml.SequenceNode) else [part]
-        require(all(isinstance(item, yaml.ScalarNode) for item in items),
+        action = flags[flag]
+        require(action.dest not in seen, f"{name} is there twice")      # maybe by its other name
+        seen.add(action.dest)
+        is_list = isinstance(node, yaml.SequenceNode)
+        require(all(isinstance(item, yaml.ScalarNode) for item in (value if is_list else [node])),
                 f"{name} takes a value or a list")
-        if items is value:
-            made += [flag, *(item.value for item in items)]
-        elif isinstance(known[flag], argparse.BooleanOptionalAction):
+        if is_list:
+            file_words += [flag, *(item.value for item in value)]
+        elif isinstance(action, argparse.BooleanOptionalAction):
             require(value.lower() in BOOLEAN, f"{name}: {value} is neither true nor false")
-            made.append(flag if BOOLEAN[value.lower()] else f"--no-{key}")
-        elif part.style or value not in ("", "~", "null"):      # a quoted one is a value
-            made.append(f"{flag}={value}")      # one word: it may begin with a dash
-    return made
+            file_words.append(flag if BOOLEAN[value.lower()] else f"--no-{key}")
+        elif node.style or value not in ("", "~", "null"):      # a quoted null is a text
+            file_words.append(f"{flag}={value}")    # one word, as it may begin with a dash
+    return file_words
 
 
 def config_text(args, script):
@@ -370,7 +365,6 @@ def trainer_flags(p):
     flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
     flag("--parallel", "ddp", "replicas, or shards over all GPUs, in each node, or in groups of N",
          type=sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
-    flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
@@ -476,8 +470,8 @@ def check_trainer(args, world_size, parser):
                  "logging_steps max_bad_steps collective_timeout wait_timeout lora_rank lora_alpha "
                  "gradient_accumulation_steps")
     zero_or_more(args, "max_tokens_per_batch global_batch_size max_steps warmup_steps eval_steps "
-                 "save_steps save_total_limit num_workers preprocess_num_proc max_length shard_size"
-                 " scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
+                 "save_steps save_total_limit num_workers preprocess_num_proc max_length "
+                 "scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
     check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
@@ -501,16 +495,15 @@ def check_trainer(args, world_size, parser):
 
 
 def check_parallel(args, world_size):
-    """--parallel and what goes with it; fills in --shard_size."""
+    """Check --parallel and flags that depend on it; split hsdp:N into parallel and shard_size."""
     args.parallel, _, size = args.parallel.partition(":")
-    args.shard_size, hsdp = int(size or args.shard_size), args.parallel == "hsdp"
-    require(hsdp or not args.shard_size, "--shard_size needs --parallel hsdp")
+    args.shard_size = int(size or 0)
     require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     require(args.gradient_checkpointing != "selective" or args.compile is not True,
             "--gradient_checkpointing selective does not go with --compile; drop one of the two")
-    if hsdp:
+    if args.parallel == "hsdp":
         args.shard_size = args.shard_size or local_ranks(world_size)
         require(world_size % args.shard_size == 0, f"--parallel hsdp: {counted(world_size, 'rank')}"
                 f" cannot be cut into groups of {args.shard_size}")

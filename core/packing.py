@@ -10,6 +10,7 @@ A batch is a dataclass or a NamedTuple of CPU tensors and plain values. Its clas
 `__reduce__ = packing.reduce` and `to = packing.to`.
 """
 import bisect
+import functools
 import itertools
 import os
 import signal
@@ -101,7 +102,9 @@ class PackOrder:
             raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths, self.size = np.asarray(lengths), samples_per_pack
         self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
-        self._plans, self._bins, n = {}, None, len(self.lengths)
+        # the last two: the loader reads ahead into the next epoch
+        self.epoch = functools.lru_cache(2)(self._plan)
+        self._bins, n = None, len(self.lengths)
         self.numbers = np.arange(n) if numbers is None else numbers
         self.packs_per_epoch = -(-n // samples_per_pack) if samples_per_pack else 0
         if tokens_per_pack:
@@ -115,16 +118,9 @@ class PackOrder:
             self._bins = np.asarray(samples), np.asarray(offsets)
             self.packs_per_epoch = len(offsets) - 1
 
-    def epoch(self, epoch):
-        """EpochPlan of `epoch`. The last two are kept: the loader reads ahead into the next one."""
-        plan = self._plans.get(epoch)
-        if plan is None:
-            # another generator: no epoch's order depends on which others were asked for
-            plan = self._plan(np.random.default_rng((self.seed, epoch, 1)))
-            self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1} | {epoch: plan}
-        return plan
-
-    def _plan(self, rng):
+    def _plan(self, epoch):
+        """EpochPlan of an epoch, whatever other epochs were asked for before."""
+        rng = np.random.default_rng((self.seed, epoch, 1))
         n, packs = len(self.lengths), np.arange(self.packs_per_epoch)
         if self._bins:
             return EpochPlan(*self._bins, rng.permutation(packs) if self.shuffle else packs)
