@@ -299,7 +299,7 @@ def save():
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
         "skipped": monitor.skipped, "scaler": scaler.saved(), "unlogged": unlogged,
-        "args": cli.stored(args)}, split=causal_lm.published)
+        "args": cli.safe_flags(args)}, split=causal_lm.published)
 
 
 # ---- Loop
@@ -411,4 +411,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")
+        f"{cli.plural(monitor.skipped, 'step')} skipped{best}")
