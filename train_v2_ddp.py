@@ -252,7 +252,7 @@ def forward_backward(batch, n_audio, n_text, sync):
 if device.type == "cuda":       # try the largest pack now: it must not fail hours into the run
     samples = SpeechSamples(table, ids)
     batch = collate([samples[i] for i in order.largest_pack()], ids, args.max_tokens_per_batch)
-    with run.enough_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
+    with run.explain_out_of_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
         forward_backward(batch.to(device), 1, 1, True)
     model.zero_grad(set_to_none=True)       # discard the trial's gradients
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank

@@ -212,7 +212,7 @@ def read_chats(path, folder, tokens, bad):
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
     found = []
     for records, wrong in chat.read_chunks(path, 1024):
-        bad += [problem(p.name, "invalid", p.what, path) for p in wrong]
+        bad += [problem(p.name, "invalid", p.reason, path) for p in wrong]
         answers = []
         for line, record in records:
             places = [i for i, message in enumerate(record["messages"])

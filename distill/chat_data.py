@@ -133,7 +133,7 @@ def write_table(folder, paths, reading, output_dir=None):
         parallel_map_ordered(chunks, reading.processes, take)
         samples.append(len(columns["lengths"]) - first)
         check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
-        if not samples[-1] and not problems.stopping:
+        if not samples[-1] and not problems.n_fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     bad = problems.settle(hint * bool(problems.counts["too_long"]))

@@ -908,7 +908,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
         scratch.seek(0)
         checkpoint.write_atomically(out_path, write)
     if made:
-        rows = [[p.name, p.check, p.what] for p in refused]
+        rows = [[p.name, p.check, p.reason] for p in refused]
         checkpoint.write_text(note, json.dumps({"made": made, "refused": rows}))
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())

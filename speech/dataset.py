@@ -215,7 +215,7 @@ def read_all(builder, sources, problems, noted=None, folder=None):
             print(f"           first: {one_line(text)}", flush=True)
         for check, n in sorted(notes.items()):
             print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
-        if not kept and not problems.stopping:
+        if not kept and not problems.n_fatal:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
