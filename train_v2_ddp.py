@@ -58,16 +58,16 @@ p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "refe
 
 
 def check_flags(args, world_size):
-    """UserError for flags that would fail later or have no effect; sets derived values."""
+    """Raise UserError for flags that would fail later or have no effect; set derived values."""
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
     choices.check_trainer(args)
     cli.set_accumulation(args, world_size, p)
 
 
-# parsed before torch is imported: --help and wrong flags answer at once
+# parsed before torch is imported, so --help and wrong flags are answered at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None      # one process plans for all
+dry = args.dry_run is not None      # one process plans for all ranks
 
 import math
 from functools import partial
@@ -97,8 +97,8 @@ dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
-# the same table, so each knows the samples and targets of every step without communication
+# ---- Model on the meta device, where it takes no memory, and data. Rank 0 tokenises and all ranks
+# map the same table, so each knows the samples and targets of every step without communication.
 folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path)
 module = weights.module(config_dict)        # speech/v2.py or v3.py, chosen once
@@ -110,8 +110,8 @@ ids = module.token_ids(tokenizer, config)
 
 
 def empty_model(source, config_dict):
-    """(model on the meta device, {weight name: its slices in the files of folder `source`}); only
-    trained weights require gradients. UserError when the folder has other weights than the model.
+    """(model on the meta device, {weight name: its slices in the files of folder `source`}). Only
+    trained weights require gradients. UserError if the folder has other weights than the model.
     """
     # half precision is enough for the frozen base under adapters
     native = net = module.empty_model(config_dict, args.use_lora and dtype or torch.float32, source)
@@ -123,7 +123,7 @@ def empty_model(source, config_dict):
                             rslora=args.use_rslora, dora=args.use_dora)
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
-            parameter.requires_grad_(any(part in name for part in choices.AUDIO_WEIGHTS))
+            parameter.requires_grad_(any(stem in name for stem in choices.AUDIO_WEIGHTS))
     # DDP would wait for the gradients of weights that no loss depends on
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
@@ -134,12 +134,12 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-# a run ends at the first mistake, a dry run lists all; data comes last, as encoding takes hours
+# a run stops at the first mistake, a dry run lists all; data comes last, as encoding takes hours
 setting = args, tokenizer, ids, config, codec_dir, world
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
-    # an option that is off is None, and imports nothing
+    # an option that is off imports nothing
     lambda: args.sample_prompts and import_module("speech.speak").load(*setting),
     lambda: args.keep and import_module("speech.keep").load(*setting),
     lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
@@ -155,7 +155,7 @@ if args.auto or dry:
     data = plan.Data(table, ids, train_ids, eval_ids, prompts, keep_loss)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_model(folder, config_dict)
-args.compile = dist.choose_compile(world, args)         # after the plan, which has priority
+args.compile = dist.choose_compile(world, args)     # after --auto, which may exclude it
 
 # ---- Resume from the newest intact checkpoint, on any number of ranks
 identity = None     # must be equal in a checkpoint and the run that resumes it
@@ -167,7 +167,7 @@ if main_rank:
                 "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
                 "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
 # validation losses are comparable only if these are equal
-validation = [table.fingerprint(eval_ids), "mean", args.text_loss_weight]
+validation = [table.fingerprint(eval_ids), args.text_loss_weight]
 checkpoints, resume, state = run.open_checkpoints(args, world, identity)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     config_dict = json_files.read_object(resume / "config.json")
@@ -235,12 +235,12 @@ eval_packs = list(rank_packs(held_out, world.rank, world.size, 1, epochs=1))
 
 
 def forward_backward(batch, n_audio, n_text, sync):
-    """Add the gradients of one micro-step -> (loss, its sums for the log), without a host sync.
+    """Add the gradients of one micro-step; return (loss, sums for the log). No host sync.
 
     The model returns sums over the batch's targets. They are divided by the targets of the whole
     step on all ranks, so any split over ranks and micro-steps adds up to the same loss.
     """
-    with dist.gradient_sync(wrapped, sync):     # reduced once a step, when complete
+    with dist.gradient_sync(wrapped, sync):     # ranks exchange them in the last micro-step
         with autocast():
             audio, text, ends = wrapped(batch)
         loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
@@ -249,7 +249,7 @@ def forward_backward(batch, n_audio, n_text, sync):
     return loss, batch_sums(audio, text, ends, batch)
 
 
-if device.type == "cuda":       # try the largest pack now: it must not fail hours into the run
+if device.type == "cuda":       # try the largest pack now, or it may fail hours into the run
     samples = SpeechSamples(table, ids)
     batch = collate([samples[i] for i in order.largest_pack()], ids, args.max_tokens_per_batch)
     with run.explain_out_of_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
@@ -270,7 +270,7 @@ def validate():
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(make_loader(
             table, ids, eval_packs, num_workers=min(1, args.num_workers), prefetch_factor=2))):
-        # frequent enough for a prompt stop, rare enough to cost nothing
+        # often enough for a prompt stop, rarely enough to cost nothing
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
         with autocast():
@@ -293,15 +293,15 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
+    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
-    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
+    dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
     stem, named = ("adapter_model", adapters.adapter_weights(net)) if args.use_lora else (
         "model", module.weight_names(native))       # under PEFT's or transformers' names
 
     def save_config(path):
-        # speaking with this checkpoint normalises texts as training did
+        # speech from this checkpoint must normalise texts as training did
         conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
                                    args.base_dtype)
         if args.use_lora:
@@ -328,7 +328,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, f
 batches = packing.iterate(make_loader(      # loader processes read ahead
     table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
     pad_to=args.max_tokens_per_batch))
-eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted that validation
+eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
 print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
@@ -349,19 +349,19 @@ while step < total_steps and not stopping:
         with timer.waiting():
             batch = next(batches).to(device)
         mine = list(batch.samples)
-        # a batch that differs from the plan would make ranks divide by different counts
+        # if a batch differed from the plan, ranks would divide by different counts
         assert batch.counts["audio_targets"] == table.audio_targets[mine].sum()
         # the first step may compile for minutes
         compiling = args.compile and step == start_step
         watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
 
         # forward, loss, backward
-        if keep_loss:       # before the pass below, which reduces these gradients too
+        if keep_loss:       # before the pass below, which also reduces these gradients
             step_sums[n_sums:] += keep_loss.backward(
                 wrapped, collate, world, step, micro, autocast, scaler.scale)
-        loss, found = forward_backward(batch, n_audio, n_text, sync=micro == accumulation - 1)
+        loss, micro_sums = forward_backward(batch, n_audio, n_text, micro == accumulation - 1)
         monitor.watch(loss, mine)
-        step_sums[:n_sums] += found
+        step_sums[:n_sums] += micro_sums
 
     # clip: the norm covers all ranks and stays on the device
     scaler.unscale(trainable)
@@ -374,13 +374,13 @@ while step < total_steps and not stopping:
     scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step: this one is still running
+    monitor.poll()      # of the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(n_audio or n_text and args.text_loss_weight))
 
     # log: the host waits for the device here
     last = step == total_steps
-    # the last step of an epoch is filled up with packs of one padding token
+    # the last step of an epoch is filled with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:

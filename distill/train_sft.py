@@ -96,9 +96,9 @@ def check_flags(args, world_size):
     cli.set_accumulation(args, world_size, p, GLOBAL_BATCH)
 
 
-# parsed before torch is imported: --help and wrong flags answer at once
+# parsed before torch is imported, so --help and wrong flags are answered at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None      # one process plans for all
+dry = args.dry_run is not None      # one process plans for all ranks
 
 import math
 from functools import partial
@@ -122,8 +122,8 @@ if args.tf32:
 dtype = causal_lm.half_dtype(args)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Data: rank 0 tokenises; all ranks map the same table and know the whole order. So each rank
-# knows the samples and targets of every step without communication.
+# ---- Data. Rank 0 tokenises and all ranks map the same table, so each knows the samples and
+# targets of every step without communication.
 for path in filter(None, (args.train_data_file, args.eval_data_file, args.keep)):
     dist.rank0(world, chat.files_of, path)      # do the files exist?
 dist.rank0(world, causal_lm.find_model, args.model_path)        # one rank downloads for all
@@ -133,14 +133,15 @@ tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
 causal_lm.check_vocabulary(tokenizer, config)
 encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking],
                        split=not args.teacher_path)
-prompt = theirs = kept = None
+prompt = teacher_encoder = kept = None
 if args.teacher_path or args.keep:
     from distill import frozen, teaching
 if args.teacher_path:
     dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
-    prompt, theirs, config = teaching.open_side(args, config, tokenizer)
+    prompt, teacher_encoder, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, theirs)
+reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc,
+                            teacher_encoder)
 table, n_train, ends = chat_data.prepare_table(
     world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
     None if dry else args.output_dir)
@@ -251,9 +252,7 @@ sizes = [(packed_lm.layer_weights(net), net.config) for net in (
 # ---- Validation and checkpoints
 @torch.no_grad()
 def validate():
-    """Validate and log; return True if the loss is the best so far, None on all ranks if one was
-    asked to stop. The losses are exact token-weighted means.
-    """
+    """Validate and log; True if the loss is the best so far, None if asked to stop."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
@@ -263,8 +262,9 @@ def validate():
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # rarely: it takes time
-            return None         # the run ends
+        # often enough for a prompt stop, rarely enough to cost nothing
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+            return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
     model.train()
@@ -279,10 +279,10 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
+    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
-    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
+    dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
     stem, named = "model", dict(model.native.named_parameters())
     if args.use_lora:
         stem, named = "adapter_model", adapters.adapter_weights(model.net)
@@ -312,7 +312,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, f
 loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                prefetch_factor=4, pad_to=pad_to)
 batches = packing.iterate(loader)
-eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted that validation
+eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
@@ -338,26 +338,26 @@ while step < total_steps and not stopping:
         epoch, first_pack = epoch + 1, 0
     work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step), sizes,
                                args.use_lora)
-    taken = (next_batch() for _ in range(accumulation))
-    if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
-        taken, work["targets"] = frozen.own_answers(
-            args, world, model, table, list(taken), ends, step, sampler)
+    step_batches = (next_batch() for _ in range(accumulation))
+    if args.on_policy:      # before the first loss, which is divided by the tokens of all answers
+        step_batches, work["targets"] = frozen.own_answers(
+            args, world, model, table, list(step_batches), ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
-    for micro, batch in enumerate(taken):
+    for micro, batch in enumerate(step_batches):
         mine = list(batch.samples)
-        # a batch that differs from the plan would make ranks divide by different counts
+        # if a batch differed from the plan, ranks would divide by different counts
         assert args.on_policy or len(batch.targets) == table.targets[mine].sum()
         assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
             with dist.autocast(device, dtype):
-                found = wrapped(batch)          # Sums over this batch's targets, not means
+                batch_sums = wrapped(batch)     # over this batch's targets
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
             scale = world.size / work["targets"] * scaler.scale
-            (found.loss * scale).backward()
-        monitor.watch(found.loss, mine)
-        step_sums += found.stacked()
+            (batch_sums.loss * scale).backward()
+        monitor.watch(batch_sums.loss, mine)
+        step_sums += batch_sums.stacked()
     if keeper:
         keeper.learn(step, scaler.scale, log)
 
@@ -372,13 +372,13 @@ while step < total_steps and not stopping:
     scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step: this one is still running
+    monitor.poll()      # of the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(work["targets"]))
 
     # log: the host waits for the device here
     last = step == total_steps
-    # the last step of an epoch is filled up with packs of one padding token
+    # the last step of an epoch is filled with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * pad_to or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
