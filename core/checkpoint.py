@@ -338,8 +338,6 @@ class CheckpointManager:
         states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
         if self.world.rank < len(states):
             rng = states[self.world.rank]
-            if isinstance(rng, bytes):      # as they were saved before December 2026
-                rng = torch.load(io.BytesIO(rng), weights_only=True)
             torch.set_rng_state(rng["torch"])
             if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
                 torch.cuda.set_rng_state(rng["cuda"], self.world.device)
@@ -380,7 +378,7 @@ def check_identity(path, state, identity, *keys):
                          f"{', '.join(missing)}")
     for name, value in identity.items():
         before = state["identity"].get(name)
-        # a dry run, and an old checkpoint, know of the data only the beginning, not the codes
+        # a dry run knows the texts of the data, but not the codes, which end the fingerprint
         short, long = sorted((str(before), str(value)), key=len)
         require(before == value or long.startswith(f"{short} audio "),
                 f"{path}: was made with another {name} ({before}, this run {value}); give the same "

@@ -27,9 +27,8 @@ from core.dist import error_names_file
 from core.watchdog import HELD, init_loader
 
 # --group_by_length: ranks of a step get packs of similar length, but steps come in random order. So
-# sorted packs are shuffled in blocks of up to LARGE, at least LEAST an epoch, and within these
-# in blocks of SMALL, the GPUs of a node.
-LARGE, SMALL, LEAST = 512, 8, 64
+# sorted packs are shuffled in blocks of LARGE, or of fewer where an epoch has less than BLOCKS.
+LARGE, SMALL, BLOCKS = 512, 8, 64
 JITTER = 0.01       # relative noise on lengths before sorting, so that neighbours change by epoch
 FIRST_PARTS = 4     # parts made in the main process; small files then need no others
 
@@ -80,13 +79,6 @@ def best_fit(lengths, order, budget):
         yield from bins
 
 
-def _shuffle_blocks(packs, size, rng):
-    """Shuffle packs (n,) in blocks of `size`; a shorter last block stays last."""
-    full = len(packs) // size
-    blocks = packs[:full * size].reshape(full, size)[rng.permutation(full)]
-    return np.concatenate([blocks.ravel(), packs[full * size:]])
-
-
 class PackOrder:
     """Deterministic packs of every epoch.
 
@@ -127,18 +119,18 @@ class PackOrder:
             return EpochPlan(*self._bins, rng.permutation(packs) if self.shuffle else packs)
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         if self.group_by_length:
-            window = self.size * LEAST * LARGE      # samples that are sorted together
+            window = self.size * BLOCKS * LARGE     # samples that are sorted together
             # without noise the same samples would share a pack in every epoch
             keys = -self.lengths * rng.uniform(1, 1 + JITTER * self.shuffle, n)
             windows = (order[a:a + window] for a in range(0, n, window))
             order = np.concatenate([w[np.argsort(keys[w], kind="stable")] for w in windows])
         if self.group_by_length and self.shuffle:
-            large = LARGE
-            while large > SMALL and len(packs) < LEAST * large:
-                large //= 2
-            packs = _shuffle_blocks(packs, large, rng)
-            packs = np.concatenate([_shuffle_blocks(packs[a:a + large], SMALL, rng)
-                                    for a in range(0, len(packs), large)])
+            size = LARGE
+            while size > SMALL and len(packs) < BLOCKS * size:
+                size //= 2
+            whole = len(packs) // size * size       # a shorter last block stays last
+            blocks = rng.permutation(packs[:whole].reshape(-1, size))
+            packs = np.concatenate([blocks.ravel(), packs[whole:]])
         return EpochPlan(order, np.minimum(np.arange(len(packs) + 1) * self.size, n), packs)
 
     def largest_pack(self):
