@@ -115,10 +115,7 @@ def plural(number, noun):
 
 
 def problem_text(lines, shown=20, total=None):
-    """One message with the first `shown` of the lines and the number of problems.
-
-    total: number of problems, if `lines` does not have all of them.
-    """
+    """One message with the first `shown` lines and the number of problems, `total` or all lines."""
     total = total or len(lines)
     more = [f"... and {total - shown} more"] * (total > shown)
     return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:shown], *more])
@@ -151,12 +148,6 @@ class Help(argparse.HelpFormatter):
         return f"{action.help} (default: {default[0] if isinstance(default, list) else default})"
 
 
-def switch(parser, name, help):
-    """Add a flag that is off by default. Its forms are --bf16, --bf16 true and --bf16 false."""
-    parser.add_argument(name, nargs="?", type=boolean, const=True, default=False,
-                        metavar="true|false", help=help)
-
-
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
@@ -170,7 +161,10 @@ class Parser(argparse.ArgumentParser):
             options = {"type": type(default), **options}
         self.add_argument(name, default=default, help=help, **options)
 
-    switch = switch
+    def switch(self, name, help):
+        """Add a flag that is off by default. Its forms are --bf16, --bf16 true and --bf16 false."""
+        self.add_argument(name, nargs="?", type=boolean, const=True, default=False,
+                          metavar="true|false", help=help)
 
     def hide(self, *names):
         """Leave these flags out of --help; they are still accepted."""
@@ -200,7 +194,6 @@ def safe_flags(args):
 
 def parse(parser, check=None, argv=None):
     """Args of a command line, argv or the process's own. check(args, world_size): raises UserError.
-
     A mistake prints one line on rank 0 and exits, with status 2 for a flag that does not exist and
     1 for a wrong value. From here on SIGTERM and SIGUSR1 only set lifetime.stop_requested, and a
     rank dies with torchrun.
@@ -276,9 +269,8 @@ def accept_old_names(parser):
 
 
 def read_config(parser, words):
-    """The words of a command line with the flags of the YAML file that --config names, if any.
-
-    Values stay as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
+    """Words of a command line with the flags of the YAML file that --config names, or []. Values
+    stay as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
     """
     flags = parser._option_string_actions
     finder = Parser("", add_help=False)
@@ -317,7 +309,7 @@ def read_config(parser, words):
 
 
 def config_text(args, script):
-    """YAML of the flags as given, which --config of the script reads."""
+    """YAML of the flags as given, for --config of the script."""
     lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; later flags override it"]
     for name, value in args.given.items():
         if value is not None and name not in ("config", "dry_run"):     # JSON's values are YAML's
@@ -345,9 +337,7 @@ recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(
 
 
 def trainer_flags(p):
-    """Add the flags of every trainer, with the defaults of train_v2_ddp.py; other trainers call
-    p.set_defaults.
-    """
+    """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
     flag, switch = p.flag, p.switch
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
@@ -392,12 +382,9 @@ def trainer_flags(p):
 
 
 def packing_flags(p):
-    """Add the flags that the trainers of speech and chats share, as both pack samples of different
-    lengths. Defaults are those of train_v2_ddp.py.
-    """
+    """Add the flags that only the trainers of speech and chats share; defaults as above."""
     flag, switch = p.flag, p.switch
-    flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits",
-         choices=("bf16", "nf4"))
+    flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("bf16", "nf4"))
     flag("--preprocess_num_proc", min(8, usable_cpus()), "processes per node that prepare data")
     flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
@@ -405,8 +392,7 @@ def packing_flags(p):
     flag("--num_train_epochs", 3, "passes over the training samples")
     flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
     flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
-    flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)",
-         type=int)
+    flag("--save_steps", None, "steps between saves, 0 = at the end (default: 1/10)", type=int)
     flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
          action=argparse.BooleanOptionalAction)
     switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
@@ -541,10 +527,8 @@ def packs_tokens(args):
 
 
 def set_accumulation(args, world_size, parser, usual=0):
-    """Derive --gradient_accumulation_steps from --global_batch_size, unless it is given.
-
-    usual: samples per step without --global_batch_size; 0: one micro-step. Packs of tokens hold
-    varying numbers of samples, so only the plan of --auto can derive it for them.
+    """Derive --gradient_accumulation_steps, unless it is given, from --global_batch_size or `usual`
+    samples per step. For packs of tokens only the plan of --auto can do so.
     """
     is_set = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
     require(not (is_set and args.global_batch_size),
@@ -576,10 +560,8 @@ def check_drop_bad(args, checks):
 
 def set_intervals(args, total_steps, before, validates, **own):
     """Set the intervals that no flag names from the length of the run; return lines that show them.
-
-    before: flags of the checkpoint to resume, or {}; a resumed run keeps the intervals of its first
-    start. own: {flag: steps} of a trainer with other defaults. validates: False if there is nothing
-    to validate.
+    before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
+    steps} of a trainer with other defaults. validates: False if there is nothing to validate.
     """
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}

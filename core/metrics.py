@@ -204,9 +204,8 @@ def read_rows(path):
             rows.append(row)
         elif line.strip() and number < len(lines):
             damaged.append(number)
-    if not damaged:
-        return rows, ""
-    return rows, f"damaged lines: {len(damaged)}, the first is line {damaged[0]}"
+    fault = f"damaged lines: {len(damaged)}, the first is line {damaged[0]}" if damaged else ""
+    return rows, fault
 
 
 def read_metrics(path):
@@ -249,12 +248,6 @@ def loss_clause(rows):
     return f"{clause} and {rise * 100:.1f} % higher at step {last}: take {model}"
 
 
-def wer_clause(share):
-    """Clause about a word error rate."""
-    degree = "" if share <= UNDERSTOOD else "partly " if share <= PARTLY else "not "
-    return f"speech is {degree}understood (word errors {percent(share)})"
-
-
 def verdict(rows, evaluations=()):
     """[clause] about a run. rows: of its metrics.jsonl. evaluations: contents of evaluation.json
     files, {"name", "metrics": {metric: number or None}}.
@@ -265,7 +258,9 @@ def verdict(rows, evaluations=()):
     for evaluation in evaluations:
         wer = evaluation["metrics"].get("wer")
         if wer is not None and math.isfinite(wer):
-            clauses.append(f"{PurePath(evaluation['name']).name}: {wer_clause(wer)}")
+            degree = "" if wer <= UNDERSTOOD else "partly " if wer <= PARTLY else "not "
+            clauses.append(f"{PurePath(evaluation['name']).name}: speech is {degree}understood "
+                           f"(word errors {percent(wer)})")
     return clauses
 
 

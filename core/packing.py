@@ -298,9 +298,7 @@ class Lists:
         return np.array(self.values.array()[offsets[i]:offsets[i + 1]])
 
 
-class _Share(IterableDataset):
-    """The parts that one loader process makes."""
-
+class _Share(IterableDataset):      # the parts that one loader process makes
     def __init__(self, share, processes):
         self.share, self.processes = share, processes
 

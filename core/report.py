@@ -59,15 +59,13 @@ def read_evaluations(run):
 
 def evaluation_table(evaluations):
     """HTML table with a row for each metric and a column for each evaluation."""
-    def cell(value):
-        if value is None:
-            return "–"
-        return f"{value:,.4g}" if isinstance(value, float) else value
     rows = [["", *(evaluation["name"] for evaluation in evaluations)],
             ["verdict", *(evaluation.get("verdict", "") for evaluation in evaluations)]]
-    metric_sets = [evaluation["metrics"] for evaluation in evaluations]
-    for name in dict.fromkeys(name for values in metric_sets for name in values):
-        rows.append([name, *(cell(values.get(name)) for values in metric_sets)])
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation["metrics"])
+    for name in names:
+        values = [evaluation["metrics"].get(name) for evaluation in evaluations]
+        rows.append([name, *("–" if value is None else f"{value:,.4g}" if isinstance(value, float)
+                             else value for value in values)])
     lines = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
     return f'<div class="wide"><table>{lines}</table></div>'
 

@@ -48,9 +48,8 @@ def start(args):
 
 
 def open_checkpoints(args, world, identity, *keys):
-    """(CheckpointManager, newest intact checkpoint or None, its state or {}). Collective.
-
-    UserError unless that checkpoint has the same `identity`, a dict, and its state these `keys`.
+    """(CheckpointManager, newest intact checkpoint or None, its state or {}). UserError unless the
+    checkpoint has the same `identity`, a dict, and its state has these `keys`. Collective.
     """
     checkpoints = checkpoint.CheckpointManager(
         world, args.output_dir, args.save_total_limit, args.wait_timeout)
@@ -97,10 +96,8 @@ def open_log(args, world, step, eval_due):
 
 
 def end(args, watch, checkpoints, log, step, total_steps, stopping, result):
-    """Wait for the last checkpoint, print how the run ended, leave the process group.
-
-    stopping: the run was asked to stop, so the launcher's marker is written. result: text printed
-    for a complete run.
+    """Wait for the last checkpoint, print how the run ended, leave the process group. stopping: the
+    run was asked to stop, so the launcher's marker is written. result: text for a complete run.
     """
     watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
     checkpoints.wait()
