@@ -79,7 +79,7 @@ def error_text(message):
 
 
 def print_error(text, short=""):
-    """Print why this process exits. torchrun repeats it, or `short` if given, in its own report."""
+    """Print why this process exits. torchrun repeats it, or `short` if given, when it ends."""
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": short or text, "timestamp": str(int(time.time()))}

@@ -34,7 +34,7 @@ def duration(seconds):
 
 
 def model_text(model, adapters):
-    """Line with the number of parameters. NF4 layers store two of theirs in a byte."""
+    """Line with the number of parameters. A byte of an NF4 layer holds two."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in model.parameters()) + sum(
         m.in_features * m.out_features - m.weight.numel() for m in model.modules()

@@ -82,8 +82,8 @@ def build_scaler(device, enabled, saved):
 
 
 class StepMonitor:
-    """Tells the host if a step's gradient was not finite or exactly 0, and if a rank was asked to
-    stop. It fetches these flags one step late, so that the device never waits.
+    """Reports to the host if a step's gradient was not finite or exactly 0, and if a rank was asked
+    to stop. It fetches these flags one step late, so that the device never waits.
     """
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
