@@ -1,4 +1,4 @@
-"""Your files -> batches: labelled, packed batches of conversations and codec codes.
+"""Your files -> labelled, packed batches of conversations and codec codes.
 
 Rank 0 tokenises every sample once into a table on disk (speech/dataset.py); clips are encoded once
 into a cache (speech/codes.py). A loader worker turns a list of sample numbers into one PackedBatch:
@@ -56,7 +56,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
 
 
 class SpeechSamples(Dataset):
-    """Samples of a Table as numpy arrays, assembled on demand."""
+    """Dataset of the samples of a Table, assembled on demand as dicts of numpy arrays."""
 
     def __init__(self, table, ids):
         self.table, self.ids = table, ids
@@ -83,21 +83,23 @@ def padding_sample(n, ids):
 def collate(samples, ids, pad_to=0):
     """List of sample dicts -> PackedBatch. pad_to: pad the flat sequence to this many tokens.
 
-    An empty list gives a batch of padding with zero weight, since every rank runs every step."""
+    An empty list gives a batch of padding with zero weight, as every rank runs every step.
+    """
     total = sum(len(sample["input_ids"]) for sample in samples)
     padding = max(pad_to - total, 0 if samples else 1)
     samples = [*samples, *(padding_sample(min(PAD_LENGTH, padding - start), ids)
                            for start in range(0, padding, PAD_LENGTH))]
 
-    def joined(name):
+    def join(name):
         return np.concatenate([sample[name] for sample in samples])
 
-    is_audio, next_text = joined("is_audio"), np.append(joined("text_labels")[1:], IGNORE)
+    is_audio, next_text = join("is_audio"), np.append(join("text_labels")[1:], IGNORE)
     seqlens = [len(sample["input_ids"]) for sample in samples]
     starts = np.cumsum([0, *seqlens])
     next_text[starts[1:] - 1] = IGNORE          # a sample's last token predicts nothing
-    audio_at = np.concatenate([one["audio_at"] + start for one, start in zip(samples, starts)])
-    targets = joined("audio_targets")
+    audio_at = np.concatenate([sample["audio_at"] + start
+                               for sample, start in zip(samples, starts)])
+    targets = join("audio_targets")
     # all text rows first, then all audio rows: each FFN reads one contiguous slice
     text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
     seq_index = np.empty(len(is_audio), np.int64)
@@ -106,8 +108,8 @@ def collate(samples, ids, pad_to=0):
     numbers = tuple(sample["number"] for sample in samples if sample["number"] is not None)
     counts = {"tokens": total, "samples": len(numbers), "padding": padding,
               "audio_targets": int((targets != IGNORE).sum()), "text_targets": len(text_at)}
-    tensors = [joined("input_ids"), np.concatenate([np.arange(n) for n in seqlens]),
-               starts.astype(np.int32), joined("audio_ids"), audio_pos, text_pos, seq_index,
+    tensors = [join("input_ids"), np.concatenate([np.arange(n) for n in seqlens]),
+               starts.astype(np.int32), join("audio_ids"), audio_pos, text_pos, seq_index,
                seq_index[audio_at], targets, seq_index[text_at], next_text[text_at]]
     return PackedBatch(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128,
                        tuple(seqlens), numbers, counts)

@@ -13,7 +13,6 @@ On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import argparse
-import os
 import sys
 
 from core import cli
@@ -24,6 +23,7 @@ from speech import choices
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. Flags of speech/prepare_tts.py work too.")
 flag, switch = p.flag, p.switch
 cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --output_dir, ...
+cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
@@ -31,43 +31,25 @@ flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or modu
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
 switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
-flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
 flag("--validation_split", None, "share held out (default: 0.005; small data: 5 %%)", type=float)
 switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
-flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that prepare data")
 flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
      f"or found by {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
-# batch and length of the run
-flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
-flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
-flag("--per_device_eval_batch_size", 1, "samples per validation batch")
+# batch and optimization
 flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
 flag("--global_batch_size", 0, "samples per step; derives the accumulation")
 switch("--group_by_length", "put samples of similar length into the same micro-step")
-flag("--num_train_epochs", 3, "passes over the training samples")
-flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
-# optimization
 flag("--learning_rate", 5e-5, "peak learning rate")
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; the loss keeps the adapter close to them")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 10 steps")
 flag("--keep_every", 10, argparse.SUPPRESS)
-# speed and memory
-flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
-     action=argparse.BooleanOptionalAction)
-switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
-switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
-switch("--float8", "lora, compiled: multiply by frozen weights in float8")
-cli.compile_flag(p)
-# logging, validation, checkpoints
-flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
-flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
@@ -76,15 +58,16 @@ p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "refe
 
 
 def check_flags(args, world_size):
-    """UserError for flags that would fail later or have no effect; sets derived values."""
+    """Raise UserError for flags that would fail later or have no effect; set derived values."""
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
-    choices.check_trainer(args, world_size)
+    choices.check_trainer(args)
+    cli.set_accumulation(args, world_size, p)
 
 
-# parsed before torch is imported: --help and wrong flags answer at once
+# parsed before torch is imported, so --help and wrong flags are answered at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None      # one process plans for all
+dry = args.dry_run is not None      # one process plans for all ranks
 
 import math
 from functools import partial
@@ -94,8 +77,7 @@ from pathlib import Path
 import torch
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from core import adapters, checkpoint, dist, json_files, metrics, optim, packing, run, tensor_io
-from core import watchdog
+from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
@@ -109,14 +91,14 @@ if args.float8 or args.base_dtype == "nf4":
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
 main_rank, device = world.is_main, world.device
-ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
+ranks = cli.count_ranks(args)
 # dtype of the computation; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
-# the same table, so each knows the samples and targets of every step without communication
+# ---- Model on the meta device, where it takes no memory, and data. Rank 0 tokenises and all ranks
+# map the same table, so each knows the samples and targets of every step without communication.
 folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path)
 module = weights.module(config_dict)        # speech/v2.py or v3.py, chosen once
@@ -128,8 +110,8 @@ ids = module.token_ids(tokenizer, config)
 
 
 def empty_model(source, config_dict):
-    """(model on the meta device, {weight name: its slices in the files of folder `source`}); only
-    trained weights require gradients. UserError when the folder has other weights than the model.
+    """(model on the meta device, {weight name: its slices in the files of folder `source`}). Only
+    trained weights require gradients. UserError if the folder has other weights than the model.
     """
     # half precision is enough for the frozen base under adapters
     native = net = module.empty_model(config_dict, args.use_lora and dtype or torch.float32, source)
@@ -141,7 +123,7 @@ def empty_model(source, config_dict):
                             rslora=args.use_rslora, dora=args.use_dora)
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
-            parameter.requires_grad_(any(part in name for part in choices.AUDIO_WEIGHTS))
+            parameter.requires_grad_(any(stem in name for stem in choices.AUDIO_WEIGHTS))
     # DDP would wait for the gradients of weights that no loss depends on
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
@@ -152,12 +134,12 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-# a run ends at the first mistake, a dry run lists all; data comes last, as encoding takes hours
+# a run stops at the first mistake, a dry run lists all; data comes last, as encoding takes hours
 setting = args, tokenizer, ids, config, codec_dir, world
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
-    # an option that is off is None, and imports nothing
+    # an option that is off imports nothing
     lambda: args.sample_prompts and import_module("speech.speak").load(*setting),
     lambda: args.keep and import_module("speech.keep").load(*setting),
     lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
@@ -173,7 +155,7 @@ if args.auto or dry:
     data = plan.Data(table, ids, train_ids, eval_ids, prompts, keep_loss)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_model(folder, config_dict)
-args.compile = dist.choose_compile(world, args)         # after the plan, which has priority
+args.compile = dist.choose_compile(world, args)     # after --auto, which may exclude it
 
 # ---- Resume from the newest intact checkpoint, on any number of ranks
 identity = None     # must be equal in a checkpoint and the run that resumes it
@@ -185,12 +167,11 @@ if main_rank:
                 "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
                 "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
 # validation losses are comparable only if these are equal
-validation = [table.fingerprint(eval_ids), "mean", args.text_loss_weight]
-checkpoints = checkpoint.CheckpointManager(
-    world, args.output_dir, args.save_total_limit, args.wait_timeout)
-resume, state = checkpoints.latest(args.resume)
-if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+validation = [table.fingerprint(eval_ids), args.text_loss_weight]
+checkpoints, resume, state = run.open_checkpoints(args, world, identity)
+if resume and not args.use_lora:        # a full checkpoint replaces the base
+    config_dict = json_files.read_object(resume / "config.json")
+    model, parts = empty_model(resume, config_dict)
 # resume position: optimizer steps taken, epoch, next pack of that epoch
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 best_loss, best_step = math.inf, None       # best validation so far
@@ -200,7 +181,7 @@ if state.get("best_step") is not None and state["validation"] == validation:
 # ---- Order of the packs: a function of (seed, epoch) alone, so any number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation     # packs; micro-step m of rank r takes pack first + m * ranks + r
-order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+order = PackOrder(table.lengths[train_ids], train_ids, tokens_per_pack=args.max_tokens_per_batch,
                   samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
                   group_by_length=args.group_by_length)
 steps_per_epoch, total_steps = run_length(
@@ -212,17 +193,12 @@ lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resu
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
-    elif resume:
-        empty_model(resume, json_files.read_object(resume / "config.json"))
     plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines)
     print("dry run ok")
     sys.exit(0)
 
 # ---- Model: sharded on the meta device, then loaded; no process holds more than its shard
 watch.report_progress("loading the model", args.wait_timeout)
-if resume and not args.use_lora:        # a full checkpoint replaces the base
-    config_dict = json_files.read_object(resume / "config.json")
-    model, parts = empty_model(resume, config_dict)
 native, net = model.base_model, model.net
 if args.compile:        # before sharding, which hooks into each layer's call
     dist.compile_layers(module.layers(native))
@@ -247,37 +223,36 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), decays)
-scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
+scaler = optim.build_scaler(device, args.fp16, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
-n_sums = ids.num_codebooks + SUMS      # sums that a step accumulates for the log
+n_sums = ids.num_codebooks + SUMS       # of forward_backward, for the log
 # the same order at each validation; each rank takes a share of the packs
-held_out = PackOrder(table.lengths[eval_ids], shuffle=False,
+held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                      samples_per_pack=args.per_device_eval_batch_size)
-eval_packs = [[int(eval_ids[i]) for i in pack]
-              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
+eval_packs = list(rank_packs(held_out, world.rank, world.size, 1, epochs=1))
 
 
 def forward_backward(batch, n_audio, n_text, sync):
-    """Add the gradients of one micro-step -> (loss, its sums for the log), without a host sync.
+    """Add the gradients of one micro-step; return (loss, sums for the log). No host sync.
 
     The model returns sums over the batch's targets. They are divided by the targets of the whole
     step on all ranks, so any split over ranks and micro-steps adds up to the same loss.
     """
-    with dist.gradient_sync(wrapped, sync):     # reduced once a step, when complete
+    with dist.gradient_sync(wrapped, sync):     # ranks exchange them in the last micro-step
         with autocast():
             audio, text, ends = wrapped(batch)
         loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
-        (loss * (world.size * (scaler.scale if scaler else 1.0))).backward()
+        scaler.scale(loss * world.size).backward()
     return loss, batch_sums(audio, text, ends, batch)
 
 
-if device.type == "cuda":       # try the largest pack now: it must not fail hours into the run
-    largest, samples = order.largest(), SpeechSamples(table, ids)
-    batch = collate([samples[int(train_ids[i])] for i in largest], ids, args.max_tokens_per_batch)
-    with run.enough_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
+if device.type == "cuda":       # try the largest pack now, or it may fail hours into the run
+    samples = SpeechSamples(table, ids)
+    batch = collate([samples[i] for i in order.largest_pack()], ids, args.max_tokens_per_batch)
+    with run.explain_out_of_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
         forward_backward(batch.to(device), 1, 1, True)
     model.zero_grad(set_to_none=True)       # discard the trial's gradients
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
@@ -295,7 +270,7 @@ def validate():
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(make_loader(
             table, ids, eval_packs, num_workers=min(1, args.num_workers), prefetch_factor=2))):
-        # frequent enough for a prompt stop, rare enough to cost nothing
+        # often enough for a prompt stop, rarely enough to cost nothing
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
         with autocast():
@@ -318,15 +293,15 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
+    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
-    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
+    dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
     stem, named = ("adapter_model", adapters.adapter_weights(net)) if args.use_lora else (
         "model", module.weight_names(native))       # under PEFT's or transformers' names
 
     def save_config(path):
-        # speaking with this checkpoint normalises texts as training did
+        # speech from this checkpoint must normalise texts as training did
         conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
                                    args.base_dtype)
         if args.use_lora:
@@ -338,24 +313,22 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
-        "scaler": scaler and scaler.saved(), "unlogged": unlogged,
-        "data": data_facts(table, train_ids), "args": cli.stored(args)})
+        "scaler": scaler.state_dict(), "unlogged": unlogged,
+        "data": data_facts(table, train_ids), "args": cli.safe_flags(args)})
 
 
 # ---- Loop
 # losses since the last log line, on the device; the host fetches them at log lines only
-sums = torch.zeros(n_sums + 2 * bool(keep_loss), dtype=torch.float64, device=device)
-if main_rank and len(state.get("unlogged", ())) == len(sums):
-    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * (n_sums + 2),
+                    dtype=torch.float64, device=device)     # the last two are of keep_loss
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
-    order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
-loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
-                     pad_to=args.max_tokens_per_batch)
-batches = packing.iterate(loader)       # loader processes read ahead
-eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted that validation
+packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
+batches = packing.iterate(make_loader(      # loader processes read ahead
+    table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
+    pad_to=args.max_tokens_per_batch))
+eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
 print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
@@ -368,8 +341,7 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = step_work(config, table, train_ids[
-        order.window(epoch, first_pack, per_step)], args.use_lora)
+    work = step_work(config, table, order.window(epoch, first_pack, per_step), args.use_lora)
     n_audio, n_text = work["audio_targets"], work["text_targets"]
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
@@ -377,50 +349,48 @@ while step < total_steps and not stopping:
         with timer.waiting():
             batch = next(batches).to(device)
         mine = list(batch.samples)
-        # a batch that differs from the plan would make ranks divide by different counts
+        # if a batch differed from the plan, ranks would divide by different counts
         assert batch.counts["audio_targets"] == table.audio_targets[mine].sum()
         # the first step may compile for minutes
         compiling = args.compile and step == start_step
         watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
 
         # forward, loss, backward
-        if keep_loss:       # before the pass below, which reduces these gradients too
+        if keep_loss:       # before the pass below, which also reduces these gradients
             step_sums[n_sums:] += keep_loss.backward(
-                wrapped, collate, world, step, micro, autocast, scaler.scale if scaler else 1.0)
-        loss, found = forward_backward(batch, n_audio, n_text, sync=micro == accumulation - 1)
+                wrapped, collate, world, step, micro, autocast, scaler.get_scale())
+        loss, micro_sums = forward_backward(batch, n_audio, n_text, micro == accumulation - 1)
         monitor.watch(loss, mine)
-        step_sums[:n_sums] += found
+        step_sums[:n_sums] += micro_sums
 
     # clip: the norm covers all ranks and stays on the device
-    if scaler:
-        scaler.unscale(trainable)
+    scaler.unscale_(optimizer)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
                                               args.lr_scheduler)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    if scaler:
-        scaler.update(bad)
+    scaler.update()
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step: this one is still running
+    monitor.poll()      # of the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(n_audio or n_text and args.text_loss_weight))
 
     # log: the host waits for the device here
     last = step == total_steps
-    # the last step of an epoch is filled up with packs of one padding token
+    # the last step of an epoch is filled with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()
         values = module.loss_report(numbers[:n_sums], args.text_loss_weight, "train")
-        if keep_loss and numbers[-1]:
+        if numbers[-1]:
             values["train/keep_kl"] = numbers[-2] / numbers[-1]
-        if scaler:
-            values["train/loss_scale"] = scaler.scale.item()
+        if args.fp16:
+            values["train/loss_scale"] = scaler.get_scale()
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
@@ -447,4 +417,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")
+        f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

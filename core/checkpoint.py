@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch.distributed import HashStore
 
 from core import dist, json_files, optim, tensor_io
-from core.cli import UserError, notice, printable, require
+from core.cli import UserError, notice, one_line, require
 from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
@@ -176,7 +176,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
     while (lock := try_lock(path)) is None:
         owner = f"see {path}"
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            owner = printable(file.read(500).decode(errors="replace").strip())
+            owner = one_line(file.read(500).decode(errors="replace").strip())
         require(time.monotonic() < end, f"{flag} {folder}: another run is using it ({owner}); end "
                                         f"that one, or give another {flag}")
         if wait_s > WAIT_S:
@@ -338,8 +338,6 @@ class CheckpointManager:
         states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
         if self.world.rank < len(states):
             rng = states[self.world.rank]
-            if isinstance(rng, bytes):      # as they were saved before December 2026
-                rng = torch.load(io.BytesIO(rng), weights_only=True)
             torch.set_rng_state(rng["torch"])
             if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
                 torch.cuda.set_rng_state(rng["cuda"], self.world.device)
@@ -380,7 +378,7 @@ def check_identity(path, state, identity, *keys):
                          f"{', '.join(missing)}")
     for name, value in identity.items():
         before = state["identity"].get(name)
-        # a dry run, and an old checkpoint, know of the data only the beginning, not the codes
+        # a dry run knows the texts of the data, but not the codes, which end the fingerprint
         short, long = sorted((str(before), str(value)), key=len)
         require(before == value or long.startswith(f"{short} audio "),
                 f"{path}: was made with another {name} ({before}, this run {value}); give the same "

@@ -1,6 +1,6 @@
-"""Flags of a script, one line for a mistake in them, and safe printing of users' files.
+"""Flags of the scripts, errors of one line, and safe printing of text from users' files.
 
-Imports the standard library only: --help and a mistake answer before torch is imported.
+Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
 import contextlib
@@ -25,8 +25,8 @@ BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 GIVE_WAY_S = 5          # seconds other ranks leave rank 0 to report a mistake
 
-# Flags of launch lines that people have, of Hugging Face's scripts, ms-swift and earlier trainers.
-# Each is accepted where the script has ours; no --help shows them.
+# {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
+# flag accepts the other name too, but --help does not show it.
 OLD_NAMES = {
     "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank", "--deepspeed": "--parallel",
     "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
@@ -34,21 +34,15 @@ OLD_NAMES = {
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
     "--torch_compile": "--compile"}
-# Accepted without effect, where the script has our flag: {flag: (our flag, its values)}
+# {flag that is accepted without effect: (script must have this flag, accepted values)}
 WITHOUT_EFFECT = {
     "--optim": ("--weight_decay", ("adamw_torch_fused", "adamw_torch")),
     "--dataloader_pin_memory": ("--num_workers", TRUE),
     "--freeze_audio_tower": ("--freeze_llm", BOOLEAN),
     "--freeze_audio_encoder_proj": ("--freeze_llm", BOOLEAN),
     "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
-    "--strategic_logging_steps": ("--freeze_llm", None),
-    "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
-# In run.yaml of older runs: {flag that is gone: the value that every run has now; None: any}
-RETIRED = {"host_memory": None, "asr_time_limit": None, "sample_time_limit": None,
-           "save_minutes": None, "replay_every": None, "eval_ranks": None, "reduce_dtype": "fp32",
-           "audio_loss_reduction": "mean", "noise_schedule": "loglinear", "refresh_steps": "1",
-           "hdp_layout": "hierarchical", "official_t_order": "false", "init_ema": "true"}
-# Control characters, line separators, marks that turn the direction of text, halves of characters
+    "--strategic_logging_steps": ("--freeze_llm", None)}
+# Control characters, line separators, marks of text direction, and halves of surrogate pairs
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
 PASSWORD = re.compile(r"(?<=://)[^/?#\s]*(?=@)")        # http://user:password@host
@@ -57,7 +51,7 @@ SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|"
 
 
 class UserError(Exception):
-    """A mistake in flags, files or data: rank 0 prints str() as one line, all processes exit."""
+    """A mistake in flags, files or data. Rank 0 prints it as one line and all processes exit."""
 
 
 def require(condition, message):
@@ -66,37 +60,37 @@ def require(condition, message):
         raise UserError(message)
 
 
-# ---- Text: a name in a data file may hold line feeds and terminal escapes, and be megabytes long
+# ---- Text. A name in a data file may hold line feeds and terminal escapes, or megabytes.
 
 
-def printable(text, limit=500):
-    """str(text) as one line of about `limit` characters, no control characters, no passwords."""
-    text = PASSWORD.sub("***", str(text))       # first: the cut may remove the sign that ends one
+def one_line(text, limit=500):
+    """str(text) as one line of about `limit` characters without control characters or passwords."""
+    text = PASSWORD.sub("***", str(text))       # before the cut, which may remove the "@"
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
-    return HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
+    return HIDDEN.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def error_text(message):
-    """A message for the terminal: each line printable, all but the first indented."""
-    lines = (printable(line, 2000) for line in str(message).split("\n"))
+    """A message for the terminal, with one_line applied to each line; later lines are indented."""
+    lines = (one_line(line, 2000) for line in str(message).split("\n"))
     return "\n  ".join(line.removeprefix("  ") for line in lines)
 
 
 def print_error(text, short=""):
-    """Print why this process exits; torchrun, which repeats it at its end, gets it or `short`."""
+    """Print why this process exits. torchrun repeats it, or `short` if given, when it ends."""
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        about = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):      # torchrun fails at half a file
+        extra = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):      # renamed: torchrun fails on an incomplete file
             Path(f"{path}.new").write_text(json.dumps(
-                {"message": {"message": short or text, "extraInfo": about}}))
+                {"message": {"message": short or text, "extraInfo": extra}}))
             os.replace(f"{path}.new", path)
 
 
 def fail(message, status=1):
-    """End this process with one line, which rank 0 prints."""
+    """Exit with one line of error, printed by rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
         print_error(error_text(f"error: {message}"))
     else:
@@ -105,7 +99,7 @@ def fail(message, status=1):
 
 
 def notice(text):
-    """Say something about the run once, on rank 0."""
+    """Print a notice on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"notice     {text}", flush=True)
 
@@ -115,30 +109,30 @@ def first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def counted(number, noun):
-    """1 rank, 2 ranks."""
+def plural(number, noun):
+    """A number with its noun: 1 rank, 2 ranks."""
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
 def problem_text(lines, shown=20, total=None):
-    """Problems as one message: the first `shown`, and how many there are of `total` or of these."""
+    """One message with the first `shown` lines and the number of problems, `total` or all lines."""
     total = total or len(lines)
     more = [f"... and {total - shown} more"] * (total > shown)
     return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:shown], *more])
 
 
 def require_package(name, purpose, install=None):
-    """UserError that says how to install a package that is missing. purpose: what needs it."""
+    """UserError that says how to install a package if it is missing. purpose: what needs it."""
     require(importlib.util.find_spec(name),
             f"{purpose}: the package {name} is missing: pip install {install or name}")
 
 
-def without_secrets(value):
-    """A JSON value as it may be stored: URLs in it lose names, passwords and keys."""
+def remove_secrets(value):
+    """A JSON value whose URLs have lost user names, passwords and keys."""
     if isinstance(value, dict):
-        return {name: without_secrets(part) for name, part in value.items()}
+        return {name: remove_secrets(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_secrets(part) for part in value]
+        return [remove_secrets(item) for item in value]
     return SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value
 
 
@@ -147,36 +141,33 @@ def without_secrets(value):
 
 class Help(argparse.HelpFormatter):
     def _get_help_string(self, action):
-        """A flag's help with its default, unless there is none or the help has it in words."""
-        if not action.default or action.default == argparse.SUPPRESS or "default:" in action.help:
+        """Append the default to a flag's help, unless it is empty or the help names it already."""
+        default = action.default
+        if not default or default == argparse.SUPPRESS or "default:" in action.help:
             return action.help
-        listed = isinstance(action.default, list)
-        return f"{action.help} (default: {action.default[0] if listed else '%(default)s'})"
-
-
-def switch(parser, name, help):
-    """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
-    parser.add_argument(name, nargs="?", type=boolean, const=True, default=False,
-                        metavar="true|false", help=help)
+        return f"{action.help} (default: {default[0] if isinstance(default, list) else default})"
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser without abbreviations, which change meaning with each new flag."""
+    """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
     def __init__(self, description, **options):
         super().__init__(description=description, usage="%(prog)s [--flag value ...]",
                          allow_abbrev=False, formatter_class=Help, **options)
 
     def flag(self, name, default, help, **options):
-        """add_argument; the value has the type of the default, or of options["type"]."""
+        """add_argument() whose type is that of the default, unless options have a type."""
         if isinstance(default, (int, float)) and "action" not in options:
             options = {"type": type(default), **options}
         self.add_argument(name, default=default, help=help, **options)
 
-    switch = switch
+    def switch(self, name, help):
+        """Add a flag that is off by default. Its forms are --bf16, --bf16 true and --bf16 false."""
+        self.add_argument(name, nargs="?", type=boolean, const=True, default=False,
+                          metavar="true|false", help=help)
 
     def hide(self, *names):
-        """These flags are accepted, but --help does not show them."""
+        """Leave these flags out of --help; they are still accepted."""
         for action in self._actions:
             if action.dest in names:
                 action.help = argparse.SUPPRESS
@@ -186,27 +177,29 @@ class Parser(argparse.ArgumentParser):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, before check_flags derived values; named, by the user."""
+    """Parsed flags. Two attributes are not in vars(): `given`, the flags as parsed, before checks
+    derive values; and `named`, the set of flags that the command line or --config names.
+    """
     __slots__ = ("given", "named")
 
 
-def named(args):
+def named_flags(args):
     return getattr(args, "named", set())
 
 
-def stored(args):
-    """{name: value} of all flags, without passwords: what every file and board gets."""
-    return without_secrets(vars(args))
+def safe_flags(args):
+    """{name: value} of all flags without passwords, for files, TensorBoard and W&B."""
+    return remove_secrets(vars(args))
 
 
 def parse(parser, check=None, argv=None):
-    """Args of a command line, argv or the process's own. check(args, world_size) may raise
-    UserError. A mistake ends the process with one line, printed by rank 0: status 2 for a flag that
-    does not exist, 1 for a value. From here on SIGTERM and SIGUSR1 are noted instead of killing
-    (lifetime.stop_requested), and a rank dies with torchrun.
+    """Args of a command line, argv or the process's own. check(args, world_size): raises UserError.
+    A mistake prints one line on rank 0 and exits, with status 2 for a flag that does not exist and
+    1 for a wrong value. From here on SIGTERM and SIGUSR1 only set lifetime.stop_requested, and a
+    rank dies with torchrun.
     """
     words, status = sys.argv[1:] if argv is None else list(argv), 2
-    lifetime.end_with_torchrun()        # first: imports take seconds
+    lifetime.end_with_torchrun()        # before the imports, which take seconds
     if argv is None:
         prepare_process(words)
     accept_old_names(parser)
@@ -220,10 +213,10 @@ def parse(parser, check=None, argv=None):
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        args.given, status = stored(args), 1
+        args.given, status = safe_flags(args), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
         if check:
-            check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
+            check(args, count_ranks(args))
     except UserError as error:
         fail(error, status)
     if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
@@ -237,23 +230,23 @@ def parse(parser, check=None, argv=None):
 
 
 def prepare_process(words):
-    """Prepare a script's process before its imports. words: its command line."""
+    """Set up a script's process before its imports. words: its command line."""
     with contextlib.suppress(AttributeError, io.UnsupportedOperation):      # stderr may be no file
-        faulthandler.enable()       # a crash in native code prints where each thread was
+        faulthandler.enable()       # a crash in native code prints the stack of each thread
     if sys.stdout:      # a log file shows each line at once
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
-    gc.disable()        # a quarter of the time of imports; dist.init() turns it on again
+    sys.argv[1:] = map(remove_secrets, words)      # W&B stores the command line of a run
+    gc.disable()        # imports take a quarter less time; dist.init() enables it again
     sys.excepthook = report_interrupt
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        # notes have it where torch wants a colon
+        # common launch lines write max_split_size_mb=128, but torch wants a colon
         if "=" in (value := os.environ.get(name, "")):
             os.environ[name] = value.replace("=", ":")
             notice(f"{name}={value} is read as {os.environ[name]}")
 
 
 def report_interrupt(kind, *error):
-    """sys.excepthook until the imports are done: Ctrl-C is one line, of rank 0."""
+    """sys.excepthook during the imports: Ctrl-C prints one line, on rank 0."""
     if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, *error)
     elif os.environ.get("RANK", "0") == "0":
@@ -261,13 +254,13 @@ def report_interrupt(kind, *error):
 
 
 def accept_old_names(parser):
-    """Have a parser take the flags of OLD_NAMES and WITHOUT_EFFECT that suit it."""
+    """Let a parser accept the flags of OLD_NAMES and WITHOUT_EFFECT that apply to it."""
     known = parser._option_string_actions
-    for old, ours in OLD_NAMES.items():
-        if ours in known:
-            known.setdefault(old, known[ours])
-    for old, (ours, values) in WITHOUT_EFFECT.items():
-        if ours in known and old not in known:
+    for old, new in OLD_NAMES.items():
+        if new in known:
+            known.setdefault(old, known[new])
+    for old, (required, values) in WITHOUT_EFFECT.items():
+        if required in known and old not in known:
             parser.add_argument(old, nargs="?", type=str.lower, choices=values,
                                 default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
@@ -276,13 +269,14 @@ def accept_old_names(parser):
 
 
 def read_config(parser, words):
-    """The command line for the YAML file of `flag: value` lines that --config names. Values stay
-    as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
+    """Words of a command line with the flags of the YAML file that --config names, or []. Values
+    stay as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
     """
-    finder, known, made, found = Parser("", add_help=False), parser._option_string_actions, [], []
+    flags = parser._option_string_actions
+    finder = Parser("", add_help=False)
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
-    if not file or "--config" not in known:
+    if not file or "--config" not in flags:
         return []
     import yaml  # comes with transformers
     require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would block
@@ -292,31 +286,30 @@ def read_config(parser, words):
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(tree is None or isinstance(tree, yaml.MappingNode),
             f"--config {file}: must be lines of flag: value")
-    for node, part in tree.value if tree else ():
-        key, value = node.value, part.value
+    file_words, seen = [], set()
+    for key_node, node in tree.value if tree else ():
+        key, value = key_node.value, node.value
         flag, name = f"--{key}", f"--config {file}: {key}"
-        if key in RETIRED and RETIRED[key] in (None, value):
-            notice(f"{name}: is no longer a flag, and ignored")
-            continue
-        require(flag in known and key not in ("config", "help"),
+        require(flag in flags and key not in ("config", "help"),
                 f"{name}: no such flag; --help lists all")
-        require(known[flag].dest not in found, f"{name} is there twice")
-        found.append(known[flag].dest)
-        items = value if isinstance(part, yaml.SequenceNode) else [part]
-        require(all(isinstance(item, yaml.ScalarNode) for item in items),
+        action = flags[flag]
+        require(action.dest not in seen, f"{name} is there twice")      # maybe by its other name
+        seen.add(action.dest)
+        is_list = isinstance(node, yaml.SequenceNode)
+        require(all(isinstance(item, yaml.ScalarNode) for item in (value if is_list else [node])),
                 f"{name} takes a value or a list")
-        if items is value:
-            made += [flag, *(item.value for item in items)]
-        elif isinstance(known[flag], argparse.BooleanOptionalAction):
+        if is_list:
+            file_words += [flag, *(item.value for item in value)]
+        elif isinstance(action, argparse.BooleanOptionalAction):
             require(value.lower() in BOOLEAN, f"{name}: {value} is neither true nor false")
-            made.append(flag if BOOLEAN[value.lower()] else f"--no-{key}")
-        elif part.style or value not in ("", "~", "null"):      # a quoted one is a value
-            made.append(f"{flag}={value}")      # one word: it may begin with a dash
-    return made
+            file_words.append(flag if BOOLEAN[value.lower()] else f"--no-{key}")
+        elif node.style or value not in ("", "~", "null"):      # a quoted null is a text
+            file_words.append(f"{flag}={value}")    # one word, as it may begin with a dash
+    return file_words
 
 
 def config_text(args, script):
-    """The flags as given, as the YAML that --config of the script takes."""
+    """YAML of the flags as given, for --config of the script."""
     lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; later flags override it"]
     for name, value in args.given.items():
         if value is not None and name not in ("config", "dry_run"):     # JSON's values are YAML's
@@ -329,11 +322,11 @@ def config_text(args, script):
 
 def choice(names, wrong):
     """type= of a flag with the values {text in lower case: value}. wrong: "is neither a nor b"."""
-    def of(text):
+    def parse_choice(text):
         if text.lower() not in names:
             raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
         return names[text.lower()]
-    return of
+    return parse_choice
 
 
 # true or false as Hugging Face's scripts take them
@@ -344,7 +337,7 @@ recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(
 
 
 def trainer_flags(p):
-    """Flags of every trainer, with train_v2_ddp.py's defaults; the others call p.set_defaults."""
+    """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
     flag, switch = p.flag, p.switch
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
@@ -370,7 +363,6 @@ def trainer_flags(p):
     flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
     flag("--parallel", "ddp", "replicas, or shards over all GPUs, in each node, or in groups of N",
          type=sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
-    flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
@@ -389,20 +381,36 @@ def trainer_flags(p):
          type=alias(true="auto", false="none"))
 
 
-def compile_flag(parser):
-    """--compile of a trainer; dist.choose_compile turns auto into True or False."""
-    parser.flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
-                type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
-                nargs="?", const=True, metavar="auto|true|false")
+def packing_flags(p):
+    """Add the flags that only the trainers of speech and chats share; defaults as above."""
+    flag, switch = p.flag, p.switch
+    flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("bf16", "nf4"))
+    flag("--preprocess_num_proc", min(8, usable_cpus()), "processes per node that prepare data")
+    flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
+    flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
+    flag("--per_device_eval_batch_size", 1, "samples per validation batch")
+    flag("--num_train_epochs", 3, "passes over the training samples")
+    flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
+    flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
+    flag("--save_steps", None, "steps between saves, 0 = at the end (default: 1/10)", type=int)
+    flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
+         action=argparse.BooleanOptionalAction)
+    switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
+    switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
+    switch("--float8", "lora, compiled: multiply by frozen weights in float8")
+    # dist.choose_compile turns auto into True or False
+    flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
+         type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
+         nargs="?", const=True, metavar="auto|true|false")
 
 
 def alias(**names):
-    """type= of a flag some of whose values have other names elsewhere: {theirs: ours}."""
+    """type= of a flag some of whose values have other names elsewhere. names: {other: ours}."""
     return lambda text: names.get(text.lower(), text)
 
 
 def sharding(text):
-    """type= of --parallel, and of DeepSpeed's flag: its stage 3 shards what FSDP2 shards."""
+    """type= of --parallel. DeepSpeed's stage 3 shards the same tensors as FSDP2."""
     if "zero3" in text.lower():
         return "fsdp"
     if not re.fullmatch(r"ddp|fsdp|hsdp(:\d+)?", text):
@@ -412,17 +420,22 @@ def sharding(text):
 
 
 def usable_cpus():
-    """Number of cores that this process may use: the job's share, not the whole node."""
+    """Number of cores that this process may use: its job's share of the node."""
     return len(os.sched_getaffinity(0))
 
 
 def cpus_per_rank():
-    """usable_cpus of each process of this node, at least 1."""
+    """Usable cores per process of this node, at least 1."""
     return max(1, usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def count_ranks(args):
+    """Number of ranks: N of --dry_run N, or torchrun's."""
+    return getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def local_ranks(ranks):
-    """Number of `ranks` processes on one node: torchrun's setting, else up to 8."""
+    """Number of ranks on one node: torchrun's setting, else at most 8."""
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
 
 
@@ -430,7 +443,7 @@ def local_ranks(ranks):
 
 
 def check_values(args, names, good, words):
-    """Check that the flags of `names` (a string) which are set are good(value)."""
+    """Check good(value) of each flag in `names`, a string, that is set. words: the requirement."""
     for name in names.split():
         value = getattr(args, name, None)
         require(value is None or good(value), f"--{name} is {value}; it must {words}")
@@ -447,13 +460,13 @@ share = partial(check_values, good=lambda value: 0 <= value <= 1, words="lie bet
 
 
 def check_trainer(args, world_size, parser):
-    """Values and combinations of the flags that trainers share, where a trainer has them."""
+    """Check values and combinations of the flags of trainer_flags and packing_flags."""
     at_least_one(args, "per_device_train_batch_size per_device_eval_batch_size num_train_epochs "
                  "logging_steps max_bad_steps collective_timeout wait_timeout lora_rank lora_alpha "
                  "gradient_accumulation_steps")
     zero_or_more(args, "max_tokens_per_batch global_batch_size max_steps warmup_steps eval_steps "
-                 "save_steps save_total_limit num_workers preprocess_num_proc max_length shard_size"
-                 " scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
+                 "save_steps save_total_limit num_workers preprocess_num_proc max_length "
+                 "scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
     check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
@@ -471,24 +484,23 @@ def check_trainer(args, world_size, parser):
         require(usual or args.use_lora, f"--{name} needs --use_lora")
     limit = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > limit and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {counted(local_ranks(world_size), 'rank')} on "
+        notice(f"--num_workers {args.num_workers}: {plural(local_ranks(world_size), 'rank')} on "
                f"{usable_cpus()} CPUs, so {limit} each")
         args.num_workers = limit
 
 
 def check_parallel(args, world_size):
-    """--parallel and what goes with it; fills in --shard_size."""
+    """Check --parallel and flags that depend on it; split hsdp:N into parallel and shard_size."""
     args.parallel, _, size = args.parallel.partition(":")
-    args.shard_size, hsdp = int(size or args.shard_size), args.parallel == "hsdp"
-    require(hsdp or not args.shard_size, "--shard_size needs --parallel hsdp")
+    args.shard_size = int(size or 0)
     require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     require(args.gradient_checkpointing != "selective" or args.compile is not True,
             "--gradient_checkpointing selective does not go with --compile; drop one of the two")
-    if hsdp:
+    if args.parallel == "hsdp":
         args.shard_size = args.shard_size or local_ranks(world_size)
-        require(world_size % args.shard_size == 0, f"--parallel hsdp: {counted(world_size, 'rank')}"
+        require(world_size % args.shard_size == 0, f"--parallel hsdp: {plural(world_size, 'rank')}"
                 f" cannot be cut into groups of {args.shard_size}")
 
 
@@ -508,8 +520,37 @@ def check_precision(args):
         require_package("bitsandbytes", "--base_dtype nf4")
 
 
+def packs_tokens(args):
+    """True if a pack is limited by tokens, not by samples; --auto prefers that."""
+    return args.max_tokens_per_batch > 0 or (
+        args.auto and "per_device_train_batch_size" not in named_flags(args))
+
+
+def set_accumulation(args, world_size, parser, usual=0):
+    """Derive --gradient_accumulation_steps, unless it is given, from --global_batch_size or `usual`
+    samples per step. For packs of tokens only the plan of --auto can do so.
+    """
+    is_set = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
+    require(not (is_set and args.global_batch_size),
+            "give one of --global_batch_size and --gradient_accumulation_steps")
+    require(args.auto or not (args.global_batch_size and packs_tokens(args)),
+            "--global_batch_size counts samples: not with packs of tokens, unless --auto is given")
+    if is_set:
+        return
+    args.gradient_accumulation_steps = 1
+    samples = args.global_batch_size or usual
+    if not packs_tokens(args):
+        per_micro_step = args.per_device_train_batch_size * world_size
+        require(samples % per_micro_step == 0,
+                f"--global_batch_size {samples} is not a multiple of {per_micro_step}, "
+                f"--per_device_train_batch_size times {plural(world_size, 'rank')}")
+        args.gradient_accumulation_steps = max(1, samples // per_micro_step)
+    elif args.auto:
+        args.global_batch_size = samples
+
+
 def check_drop_bad(args, checks):
-    """Make args.drop_bad the tuple of the checks whose samples are dropped."""
+    """Turn args.drop_bad into the tuple of checks whose samples are dropped."""
     names = {name for value in args.drop_bad or () for name in value.split(",") if name}
     for name in names - {*checks}:
         raise UserError(f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
@@ -518,25 +559,24 @@ def check_drop_bad(args, checks):
 
 
 def set_intervals(args, total_steps, before, validates, **own):
-    """Set the intervals that no flag names, by the length of the run -> lines that show them.
-    before: the flags of the checkpoint to resume, or {}: that run's intervals stay, however long
-    this one is. own: {flag: steps} of a trainer with other defaults. validates: whether there is
-    anything to validate.
+    """Set the intervals that no flag names from the length of the run; return lines that show them.
+    before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
+    steps} of a trainer with other defaults. validates: False if there is nothing to validate.
     """
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}
     for flag, steps in usual.items():
         if getattr(args, flag, 0) is None:
             setattr(args, flag, before.get(flag, steps))
-    saves, evals = (f"every {counted(steps, 'step')}" if steps else "at the end"
+    saves, evals = (f"every {plural(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     lines = [f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates]
     late = {"warmup_steps": "the learning rate never reaches its peak",
             "save_steps": "no checkpoint before the end"}
     if validates:
         late["eval_steps"] = "no validation before the end"
-    for flag, what in late.items():
+    for flag, effect in late.items():
         if getattr(args, flag, 0) > total_steps:
             lines.append(f"note       --{flag} {getattr(args, flag)} is longer than the run of "
-                         f"{total_steps} steps: {what}")
+                         f"{total_steps} steps: {effect}")
     return "\n".join(lines)

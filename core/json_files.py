@@ -1,5 +1,5 @@
-"""Values of text, JSON, JSONL and parquet files, or a UserError of one line. Only regular files are
-read: a pipe may never end. Imports the standard library only.
+"""Read text, JSON, JSONL and parquet files, with errors of one line. Imports the standard library
+only. Other than regular files are refused, as a pipe may never end.
 """
 import contextlib
 import json
@@ -11,32 +11,32 @@ from pathlib import Path
 
 from core.cli import UserError, first_line, require
 
-LONGEST = 2**26         # bytes of a line
-BLANK = b"\xef\xbb\xbf \t\r\n"     # around a line: white space, a byte order mark
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: these are single
+LONGEST = 2**26         # most bytes of a line
+BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
 NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8 (Excel: -f UTF-16)"
-SKIPPED = object()      # in place of an entry that was asked to be left out
+SKIPPED = object()      # replaces an entry that is not wanted
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
 
 @contextlib.contextmanager
 def open_file(path, flag=""):
-    """Open a regular file to read bytes; UserError, also where a disk fails while it is read.
-    flag: named before the path, "--x ".
+    """Context with a regular file opened to read bytes. UserError, also if reading fails later.
+    flag: text before the path in errors, such as "--x ".
     """
     try:
-        # a pipe that nobody writes would block
+        # else opening a pipe without a writer would block
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             require(stat.S_ISREG(os.fstat(file.fileno()).st_mode),
                     f"{flag}{path}: cannot be read (it is a pipe or a device, not a file)")
             yield file
-    except (OSError, ValueError) as error:      # the latter: a NUL in the name
+    except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         raise UserError(f"{flag}{path}: cannot be read "
                         f"({getattr(error, 'strerror', None) or error})")
 
 
 def read_text(path, flag=""):
-    """The text of a UTF-8 file, without its byte order mark. UserError."""
+    """Text of a UTF-8 file without its byte order mark. UserError."""
     with open_file(path, flag) as file:
         data = file.read()
     try:
@@ -47,14 +47,14 @@ def read_text(path, flag=""):
 
 
 def lines(file, path):
-    """Yield the lines of open_file's file; UserError for one of more than LONGEST bytes."""
+    """Yield the lines of a file from open_file. UserError if one has more than LONGEST bytes."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         require(len(line) <= LONGEST, f"{path}: line {number} is longer than {LONGEST >> 20} MiB")
         yield line
 
 
 def loads(text):
-    """The value of a JSON text, str or bytes; ValueError says in a few words why there is none."""
+    """Value of a JSON text, str or bytes. ValueError with a short reason."""
     try:
         text = (text if isinstance(text, str) else text.decode("utf-8-sig")).rstrip()
         return DECODER.decode(text)
@@ -68,7 +68,7 @@ def loads(text):
 
 
 def json_value(path, flag=""):
-    """The JSON value that is a file's text. UserError."""
+    """Value of a JSON file. UserError."""
     text = read_text(path, flag)
     require(text.strip(), f"{flag}{path}: is empty")
     try:
@@ -78,23 +78,24 @@ def json_value(path, flag=""):
 
 
 def read_object(path, flag=""):
-    """The JSON object that is a file's text, a dict. UserError."""
-    found = json_value(path, flag)
-    require(isinstance(found, dict),
-            f"{flag}{path}: holds a JSON {type(found).__name__}, not an object")
-    return found
+    """Dict of a JSON file that holds an object. UserError."""
+    value = json_value(path, flag)
+    require(isinstance(value, dict),
+            f"{flag}{path}: holds a JSON {type(value).__name__}, not an object")
+    return value
 
 
 def read_entries(path):
-    """(unit, read) of JSONL, of a JSON list or of one JSON object. UserError with line and column.
+    """(unit, read) of a file of JSONL, a JSON list or one JSON object. UserError with line and
+    column.
 
-    read(wanted) yields (number, value): numbers are those of the lines of JSONL (unit "line") or of
-    a list's entries ("sample"), from 0 on. JSONL is read line by line, and SKIPPED replaces lines
-    that are not wanted(number); a list is read whole, once.
+    read(wanted) yields (number from 0, value). unit: "line" if numbers count lines of JSONL, else
+    "sample". JSONL is read line by line, and lines for which wanted(number) is false become
+    SKIPPED. A list is read as a whole, once.
     """
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in lines(file, path))), b"")
-    with contextlib.suppress(ValueError):       # of an object in more than one line
+    with contextlib.suppress(ValueError):       # one object that takes several lines
         if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or loads(start) is not None):
             return "line", lambda wanted: _json_lines(path, wanted)
     data = json_value(path)
@@ -118,21 +119,21 @@ def _json_lines(path, wanted):
 # ---- Tables
 
 
-def without_null(value):
-    """A value of a table without fields of null, which pyarrow adds where one row has a field."""
+def drop_nulls(value):
+    """A value of a table without null fields, which pyarrow adds if other rows have the field."""
     if isinstance(value, dict):
-        return {name: without_null(part) for name, part in value.items() if part is not None}
-    return [without_null(part) for part in value] if isinstance(value, list) else value
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def table_rows(path):
-    """Yield the rows of a parquet file as dicts without fields of null. UserError."""
+    """Yield the rows of a parquet file as dicts without null fields. UserError."""
     try:
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path}: pip install pyarrow to read it, or give JSONL")
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
-            yield from map(without_null, batch.to_pylist())
+            yield from map(drop_nulls, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as parquet ({first_line(error)})")

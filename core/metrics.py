@@ -1,6 +1,6 @@
-"""Numbers of a run: written to metrics.jsonl, TensorBoard and W&B, read again, put into words.
+"""Metrics of a run: measure speed, write metrics.jsonl, TensorBoard and W&B, read and summarise.
 
-Imports the standard library only: report.py runs where no torch is.
+Imports the standard library only, so that report.py runs without torch.
 """
 import contextlib
 import json
@@ -17,12 +17,12 @@ from pathlib import Path, PurePath
 
 from core import json_files
 
-# Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM unless noted
+# Peak FLOP/s of dense bf16 products, from NVIDIA's datasheets; SXM unless noted
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
              "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
              "A10": 125e12, "RTX 4090": 165e12}
-SMALL = 0.005       # share of a loss that counts as no change: less than losses differ by seed
-UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is understood, or partly
+SMALL = 0.005       # relative change of a loss that counts as none, as seeds differ by more
+UNDERSTOOD, PARTLY = 0.15, 0.5      # highest WER of speech that is understood, or partly
 
 
 # ---- Speed
@@ -34,7 +34,7 @@ def duration(seconds):
 
 
 def model_text(model, adapters):
-    """The line about a model's size. Layers in NF4 count their values, not their bytes."""
+    """Line with the number of parameters. A byte of an NF4 layer holds two."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in model.parameters()) + sum(
         m.in_features * m.out_features - m.weight.numel() for m in model.modules()
@@ -44,8 +44,8 @@ def model_text(model, adapters):
 
 
 class StepTimer:
-    """Work and seconds of the steps since the last log line; pauses do not count, nor does the
-    run's first step, which compiles and allocates, unless it has a log line.
+    """Work and seconds of the steps since the last log line, without pauses. The first step of a
+    run, which compiles and allocates, counts only if it is logged alone.
     """
 
     def __init__(self, device):
@@ -58,14 +58,14 @@ class StepTimer:
 
     @contextlib.contextmanager
     def waiting(self):
-        """This rank waits for data in here."""
+        """Context in which this rank waits for data."""
         start = time.monotonic()
         yield
         self.waited += time.monotonic() - start
 
     @contextlib.contextmanager
     def paused(self):
-        """Time spent in here is not training: validation, saves."""
+        """Context whose time does not count as training: validation and saves."""
         start = time.monotonic()
         yield
         self.start += time.monotonic() - start
@@ -82,11 +82,11 @@ class StepTimer:
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
-        """{metric name: float} of all ranks' work since reset(), which this calls. MFU is model
-        FLOP/s over the bf16 peak of all GPUs; audio_seconds gives a rate as well.
+        """{metric name: float} of all ranks' work since the last report. MFU is the model's FLOP/s
+        divided by the bf16 peak of all GPUs.
         """
-        found = self.work, self.slots, time.monotonic() - self.start, self.waited
-        work, slots, seconds, waited = found if self.steps else self.first
+        latest = self.work, self.slots, time.monotonic() - self.start, self.waited
+        work, slots, seconds, waited = latest if self.steps else self.first
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
         values = {"train/throughput": work["tokens"] / seconds,
                   "train/samples_per_second": work["samples"] / seconds,
@@ -99,9 +99,9 @@ class StepTimer:
             memory = torch.cuda.max_memory_allocated(world.device) / 2**30
             values |= {"train/memory_gib": memory, "system/gpu_memory_allocated": memory}
             name = torch.cuda.get_device_name(world.device)
-            peak = [of for part, of in PEAK_BF16.items() if re.search(rf"\b{part}\b", name)]
-            if peak:
-                values["train/mfu"] = work["flops"] / seconds / (peak[0] * world.size)
+            peaks = [peak for gpu, peak in PEAK_BF16.items() if re.search(rf"\b{gpu}\b", name)]
+            if peaks:
+                values["train/mfu"] = work["flops"] / seconds / (peaks[0] * world.size)
         self.reset()
         return values
 
@@ -110,22 +110,25 @@ class StepTimer:
 
 
 class MetricsLog:
-    """A run's record, of rank 0 alone. report_to: some of cli.TRACKERS; config: flags, for W&B.
-    Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
-    dropped first, so no step is there twice. A metrics.jsonl with other lines than ours is moved
-    aside whole; its good lines are copied to a new one.
+    """Writes a run's metrics, on rank 0.
+
+    Lines of metrics.jsonl and TensorBoard points after resumed_step, which a crash has undone, are
+    dropped first, so no step is there twice. A damaged metrics.jsonl is moved aside, and its intact
+    lines are copied to a new one.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
                  eval_due=False):
-        """eval_due: resumed_step is validated again, so its earlier numbers are dropped."""
+        """report_to: some of cli.TRACKERS. config: flags, for W&B. eval_due: resumed_step will be
+        validated again, so its earlier validation is dropped.
+        """
         from core import checkpoint, dist  # which import torch
         self.naming = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
             checkpoint.move_aside(self.path, f"is damaged ({bad})")
-        again = eval_due or not resumed_step    # by a run killed before its next checkpoint
+        again = eval_due or not resumed_step    # step 0 has no checkpoint to resume after it
         kept = [row for row in rows if row["step"] < resumed_step or row["step"] == resumed_step
                 and not (again and any(name.startswith("eval/") for name in row))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -134,9 +137,9 @@ class MetricsLog:
         if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter
             show = threading.excepthook
-            # add_scalar raises the error of a full disk as well
-            threading.excepthook = lambda found: issubclass(
-                found.exc_type, OSError) or show(found)
+            # its thread need not print the error of a full disk, which add_scalar raises as well
+            threading.excepthook = lambda error: issubclass(
+                error.exc_type, OSError) or show(error)
             with self.naming(logging_dir):
                 self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
         if "wandb" in report_to:
@@ -150,7 +153,7 @@ class MetricsLog:
                 name=Path(output_dir).resolve().name, id=json_files.read_text(run_id))
 
     def write(self, step, values):
-        """Record {name: number} at an optimizer step everywhere; in JSON nan and inf are null."""
+        """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with self.naming(self.path):
             self.file.write(json.dumps({"step": step, **finite}) + "\n")
@@ -163,7 +166,7 @@ class MetricsLog:
             self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate):
-        """A sound, (n,) float32 in -1..1 at `rate` Hz, maybe empty, to all but metrics.jsonl."""
+        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard and W&B."""
         wave = wave.clip(-1, 1)
         if self.board and len(wave):
             with self.naming(self.board.log_dir):
@@ -171,7 +174,7 @@ class MetricsLog:
                 self.board.flush()
         if self.wandb and len(wave):
             import wandb
-            samples = (wave * 32767).astype("int16")    # floats would be made as loud as can be
+            samples = (wave * 32767).astype("int16")    # W&B would normalise the volume of floats
             self.wandb.log({name: wandb.Audio(samples, sample_rate=rate)}, step=step)
 
     def close(self):
@@ -188,10 +191,10 @@ class MetricsLog:
 
 
 def read_rows(path):
-    """(rows of a metrics.jsonl, its fault or ""). A row is a JSON object with an integer "step";
-    all come back, also those after a damaged line. A last line cut off by a kill is not a fault.
+    """(rows of a metrics.jsonl, text about damaged lines or ""). A row is a JSON object with an
+    integer "step". An incomplete last line, which a kill leaves, is no damage.
     """
-    path, rows, wrong = Path(path), [], []
+    path, rows, damaged = Path(path), [], []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         row = None
@@ -199,69 +202,68 @@ def read_rows(path):
             row = json_files.loads(line)
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
-        elif line.strip() and number < len(lines):      # the last one was being written
-            wrong.append(number)
-    return rows, f"damaged lines: {len(wrong)}, the first is line {wrong[0]}" if wrong else ""
+        elif line.strip() and number < len(lines):
+            damaged.append(number)
+    fault = f"damaged lines: {len(damaged)}, the first is line {damaged[0]}" if damaged else ""
+    return rows, fault
 
 
 def read_metrics(path):
-    """Rows of a metrics.jsonl as dicts."""
+    """Intact rows of a metrics.jsonl."""
     return read_rows(path)[0]
 
 
 def curve(rows, name):
     """[(step, value)] of one metric by step, without missing or infinite values."""
-    found = sorted((row["step"], row[name]) for row in rows
-                   if isinstance(row.get(name), (int, float)))
-    return [(step, value) for step, value in found if math.isfinite(value)]
+    return sorted((row["step"], row[name]) for row in rows
+                  if isinstance(row.get(name), (int, float)) and math.isfinite(row[name]))
 
 
-# ---- In words
+# ---- Verdict
 
 
 def percent(share):
-    """0.98 -> "98 %", 0.925 -> "92.5 %"; only a whole share is 100 %, only none is 0 %."""
+    """0.98 -> "98 %", 0.925 -> "92.5 %". Rounding never gives 0 % or 100 %."""
     shown = min(99.9, max(0.1, share * 100)) if 0 < share < 1 else share * 100
     return f"{shown:.1f}".removesuffix(".0") + " %"
 
 
 def loss_clause(rows):
-    """Clause about the validation loss: its first, best and last value."""
-    training, found = curve(rows, "train/loss"), curve(rows, "eval/nll")
-    what = "the validation bound" if found else "validation loss"
-    found = found or curve(rows, "eval/loss")
-    if not found:
-        return ("nothing was validated; training loss "
-                f"{training[0][1]:.4f} -> {training[-1][1]:.4f}" if training
-                else "nothing was logged")
-    (_, start), (last, end) = found[0], found[-1]
-    best, step = min((value, step) for step, value in found)
-    where = f"{what} was {start:.4f} at first, best at step {step} ({best:.4f})"
+    """Clause about the first, best and last validation loss."""
+    training, losses = curve(rows, "train/loss"), curve(rows, "eval/nll")
+    metric = "the validation bound" if losses else "validation loss"
+    losses = losses or curve(rows, "eval/loss")
+    if not losses and not training:
+        return "nothing was logged"
+    if not losses:
+        first, last = training[0][1], training[-1][1]
+        return f"nothing was validated; training loss {first:.4f} -> {last:.4f}"
+    (_, start), (last, end) = losses[0], losses[-1]
+    best, step = min((value, step) for step, value in losses)
+    clause = f"{metric} was {start:.4f} at first, best at step {step} ({best:.4f})"
     rise = (end - best) / max(abs(best), 1e-12)
     if rise <= SMALL:
-        return where
-    take = f"checkpoint-{step}" if step else "the base model"
-    return f"{where} and {rise * 100:.1f} % higher at step {last}: take {take}"
-
-
-def understood(share):
-    """Word error rate `share` as a clause."""
-    how = "" if share <= UNDERSTOOD else "partly " if share <= PARTLY else "not "
-    return f"speech is {how}understood (word errors {percent(share)})"
+        return clause
+    model = f"checkpoint-{step}" if step else "the base model"
+    return f"{clause} and {rise * 100:.1f} % higher at step {last}: take {model}"
 
 
 def verdict(rows, evaluations=()):
-    """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None};
-    evaluations: what an evaluation.json has, {"name", "metrics": {metric: number or None}}.
+    """[clause] about a run. rows: of its metrics.jsonl. evaluations: contents of evaluation.json
+    files, {"name", "metrics": {metric: number or None}}.
     """
     clauses = [loss_clause(rows)]
     if stops := curve(rows, "eval/stop_rate"):
         clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
-    return clauses + [
-        f"{PurePath(found['name']).name}: {understood(share)}" for found in evaluations
-        if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
+    for evaluation in evaluations:
+        wer = evaluation["metrics"].get("wer")
+        if wer is not None and math.isfinite(wer):
+            degree = "" if wer <= UNDERSTOOD else "partly " if wer <= PARTLY else "not "
+            clauses.append(f"{PurePath(evaluation['name']).name}: speech is {degree}understood "
+                           f"(word errors {percent(wer)})")
+    return clauses
 
 
 def verdict_line(clauses):
-    """The line that every script prints of its verdict."""
+    """Line of a verdict that scripts print last."""
     return f"verdict    {'; '.join(clauses)}"

@@ -1,4 +1,4 @@
-"""AdamW, learning rates, gradient clipping, and steps that a bad gradient cannot poison."""
+"""AdamW, learning rates, gradient clipping, and steps that skip gradients that are not finite."""
 import math
 
 import torch
@@ -8,11 +8,11 @@ from core import cli, kernels
 from core.cli import UserError
 from core.dist import all_gather, all_max
 
-FIRST_SCALE, GROW = 65536.0, 2000       # of --fp16; steps without an overflow until it doubles
+FIRST_SCALE = 65536.0       # loss scale of --fp16
 
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
-    """Fused AdamW, for take_step. decays(name, parameter): whether weight decay may shrink it."""
+    """Fused AdamW for take_step. decays(name, parameter): True if weight decay applies to it."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named_parameters:
         if parameter.requires_grad:
@@ -22,7 +22,7 @@ def build_adamw(named_parameters, lr, weight_decay, betas, decays):
 
 
 def state_tensors(optimizer, named_parameters):
-    """{"NAME.exp_avg" and so on: tensor} of all that AdamW remembers; zeros before a step."""
+    """{"NAME.exp_avg", "NAME.exp_avg_sq", "NAME.step": tensor} of AdamW; zeros before a step."""
     tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
@@ -36,7 +36,7 @@ def state_tensors(optimizer, named_parameters):
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
-    """Multiplier of the learning rate at a step (from 0): linear warm-up, down to min_ratio."""
+    """Multiplier of the peak learning rate at a step, counted from 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if scheduler == "constant":
@@ -47,7 +47,7 @@ def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0
 
 
 def clip_gradients(parameters, max_norm):
-    """Global L2 norm of the gradients, 0-d; they are cut to a max_norm above 0. Collective."""
+    """Global L2 norm of the gradients, 0-d. Clips them if max_norm is above 0. Collective."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if max_norm > 0:
@@ -56,11 +56,13 @@ def clip_gradients(parameters, max_norm):
 
 
 def take_step(optimizer, lr, norm):
-    """Step, clear the gradients; 1.0 (0-d): skipped, as their norm is not finite. No host sync."""
+    """Step and clear the gradients; skip the step if their norm is not finite. Returns 0-d 1.0 for
+    a skipped step, else 0.0. No host sync.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     bad = 1 - torch.isfinite(norm).float()
-    # by what torch's GradScaler asks of fused optimizers; step counters do not advance either
+    # fused optimizers skip by these two, which GradScaler sets; step counters do not advance
     optimizer.grad_scale, optimizer.found_inf = None, bad
     optimizer.step()
     del optimizer.grad_scale, optimizer.found_inf
@@ -68,43 +70,27 @@ def take_step(optimizer, lr, norm):
     return bad
 
 
-class Scaler:
-    """--fp16: the loss is scaled, or gradients would vanish; steps that overflow are skipped. As
-    torch.amp.GradScaler, but the global gradient norm, the same on every rank, says whether a step
-    overflowed, and no step waits for it. scale, and steps since it changed, are 0-d on the device.
-    """
-
-    def __init__(self, device, saved=None):
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            kernels.FLASH = ()
-            cli.notice("no flash attention on this GPU: SDPA, sample by sample")
-        self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
-
-    def unscale(self, parameters):
-        """Make the scaled gradients true ones, in place."""
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(grads, 1 / self.scale)
-
-    def update(self, bad):
-        """After a step; bad: 0-d, 1 where it was skipped."""
-        steps = torch.where(bad > 0, 0.0, self.steps + 1)
-        grown = torch.where(steps >= GROW, self.scale * 2, self.scale)
-        self.scale.copy_(torch.where(bad > 0, (self.scale / 2).clamp(min=1.0), grown))
-        self.steps.copy_(torch.where(steps >= GROW, 0.0, steps))
-
-    def saved(self):
-        """[scale, steps] as python numbers."""
-        return [self.scale.item(), self.steps.item()]
+def build_scaler(device, enabled, saved):
+    """torch's GradScaler for --fp16, which does nothing unless enabled. saved: its state or {}."""
+    if enabled and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        kernels.FLASH = ()
+        cli.notice("no flash attention on this GPU: SDPA, sample by sample")
+    scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=enabled)
+    if enabled and saved:
+        scaler.load_state_dict(saved)
+    return scaler
 
 
 class StepMonitor:
-    """Flags of each step for the host, fetched one step late so that the device never waits: was
-    its gradient not finite, or exactly 0; did any rank ask to stop. sample_name(i): file and row.
-    skipped: steps not taken. before_error(): completes the checkpoint under way, on every rank.
+    """Reports to the host if a step's gradient was not finite or exactly 0, and if a rank was asked
+    to stop. It fetches these flags one step late, so that the device never waits.
     """
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
                  before_error=lambda: None):
+        """sample_name(i): file and row of a sample. skipped: steps skipped before a resume.
+        before_error(): completes the checkpoint that is being written, on every rank.
+        """
         self.world, self.sample_name, self.before_error = world, sample_name, before_error
         self.skipped, self.max_bad_steps, self.scaler = skipped, max_bad_steps, scaler
         self.in_a_row, self.stop, self.losses, self.pending = 0, False, [], None
@@ -113,24 +99,24 @@ class StepMonitor:
         self.event = torch.cuda.Event() if cuda else None
 
     def watch(self, loss, samples):
-        """Remember if a micro-step's loss is finite, and its samples (numbers). No host sync."""
+        """Note if a micro-step's loss is finite, and its sample numbers. No host sync."""
         self.losses.append((torch.isfinite(loss.detach()), list(samples)))
 
     def push(self, step, norm, stop, trains=True):
-        """Start fetching the flags of the step just queued. norm: of its gradient, 0-d. stop: this
-        rank was asked to stop. trains: a norm of exactly 0 is a fault. Collective.
+        """Start to fetch the flags of the step just queued. norm: of its gradient, 0-d. stop: this
+        rank was asked to stop. trains: False if a norm of exactly 0 is correct. Collective.
         """
-        norm = norm.to(self.world.device)       # with CPU offload gradients are elsewhere
+        norm = norm.to(self.world.device)       # with CPU offload it is on the host
         zero = (norm == 0).float() * trains
-        found = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
-        self.host.copy_(found, non_blocking=True)
+        flags = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
+        self.host.copy_(flags, non_blocking=True)
         if self.event:
             self.event.record()
         self.pending, self.losses = (step, self.losses), []
 
     def poll(self):
-        """Take the flags of the step pushed last, on every rank before the next push. UserError on
-        all ranks: max_bad_steps skipped in a row, or a norm of exactly 0.
+        """Evaluate the flags of the last push, on every rank before the next push. UserError on all
+        ranks after max_bad_steps skipped steps in a row, or for a norm of exactly 0.
         """
         if self.pending is None:
             return
@@ -149,7 +135,7 @@ class StepMonitor:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         mine = {self.sample_name(i) for finite, samples in losses if not finite for i in samples}
         names = sorted(set().union(*all_gather(self.world, mine)))
-        if not names and self.scaler and self.scaler.scale > 1:     # it may take many steps to find
+        if not names and self.scaler and self.scaler.get_scale() > 1:   # it is still too large
             self.in_a_row = 0
         text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
                 + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names

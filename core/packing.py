@@ -1,15 +1,16 @@
-"""Packs of samples in one order for every world size, the loader processes that make batches of
-them, and columns of millions of samples on disk.
+"""Packs of samples in the same order for every world size, loader processes that make batches of
+them, and columns on disk for millions of samples.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
-run can stop on 16 GPUs and resume on 8 (accumulation doubled) and see the same data. Empty packs,
-which weigh nothing, fill an epoch's tail: every rank runs the same number of steps.
+run can stop on 16 GPUs, resume on 8 with twice the accumulation, and see the same data. An epoch's
+last step is filled with empty packs of zero weight, so every rank runs the same number of steps.
 
 A batch is a dataclass or a NamedTuple of CPU tensors and plain values. Its class has
 `__reduce__ = packing.reduce` and `to = packing.to`.
 """
 import bisect
+import functools
 import itertools
 import os
 import signal
@@ -25,16 +26,16 @@ from core.cli import UserError, first_line
 from core.dist import error_names_file
 from core.watchdog import HELD, init_loader
 
-# Packs grouped by length run side by side with equally long ones: blocks of up to 512 that follow
-# each other are shuffled, at least 64 an epoch, and within each blocks of a node's 8.
-LARGE, SMALL, LEAST = 512, 8, 64
-JITTER = 0.01       # of its length a sample may be sorted wrongly: other neighbours in each epoch
-HERE = 4            # parts made in this process before others are started: small files need none
+# --group_by_length: ranks of a step get packs of similar length, but steps come in random order. So
+# sorted packs are shuffled in blocks of LARGE, or of fewer where an epoch has less than BLOCKS.
+LARGE, SMALL, BLOCKS = 512, 8, 64
+JITTER = 0.01       # relative noise on lengths before sorting, so that neighbours change by epoch
+FIRST_PARTS = 4     # parts made in the main process; small files then need no others
 
 
 @dataclass
 class EpochPlan:
-    """Packs of one epoch: for q = packs[p], pack p holds samples[offsets[q]:offsets[q + 1]]."""
+    """Packs of one epoch. Pack p holds samples[offsets[q]:offsets[q + 1]], where q = packs[p]."""
     samples: np.ndarray     # (n_samples,) int64
     offsets: np.ndarray     # (n_packs + 1,) int64
     packs: np.ndarray       # (n_packs,) int64
@@ -43,7 +44,7 @@ class EpochPlan:
         return len(self.packs)
 
     def pack(self, p):
-        """Sample indices (n,) of pack p; empty for the zero-weight packs after the last one."""
+        """Sample indices (n,) of pack p; none for packs that fill the last step."""
         if p >= len(self):
             return self.samples[:0]
         return self.samples[slice(*self.offsets[self.packs[p]:self.packs[p] + 2])]
@@ -52,59 +53,56 @@ class EpochPlan:
 def best_fit(lengths, order, budget):
     """Yield packs, lists of sample indices of at most `budget` tokens.
 
-    lengths (n,) tokens; order (n,) sample indices to pack, in each window of 4096 longest first.
-    ValueError: a sample is longer than the budget.
+    lengths: (n,) tokens. order: (n,) sample indices, packed in windows of 4096. ValueError if a
+    sample is longer than the budget.
     """
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]
-        # long samples first: short ones then fill what those leave
+        # longest first, so that short samples fill the gaps
         window = window[np.argsort(-lengths[window], kind="stable")]
-        # the last two: remaining tokens, ascending, and whose they are
+        # free: remaining tokens, ascending. open_bins: the bin of each of these.
         bins, free, open_bins = [], [], []
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
             # the fullest pack that still has room, or a new one
-            at = bisect.bisect_left(free, n)
-            if at < len(free):
-                room, b = free.pop(at) - n, open_bins.pop(at)
+            position = bisect.bisect_left(free, n)
+            if position < len(free):
+                room, b = free.pop(position) - n, open_bins.pop(position)
                 bins[b].append(i)
             else:
                 room, b = budget - n, len(bins)
                 bins.append([i])
-            # back among the others, so that `free` stays sorted
-            at = bisect.bisect_left(free, room)
-            free.insert(at, room)
-            open_bins.insert(at, b)
+            position = bisect.bisect_left(free, room)       # keeps `free` sorted
+            free.insert(position, room)
+            open_bins.insert(position, b)
         yield from bins
 
 
-def _shuffled(packs, size, rng):
-    """Packs (n,) in blocks of `size` that are shuffled; a short last block stays last."""
-    full = len(packs) // size
-    blocks = packs[:full * size].reshape(full, size)[rng.permutation(full)]
-    return np.concatenate([blocks.ravel(), packs[full * size:]])
-
-
 class PackOrder:
-    """Deterministic packs of every epoch. lengths: (n,) tokens per sample.
+    """Deterministic packs of every epoch.
 
-    tokens_per_pack: whole samples up to a token budget; the seed fixes which share a pack, epochs
-    shuffle the packs. Or samples_per_pack: a fixed count, with group_by_length of similar lengths.
-    shuffle=False keeps the file's order, for validation.
+    lengths: (n,) tokens per sample. numbers: (n,) numbers of these samples in a larger table, which
+    rank_packs and window() return (default: 0 to n - 1). tokens_per_pack: a pack holds whole
+    samples up to this many tokens; the seed fixes which share a pack, and each epoch shuffles the
+    packs. samples_per_pack, if that is 0: samples per pack, chosen in each epoch, of similar
+    lengths with group_by_length. shuffle=False keeps the order of the table, for validation.
     """
 
-    def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
+    def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
         if max(samples_per_pack, tokens_per_pack) <= 0:
             raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths, self.size = np.asarray(lengths), samples_per_pack
         self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
-        self._plans, self._bins, n = {}, None, len(self.lengths)
+        # the last two: the loader reads ahead into the next epoch
+        self.epoch = functools.lru_cache(2)(self._plan)
+        self._bins, n = None, len(self.lengths)
+        self.numbers = np.arange(n) if numbers is None else numbers
         self.packs_per_epoch = -(-n // samples_per_pack) if samples_per_pack else 0
         if tokens_per_pack:
             order = np.arange(n)
-            if shuffle:     # once, by the seed alone: packing is slow, each epoch shuffles packs
+            if shuffle:     # by the seed alone, as packing is too slow to repeat in every epoch
                 order = np.random.default_rng((seed, 0)).permutation(order)
             samples, offsets = array("q"), array("q", [0])
             for pack in best_fit(self.lengths, order, tokens_per_pack):
@@ -113,73 +111,69 @@ class PackOrder:
             self._bins = np.asarray(samples), np.asarray(offsets)
             self.packs_per_epoch = len(offsets) - 1
 
-    def epoch(self, epoch):
-        """EpochPlan of `epoch`. The last two are kept: the loader reads ahead into the next one."""
-        plan = self._plans.get(epoch)
-        if plan is None:
-            # another generator: no epoch's order depends on which others were asked for
-            plan = self._plan(np.random.default_rng((self.seed, epoch, 1)))
-            self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1} | {epoch: plan}
-        return plan
-
-    def _plan(self, rng):
+    def _plan(self, epoch):
+        """EpochPlan of an epoch, whatever other epochs were asked for before."""
+        rng = np.random.default_rng((self.seed, epoch, 1))
         n, packs = len(self.lengths), np.arange(self.packs_per_epoch)
         if self._bins:
             return EpochPlan(*self._bins, rng.permutation(packs) if self.shuffle else packs)
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         if self.group_by_length:
-            window = self.size * LEAST * LARGE      # sorted together
-            # lengths are varied a little, or the same samples would share a pack in every epoch
+            window = self.size * BLOCKS * LARGE     # samples that are sorted together
+            # without noise the same samples would share a pack in every epoch
             keys = -self.lengths * rng.uniform(1, 1 + JITTER * self.shuffle, n)
-            parts = (order[a:a + window] for a in range(0, n, window))
-            order = np.concatenate([part[np.argsort(keys[part], kind="stable")] for part in parts])
+            windows = (order[a:a + window] for a in range(0, n, window))
+            order = np.concatenate([w[np.argsort(keys[w], kind="stable")] for w in windows])
         if self.group_by_length and self.shuffle:
-            large = LARGE
-            while large > SMALL and len(packs) < LEAST * large:
-                large //= 2
-            # blocks, and blocks within blocks: ranks that run side by side keep equal lengths
-            packs = _shuffled(packs, large, rng)
-            packs = np.concatenate([_shuffled(packs[a:a + large], SMALL, rng)
-                                    for a in range(0, len(packs), large)])
+            size = LARGE
+            while size > SMALL and len(packs) < BLOCKS * size:
+                size //= 2
+            whole = len(packs) // size * size       # a shorter last block stays last
+            blocks = rng.permutation(packs[:whole].reshape(-1, size))
+            packs = np.concatenate([blocks.ravel(), packs[whole:]])
         return EpochPlan(order, np.minimum(np.arange(len(packs) + 1) * self.size, n), packs)
 
-    def largest(self):
-        """Sample indices (n,) of the pack with the most tokens."""
+    def largest_pack(self):
+        """Sample numbers (n,) of the pack with the most tokens."""
         plan = self.epoch(0)
-        return max(map(plan.pack, range(len(plan))), key=lambda pack: self.lengths[pack].sum())
+        packs = map(plan.pack, range(len(plan)))
+        return self.numbers[max(packs, key=lambda pack: self.lengths[pack].sum())]
 
     def window(self, epoch, first, count):
-        """Sample indices (n,) of the packs first, first + 1, ...: a step of all ranks."""
-        return np.concatenate([self.epoch(epoch).pack(p) for p in range(first, first + count)])
+        """Sample numbers (n,) of `count` packs from `first` on, such as a step of all ranks."""
+        plan = self.epoch(epoch)
+        return self.numbers[np.concatenate([plan.pack(p) for p in range(first, first + count)])]
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
-    """Yield this rank's packs, lists of indices, from (epoch, first) on; as long on all ranks."""
+    """Yield this rank's packs, lists of sample numbers, from (epoch, first) on. Every rank gets the
+    same number of packs.
+    """
     per_step = world_size * accumulation
     while epoch < epochs:
         plan = order.epoch(epoch)
         for step in range(first, len(plan), per_step):
-            # first over ranks, then over micro-steps: N ranks x M micro-steps take the same packs
-            # as any other split of N * M
+            # Packs go over ranks first, then over micro-steps: N ranks x M micro-steps take the
+            # same packs as any other split of N * M.
             for micro in range(accumulation):
-                yield plan.pack(step + micro * world_size + rank).tolist()
-        epoch, first = epoch + 1, 0         # only the first epoch may begin in its middle
+                yield order.numbers[plan.pack(step + micro * world_size + rank)].tolist()
+        epoch, first = epoch + 1, 0         # only the first epoch may start in the middle
 
 
 def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
-    """(optimizer steps per epoch, optimizer steps when the run ends).
+    """(optimizer steps per epoch, optimizer step at which the run ends).
 
-    per_step: packs of all ranks. max_steps: ends the run instead of `epochs` where above 0.
-    position: {"step", "epoch", "first"} to start from, as a checkpoint has them.
+    per_step: packs of all ranks. max_steps: replaces `epochs` if above 0. position: {"step",
+    "epoch", "first"} of the checkpoint to start from.
     """
     steps_per_epoch = -(-packs_per_epoch // per_step)
-    # the epoch that was left in its middle, then whole ones
+    # the rest of the current epoch, then whole ones
     left = -(-max(0, packs_per_epoch - position["first"]) // per_step)
     left += (epochs - position["epoch"] - 1) * steps_per_epoch
     return steps_per_epoch, max_steps or position["step"] + max(0, left)
 
 
-# ---- Batches, made by loader processes
+# ---- Batches from loader processes
 
 
 def values_of(batch):
@@ -188,7 +182,7 @@ def values_of(batch):
 
 
 def reduce(batch):
-    """__reduce__ of a batch: its tensors travel as arrays, not as files in /dev/shm."""
+    """__reduce__ of a batch: pickles tensors as arrays, so that they do not need /dev/shm."""
     return _rebuild, (type(batch), {name: value.numpy() if torch.is_tensor(value) else value
                                     for name, value in values_of(batch).items()})
 
@@ -199,7 +193,7 @@ def _rebuild(kind, values):
 
 
 def to(batch, device):
-    """The batch on another device. To a GPU it goes from pinned memory: the host does not wait."""
+    """The batch on another device. Copies to a GPU use pinned memory, so the host does not wait."""
     values, cuda = values_of(batch), torch.device(device).type == "cuda"
     for name, value in values.items():
         if torch.is_tensor(value):
@@ -209,8 +203,8 @@ def to(batch, device):
 
 
 def over_packs(samples, packs, collate, num_workers, prefetch_factor):
-    """DataLoader of collate([samples[i] of a pack]) over `packs`, lists of numbers."""
-    # forked: they share the mapped files; a generator: else it would draw from that of the dropout
+    """DataLoader of collate([samples[i] for i in pack]) over `packs`, lists of sample numbers."""
+    # forked processes share the mapped files; without a generator it would draw from dropout's
     return DataLoader(samples, batch_sampler=packs, collate_fn=collate, num_workers=num_workers,
                       worker_init_fn=init_loader, generator=torch.Generator(),
                       prefetch_factor=prefetch_factor if num_workers else None,
@@ -219,41 +213,41 @@ def over_packs(samples, packs, collate, num_workers, prefetch_factor):
 
 
 def iterate(loader):
-    """Iterator over a DataLoader's batches; its processes are forked now, and end with it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)     # torch's handlers end a worker
+    """Iterator over a DataLoader's batches. Its processes are forked now and end with it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)     # until they ignore these signals
     try:
         batches = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def each():
+    def iterate_batches():
         try:
             yield from batches
         except UserError as error:
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
-        except RuntimeError as error:   # of a killed process; only the cause may name the signal
+        except RuntimeError as error:   # a process was killed; only the cause may name the signal
             raise error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
-        finally:        # an error's traceback would keep the processes, and the exit wait for them
+        finally:        # else an error's traceback keeps the processes, and the exit waits for them
             if loader.num_workers:
                 batches._shutdown_workers()
-    return each()
+    return iterate_batches()
 
 
-# ---- Millions of samples: columns on disk, parts made in order
+# ---- Tables of millions of samples
 
 
 class Column:
-    """Numbers appended to a .npy file, so that they are never in memory whole."""
+    """A .npy file to which numbers are appended, so that memory never holds all of them."""
 
     def __init__(self, path, dtype):
         self.path, self.dtype, self.length, self._mapped = Path(path), np.dtype(dtype), 0, None
-        self.file = open(path, "w+b", buffering=2**18)      # never used by a forked child
+        self.file = open(path, "w+b", buffering=2**18)      # forked processes do not use it
         self._flush()
 
     def __len__(self):
         return self.length
 
-    def _flush(self):       # the header has room for a length to grow into
+    def _flush(self):       # rewrites the header, which has room for a longer shape
         with error_names_file(self.path):
             self.file.seek(0)
             np.lib.format.write_array_header_1_0(self.file, {
@@ -263,26 +257,27 @@ class Column:
             self.file.flush()
 
     def append(self, values):
-        """Add an array, or a list of numbers."""
+        """Append an array or a list of numbers."""
         with error_names_file(self.path):
             self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
         self.length, self._mapped = self.length + len(values), None
 
     def array(self):
-        """All that is in it, mapped."""
+        """Memory-mapped array of all numbers so far."""
         if self._mapped is None:
             self._flush()
-            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)  # not empty
+            # an empty file cannot be mapped
+            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)
         return self._mapped
 
     def close(self):
-        """No more numbers."""
+        """Flush and close the file."""
         self._flush()
         self.file.close()
 
 
 class Lists:
-    """Lists of numbers one after the other: columns NAME and OFFSETS of a folder."""
+    """Lists of numbers in two columns of a folder: all values, and the offset of each list."""
 
     def __init__(self, folder, name, offsets, dtype):
         self.values = Column(folder / f"{name}.npy", dtype)
@@ -290,7 +285,7 @@ class Lists:
         self.offsets.append([0])
 
     def append(self, values, counts):
-        """Add len(counts) lists; values: theirs, one after the other."""
+        """Append len(counts) lists. values: all their numbers; counts: the length of each list."""
         self.offsets.append(len(self.values) + np.cumsum(counts, dtype=np.int64))
         self.values.append(values)
 
@@ -298,39 +293,39 @@ class Lists:
         return len(self.offsets) - 1
 
     def __getitem__(self, i):
-        """List i from 0 on as an array; IndexError after the last one."""
+        """Array of list i >= 0; IndexError after the last one."""
         offsets = self.offsets.array()
         return np.array(self.values.array()[offsets[i]:offsets[i + 1]])
 
 
-class _Share(IterableDataset):      # parts that one of several processes makes
+class _Share(IterableDataset):      # the parts that one loader process makes
     def __init__(self, share, processes):
         self.share, self.processes = share, processes
 
     def __iter__(self):
-        return self.share(HERE + get_worker_info().id, self.processes)
+        return self.share(FIRST_PARTS + get_worker_info().id, self.processes)
 
 
 def parallel_map_ordered(share, processes, take):
-    """take(part) for every part of share(0, 1) in order, made by other processes (0: none).
+    """Call take(part) for every part of share(0, 1), in order. Other processes make them, if any.
 
-    share(first, step): an iterator over parts first, first + step, ... of a sequence; no tensors,
-    which would travel through /dev/shm. UserError when a process is killed.
+    share(first, step): iterator over parts first, first + step, ... of a sequence. Parts hold no
+    tensors, which would need /dev/shm. UserError if a process is killed.
     """
-    made, parts = 0, share(0, 1)
-    for part in itertools.islice(parts, HERE if processes else None):
-        take(part)
-        made += 1
-    if not processes or made < HERE:
+    n_taken, parts = 0, share(0, 1)
+    for chunk in itertools.islice(parts, FIRST_PARTS if processes else None):
+        take(chunk)
+        n_taken += 1
+    if not processes or n_taken < FIRST_PARTS:
         return
     parts.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads do not survive a fork
     try:
-        for part in iterate(DataLoader(
+        for chunk in iterate(DataLoader(
                 _Share(share, processes), batch_size=None, num_workers=processes,
-                collate_fn=lambda part: part, multiprocessing_context="fork",
+                collate_fn=lambda chunk: chunk, multiprocessing_context="fork",
                 worker_init_fn=init_loader)):
-            take(part)
+            take(chunk)
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
@@ -340,6 +335,6 @@ def parallel_map_ordered(share, processes, take):
 
 
 def token_lists(tokenizer):
-    """Function of texts -> their ids, no special tokens added."""
+    """Function that turns a list of texts into lists of token ids, without special tokens."""
     return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)[
         "input_ids"] if texts else []

@@ -1,10 +1,10 @@
-"""Samples that cannot be used: which stop a run, which are dropped, and a list of all of them."""
+"""Samples that cannot be used: some stop a run, others are dropped, and all are listed."""
 import json
 from collections import Counter
 from pathlib import Path
 
 from core import dist
-from core.cli import UserError, printable, problem_text
+from core.cli import UserError, one_line, problem_text
 
 LIST = "problems.jsonl"     # in OUTPUT_DIR
 SHOWN = 20                  # problems in an error
@@ -14,35 +14,38 @@ class Problem(str):
     """A line about a sample, with the attributes that problem() gives it."""
 
 
-def problem(name, check, what, file="", sample=None):
-    """Problem of the sample at `name`, which begins with its file; texts are made printable. check:
-    one of --drop_bad. sample: its number in a table of all, if there is one already.
+def problem(name, check, reason, file="", sample=None):
+    """Problem of a sample. name: its file and place in the file. check: one of --drop_bad. sample:
+    its number in a table, if there is one.
     """
-    name, what = printable(name), printable(what)
-    made = Problem(f"{name}: {what}")
-    made.name, made.what, made.check, made.file, made.sample = name, what, check, str(file), sample
-    return made
+    name, reason = one_line(name), one_line(reason)
+    line = Problem(f"{name}: {reason}")
+    line.name, line.reason, line.check, line.sample = name, reason, check, sample
+    line.file = str(file)
+    return line
 
 
 class Problems:
-    """Problems as they are found: written to LIST in a folder (None: nowhere), counted by check; of
-    those that stop the run the first SHOWN are kept, so that millions take no memory. drop: checks
-    whose samples are dropped. more: the list has problems of this run already.
+    """Collects problems: counts them by check, writes them to LIST in a folder, and keeps the first
+    SHOWN of those that stop the run, so that millions need no memory.
     """
 
     def __init__(self, drop=(), folder=None, more=False):
+        """drop: checks whose samples are dropped. folder: None writes no list. more: append to the
+        list of this run.
+        """
         self.drop, self.path, self.more = drop, Path(folder) / LIST if folder else None, more
         self.counts, self.shown, self.file = Counter(), [], None
 
     def add(self, problems):
-        """Note Problems."""
+        """Add problems made by problem()."""
         for p in problems:
             self.counts[p.check] += 1
             if p.check not in self.drop and len(self.shown) < SHOWN:
                 self.shown.append(p)
             if self.path:
-                entry = p.name.removeprefix(printable(p.file)).strip(" :")
-                row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.what}
+                entry = p.name.removeprefix(one_line(p.file)).strip(" :")
+                row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
                 with dist.error_names_file(self.path):
                     if not (self.file or self.more):
                         self.path.unlink(missing_ok=True)       # of an earlier run
@@ -50,36 +53,36 @@ class Problems:
                     self.file.write(json.dumps(row) + "\n")
 
     @property
-    def stopping(self):
-        """Number of problems of checks that are not dropped."""
+    def n_fatal(self):
+        """Number of problems that stop the run, as their checks are not dropped."""
         return sum(n for check, n in self.counts.items() if check not in self.drop)
 
     def settle(self, hint=""):
-        """Text of how many samples each check drops, "" if none; UserError with the problems that
-        stop the run, hint its last line. LIST then has all, one JSON object a line.
+        """Text with the number of samples that each check drops, or "". UserError with the problems
+        that stop the run, if any, and then `hint`.
         """
         if self.file:
             with dist.error_names_file(self.path):
                 self.file.close()
         elif self.path and not self.more:
             self.path.unlink(missing_ok=True)
-        where = f"; all are in {self.path}" if self.path and self.stopping > SHOWN else ""
-        if self.stopping:
-            raise UserError(problem_text(self.shown, SHOWN, self.stopping) + where + hint)
+        if self.n_fatal:
+            where = f"; all are in {self.path}" if self.path and self.n_fatal > SHOWN else ""
+            raise UserError(problem_text(self.shown, SHOWN, self.n_fatal) + where + hint)
         where = f"; see {self.path}" if self.path and self.counts else ""
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
 
 
 def settle(problems, drop=(), folder=None, hint="", more=False):
-    """Problems.settle of these; the other arguments as there."""
-    found = Problems(drop, folder, more)
-    found.add(problems)
-    return found.settle(hint)
+    """Problems.settle() of all `problems`; other arguments are those of Problems."""
+    collected = Problems(drop, folder, more)
+    collected.add(problems)
+    return collected.settle(hint)
 
 
 def collect(dry, *works):
-    """[what work() returns for each of works, none of which needs another's]. A run ends at the
-    first UserError; a dry run does all, and then raises one with all problems.
+    """[result of work() for each of works], which do not depend on each other. A run stops at the
+    first UserError; a dry run does all and then raises one with all problems.
     """
     results, problems = [], {}
     for work in works:

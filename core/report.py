@@ -1,10 +1,10 @@
-"""One HTML page about a run: verdict, settings, curves, samples to hear, evaluations.
+"""One HTML page about a run: verdict, settings, curves, spoken samples, evaluations.
 
     python core/report.py output_dir            # output_dir/report.html; open it in any browser
     python core/report.py output_dir --samples before after
-    python core/report.py output_dir --check_fell       # and status 1 unless the loss fell
+    python core/report.py output_dir --check_fell       # exit status 1 unless the loss fell
 
-Reads metrics.jsonl of any trainer, also while it runs. The page has no script, loads nothing.
+Reads metrics.jsonl of any trainer, also during the run. The page has no scripts and loads nothing.
 """
 import base64
 import re
@@ -20,8 +20,8 @@ from core import cli, json_files, metrics
 from core.cli import UserError, require
 
 WIDTH, HEIGHT, LEFT = 420, 200, 70
-BEFORE = "before", "base"   # names of what comes first begin so
-STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
+BEFORE = "before", "base"   # folders and evaluations with these prefixes come first
+STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and most samples of a step
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"  # of a sample
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -41,28 +41,29 @@ pre {{ columns: 340px; white-space: pre-wrap }}
 """
 
 
-def natural(text):
-    """Sort key: numbers in a name by their value."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
+def natural_key(text):
+    """Sort key that orders numbers in a name by value."""
+    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", text)]
 
 
 def read_evaluations(run):
     """[{"name", "metrics", ...}] of the evaluation.json files in a folder. Raises UserError."""
-    found = []
+    evaluations = []
     for path in filter(Path.is_file, sorted(run.rglob("evaluation.json"))):
-        about = cli.without_secrets(json_files.read_object(path))
-        require(isinstance(about.get("metrics"), dict),
+        evaluation = cli.remove_secrets(json_files.read_object(path))
+        require(isinstance(evaluation.get("metrics"), dict),
                 f"{path}: has no metrics; see evaluate_tts.py")
-        found.append(about | {"name": str(about.get("name", path.parent.name))})
-    return sorted(found, key=lambda about: not about["name"].startswith(BEFORE))
+        evaluations.append(evaluation | {"name": str(evaluation.get("name", path.parent.name))})
+    return sorted(evaluations, key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
 
 
 def evaluation_table(evaluations):
-    """Metrics as rows, evaluations as columns, in a box that scrolls when narrow."""
-    rows = [["", *(found["name"] for found in evaluations)],
-            ["verdict", *(found.get("verdict", "") for found in evaluations)]]
-    for name in dict.fromkeys(name for found in evaluations for name in found["metrics"]):
-        values = [found["metrics"].get(name) for found in evaluations]
+    """HTML table with a row for each metric and a column for each evaluation."""
+    rows = [["", *(evaluation["name"] for evaluation in evaluations)],
+            ["verdict", *(evaluation.get("verdict", "") for evaluation in evaluations)]]
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation["metrics"])
+    for name in names:
+        values = [evaluation["metrics"].get(name) for evaluation in evaluations]
         rows.append([name, *("–" if value is None else f"{value:,.4g}" if isinstance(value, float)
                              else value for value in values)])
     lines = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
@@ -70,9 +71,9 @@ def evaluation_table(evaluations):
 
 
 def chart(title, curves):
-    """<figure> of {label: [(step, value)]}; a line of text where all values are alike."""
-    points = [point for curve in curves.values() for point in curve]
-    (first, last), (low, high) = ((min(found), max(found)) for found in zip(*points))
+    """<figure> of {label: [(step, value)]}; a line of text if all values are equal."""
+    steps, values = zip(*(point for curve in curves.values() for point in curve))
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
     if low == high:
         return f"<figcaption>{escape(title)}: {low:.4g} at every step</figcaption>"
 
@@ -99,7 +100,7 @@ def chart(title, curves):
 
 
 def charts(rows):
-    """HTML of metrics.jsonl. train/x and eval/x share a chart; x_0, x_1 have another."""
+    """HTML of metrics.jsonl. train/x and eval/x share a chart, as do x_0, x_1 and so on."""
     curves = {}
     for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
         prefix, _, rest = name.rpartition("/")
@@ -107,67 +108,70 @@ def charts(rows):
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
             curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    drawn = [chart(title, lines) for title, lines in curves.items()]
-    drawn.sort(key=lambda html: html.startswith("<figcaption>"))     # after the figures
-    return drawn and f'<div class="grid">{"".join(drawn)}</div>'
+    figures = [chart(title, lines) for title, lines in curves.items()]
+    figures.sort(key=lambda html: html.startswith("<figcaption>"))     # lines of text come last
+    return figures and f'<div class="grid">{"".join(figures)}</div>'
 
 
 def read_samples(folder, label):
-    """[(prompt, text, HTML)] of a folder's first .wav files by name; none that a link points to."""
-    def is_ours(path):
+    """Yield (prompt, text, HTML) of a folder's first .wav files by name. Links to files elsewhere
+    are skipped, as the folder may come from somebody else.
+    """
+    def is_inside(path):
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
-    waves = sorted(filter(is_ours, folder.glob("*.wav")), key=lambda path: natural(path.stem))
+    waves = sorted(filter(is_inside, folder.glob("*.wav")), key=lambda path: natural_key(path.stem))
     for path in waves[:SAMPLES]:
         notes = path.with_suffix(".json")
-        about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
-        words = [f"{name} {found:.3g}" if isinstance(found, float) else f"{name} {found}"
-                 for name in FACTS if (found := about.get(name)) is not None]
+        sample = cli.remove_secrets(json_files.read_object(notes)) if is_inside(notes) else {}
+        facts = [(name, sample[name]) for name in FACTS if sample.get(name) is not None]
+        words = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+                 for name, value in facts]
         sound = base64.b64encode(path.read_bytes()).decode()
-        yield path.stem, str(about.get("text", "")), (
+        yield path.stem, str(sample.get("text", "")), (
             f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="metadata" '
             f'src="data:audio/wav;base64,{sound}"></audio>'
             f'<small>{escape(" · ".join(words))}</small></figure>')
 
 
-def spoken(run, folders):
-    """(number of samples, HTML) of a run's steps and of --samples, a prompt a row. UserError."""
-    steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural(path.name))
-    steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # the last, and equal distances
+def samples_html(run, folders):
+    """(number of samples, HTML) of a run's steps and of --samples, a row per prompt. UserError."""
+    steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural_key(path.name))
+    steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
         require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it; give a folder "
                 "of generate_tts.py")
-    found, rows = {path: path.name.replace("-", " ") for path in steps}, {}
-    found |= {path: path.resolve().name for path in folders}
-    for folder in sorted(found, key=lambda folder: not found[folder].startswith(BEFORE)):
-        for prompt, text, cell in read_samples(folder, found[folder]):
+    labels, rows = {path: path.name.replace("-", " ") for path in steps}, {}
+    labels |= {path: path.resolve().name for path in folders}
+    for folder in sorted(labels, key=lambda folder: not labels[folder].startswith(BEFORE)):
+        for prompt, text, cell in read_samples(folder, labels[folder]):
             rows.setdefault((prompt, text), []).append(cell)
     return sum(map(len, rows.values())), "".join(
         f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
         f'<div class="grid">{"".join(rows[name, text])}</div>'
-        for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
+        for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
 
 
 # ---- Command
 
 
 def write_report(run, rows, folders):
-    """Write the page of a run and print its content; folders: of --samples. Raises UserError."""
-    evaluations, (n_samples, samples) = read_evaluations(run), spoken(run, folders)
+    """Write the page of a run and print a line about it. folders: of --samples. UserError."""
+    evaluations, (n_samples, samples) = read_evaluations(run), samples_html(run, folders)
     saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
     config = run / cli.CONFIG
-    flags = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
+    flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
     clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
                       for clause in metrics.verdict(rows, evaluations))
     last = max((row["step"] for row in rows), default=0)
     parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
-             f"{', '.join(sorted(saved, key=natural)) or 'none yet'}",
+             f"{', '.join(sorted(saved, key=natural_key)) or 'none yet'}",
              "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
              "Samples": samples, "Evaluation": evaluations and evaluation_table(evaluations)}
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))
     output, temporary = run / "report.html", run / ".report.html.tmp"
-    temporary.unlink(missing_ok=True)       # nothing is written through a link of this name
+    temporary.unlink(missing_ok=True)       # it may be a link to another file
     temporary.write_bytes(page.encode("utf-8", errors="replace"))
     temporary.replace(output)       # readers see the old page or the new one
     print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
@@ -186,7 +190,7 @@ if __name__ == "__main__":
         rows, wrong = metrics.read_rows(path)
         require(not wrong, f"{path}: {wrong}; repair or remove them")
         write_report(args.output_dir, rows, args.samples)
-        if args.check_fell:     # from the first to the last fifth of the steps
+        if args.check_fell:     # compares the means of the first and the last fifth
             losses = [value for _, value in metrics.curve(rows, "train/loss")]
             require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
             fifth = max(1, len(losses) // 5)

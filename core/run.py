@@ -1,4 +1,4 @@
-"""Start and end of a trainer, and the lines it prints; the loop is in the script."""
+"""Start and end of a trainer and the lines it prints. The loop is in each script."""
 import atexit
 import contextlib
 import shutil
@@ -12,8 +12,8 @@ from core import checkpoint, cli, dist, metrics, watchdog
 
 
 def start(args):
-    """(World, Watchdog, folder to prepare data in) of this process. A dry run joins no other
-    process, writes nothing to --output_dir, and has a temporary folder. UserError.
+    """(World, Watchdog, folder to prepare data in). A dry run joins no other process and prepares
+    data in a temporary folder instead of --output_dir. UserError.
     """
     if args.dry_run is not None:
         world, folder = dist.single_process(), tempfile.mkdtemp()
@@ -21,7 +21,7 @@ def start(args):
     else:
         folder = args.output_dir
         world = dist.init(args.collective_timeout, args.wait_timeout,
-                          args.auto or args.parallel != "ddp",      # auto may yet choose to shard
+                          args.auto or args.parallel != "ddp",      # --auto may choose to shard
                           getattr(args, "cpu_offload", False))
         if world.is_main:
             gpu = world.device.type == "cuda"
@@ -38,58 +38,70 @@ def start(args):
     report = sys.excepthook
 
     def report_or_stop(kind, error, trace):
-        if issubclass(kind, watchdog.Stopped):      # on all ranks alike, before the first step
+        if issubclass(kind, watchdog.Stopped):      # raised on all ranks, before the first step
             watchdog.exit_stopped(world, args.output_dir, error)
         report(kind, error, trace)
 
     sys.excepthook = report_or_stop
-    watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
+    watchdog.exit_if_asked(world, args.output_dir)      # a signal may have come during the imports
     return world, watch, folder
 
 
+def open_checkpoints(args, world, identity, *keys):
+    """(CheckpointManager, newest intact checkpoint or None, its state or {}). UserError unless the
+    checkpoint has the same `identity`, a dict, and its state has these `keys`. Collective.
+    """
+    checkpoints = checkpoint.CheckpointManager(
+        world, args.output_dir, args.save_total_limit, args.wait_timeout)
+    resume, state = checkpoints.latest(args.resume)
+    if resume:
+        dist.rank0(world, checkpoint.check_identity, resume, state, identity, *keys)
+    return checkpoints, resume, state
+
+
 @contextlib.contextmanager
-def enough_memory(what):
-    """A GPU out of memory in here is a UserError about `what`."""
+def explain_out_of_memory(subject):
+    """Context in which a GPU that runs out of memory raises a UserError about `subject`."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise cli.UserError(f"{what} does not fit into the GPU's memory; what helps: --auto, "
+        raise cli.UserError(f"{subject} does not fit into the GPU's memory; what helps: --auto, "
                             "--gradient_checkpointing, smaller batches, --parallel fsdp")
 
 
 def schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals):
-    """[line] of the steps of a run, its intervals, and where it starts."""
+    """Lines about the steps of a run, its intervals and its start."""
     packs = ranks * args.gradient_accumulation_steps
-    return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(packs, 'pack')} "
-            f"a step = {cli.counted(ranks, 'rank')} x "
-            f"{cli.counted(args.gradient_accumulation_steps, 'micro-step')}; ", intervals,
+    return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.plural(packs, 'pack')} "
+            f"a step = {cli.plural(ranks, 'rank')} x "
+            f"{cli.plural(args.gradient_accumulation_steps, 'micro-step')}; ", intervals,
             start_line(step, total_steps, resume)]
 
 
 def start_line(step, total_steps, resume, base="base model"):
-    """The line of where a run starts."""
+    """Line about the step and weights from which a run starts."""
     return (f"start      step {step}, {f'resumed from {resume}' if resume else base}"
             + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps))
 
 
 def open_log(args, world, step, eval_due):
-    """MetricsLog of rank 0, None elsewhere. Leaves OUTPUT_DIR/run.yaml, which repeats the run."""
+    """MetricsLog on rank 0, else None. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
         return None
     folder = Path(args.output_dir)
     checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
-                              args.report_to, cli.stored(args), step, args.wandb_project, eval_due)
+    board = Path(args.logging_dir) / folder.resolve().name
+    return metrics.MetricsLog(folder, board, args.report_to, cli.safe_flags(args), step,
+                              args.wandb_project, eval_due)
 
 
-def end(args, watch, checkpoints, log, step, total_steps, stopping, words):
-    """Wait for the last checkpoint, say how the run ended, leave the process group.
-
-    stopping: the run was asked to stop, so the launcher gets its marker. words: for a done run.
+def end(args, watch, checkpoints, log, step, total_steps, stopping, result):
+    """Wait for the last checkpoint, print how the run ended, leave the process group. stopping: the
+    run was asked to stop, so the launcher's marker is written. result: text for a complete run.
     """
     watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
     checkpoints.wait()
-    watchdog.disarm()       # no rank waits for another any more
+    watchdog.disarm()       # from here on no rank waits for another
     if log:
         log.close()
         if stopping:
@@ -99,7 +111,7 @@ def end(args, watch, checkpoints, log, step, total_steps, stopping, words):
             print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the "
                   "same command to resume")
         else:
-            print(f"done       step {step}; {words}; final checkpoint "
+            print(f"done       step {step}; {result}; final checkpoint "
                   f"{Path(args.output_dir) / f'checkpoint-{step}'}")
             print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
     dist.finish()

@@ -13,7 +13,6 @@ On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import dataclasses
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -72,9 +71,9 @@ flag("--best_by", "bound", "metric of the best checkpoint; ties of accuracy go b
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
 
-# parsed before torch is imported: --help and wrong flags answer at once
+# parsed before torch is imported, so --help and wrong flags are answered at once
 args = cli.parse(p, lambda args, ranks: choices.check_flags(args, ranks, p))
-dry = args.dry_run is not None      # one process plans for all
+dry = args.dry_run is not None      # one process plans for all ranks
 
 import json
 import math
@@ -82,7 +81,7 @@ import math
 import numpy as np
 import torch
 
-from core import checkpoint, dist, metrics, optim, packing, run, tensor_io, watchdog
+from core import dist, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, problems
 
@@ -91,7 +90,7 @@ world, watch, work_dir = run.start(args)
 if dry:
     from core import memory
     memory.check_disk(args.output_dir, 0, "--output_dir")
-ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 dist.check_device(device, args)
@@ -107,9 +106,9 @@ require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex 
 layout, origin, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
-    args.train_data_file, args.eval_data_file, made = dist.rank0(
+    args.train_data_file, args.eval_data_file, demo_tokenizer = dist.rank0(
         world, make_problems.prepare_demo, Path(work_dir) / "demo", args.system, args.demo)
-    tokenizer = args.tokenizer or made
+    tokenizer = args.tokenizer or demo_tokenizer
 templated = args.chat or args.system == "chat"
 if args.init_from or templated:
     from diffusion import published
@@ -149,12 +148,8 @@ identity = {**dataclasses.asdict(layout), "seed": args.seed,
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
                             *([len(chosen), args.best_by] if chosen else [])]
-checkpoints = checkpoint.CheckpointManager(
-    world, args.output_dir, args.save_total_limit, args.wait_timeout)
-resume, state = checkpoints.latest(args.resume)
-if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity, "best", "stale",
-               "t_range", "averaged")
+checkpoints, resume, state = run.open_checkpoints(
+    args, world, identity, "best", "stale", "t_range", "averaged")
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
@@ -163,7 +158,7 @@ bests, stale, best_loss, best_tie, best_step = {}, 0, math.inf, 0.0, None
 if resume and state["validation"] == validation:
     bests, stale, best_step = state["best"], state["stale"], state["best_step"]
     if best_step is not None:
-        best_loss, best_tie = state["best_loss"], state.get("best_tie", 0.0)
+        best_loss, best_tie = state["best_loss"], state["best_tie"]
 # validate first if the weights are given, or if a signal interrupted a validation
 eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
@@ -187,7 +182,7 @@ print0(f"{size}, {kind}",
        f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled",
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
-       f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
+       f"{cli.plural(ranks, 'rank')} x {cli.plural(accumulation, 'micro-step')} x {batch_rows}; "
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
        run.start_line(step, total_steps, resume, weights_text))
 if dry:
@@ -226,11 +221,11 @@ def validate():
     """Validate the averaged weights, log; True if they are the best so far, None if stopped."""
     global t_range, stale, best_loss, best_tie, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    found = elbo.validate(world, model, average, how, t_range,
-                          partial(watchdog.any_stop, world, args.output_dir))
-    if found is None:
+    result = elbo.validate(world, model, average, how, t_range,
+                           partial(watchdog.any_stop, world, args.output_dir))
+    if result is None:
         return None
-    values, t_range = found
+    values, t_range = result
     stale = 0 if elbo.improved(bests, values) else stale + 1
     print0(("eval   step {:>6} | nll <= {eval/nll:.4f} nats/token | perplexity <= "
             "{eval/perplexity:,.2f} | loss {eval/loss:.4f}" + " | right {eval/accuracy:.1%}" *
@@ -249,16 +244,16 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
+    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     checkpoints.wait()      # before the next copies take memory
-    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
+    dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
 
     def save_config(path):
-        about = {"model": dataclasses.asdict(config), "step": step,
+        saved = {"model": dataclasses.asdict(config), "step": step,
                  "layout": dataclasses.asdict(layout), "source": origin.source if origin else {}}
-        (path / "config.json").write_text(json.dumps(about, indent=1))
+        (path / "config.json").write_text(json.dumps(saved, indent=1))
         tokens.tokenizer.save(str(path / "tokenizer.json"))
         if origin or templated:     # these files keep a chat template usable
             published.copy_chat_files(tokenizer, path)
@@ -268,14 +263,14 @@ def save():
         "validation": validation, "best_step": best_step, "best_tie": best_tie,
         "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,
         "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
-        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.stored(args)},
+        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.safe_flags(args)},
         files=tensor_io.stage(world, "ema", average.shadow))
 
 
 # ---- Loop
-sums = torch.zeros(4, dtype=torch.float64, device=device)   # losses, targets, plain losses, masked
-if main_rank and len(state.get("unlogged", ())) == len(sums):
-    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+unlogged = state["unlogged"] if resume and main_rank else [0.0] * 4
+# losses, targets, plain losses, masked tokens since the last log line
+sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
                             state.get("skipped", 0), before_error=checkpoints.wait)
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
@@ -313,8 +308,8 @@ while step < total_steps and not stopping and stale < patience:
         mine = window[first:first + batch_rows]
         # else ranks would divide their losses by different counts
         assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
-        part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
-        inputs = blocks.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
+        noise = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
+        inputs = blocks.diffuse(batch, noise, tokens.mask, t_range, args.loss_weighting).to(device)
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
@@ -340,7 +335,7 @@ while step < total_steps and not stopping and stale < patience:
     average.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step: this one is still running
+    monitor.poll()      # of the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)))
 
     # log: the host waits for the device here
@@ -349,9 +344,10 @@ while step < total_steps and not stopping and stale < patience:
         work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
         step_rows * rows.length)
     if last or step % args.logging_steps == 0:
-        found = dist.all_reduce(world, sums).tolist()
-        loss_sum, targets, plain_sum, masked = found if found[1] else [math.nan] * 4    # no step
+        loss_sum, targets, plain_sum, masked = dist.all_reduce(world, sums).tolist()
         sums.zero_()
+        if not targets:     # every step was skipped
+            loss_sum = targets = plain_sum = masked = math.nan
         values = {"train/loss": loss_sum / targets, "train/masked": masked / targets,
                   "train/masked_loss": plain_sum / max(1, masked),
                   "train/t_low": t_range[0], "train/t_high": t_range[1],
@@ -387,4 +383,4 @@ while step < total_steps and not stopping and stale < patience:
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
 run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
-        f"{cli.counted(monitor.skipped, 'step')} skipped; best at step {best_step}")
+        f"{cli.plural(monitor.skipped, 'step')} skipped; best at step {best_step}")

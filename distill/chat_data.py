@@ -133,7 +133,7 @@ def write_table(folder, paths, reading, output_dir=None):
         parallel_map_ordered(chunks, reading.processes, take)
         samples.append(len(columns["lengths"]) - first)
         check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
-        if not samples[-1] and not problems.stopping:
+        if not samples[-1] and not problems.n_fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     bad = problems.settle(hint * bool(problems.counts["too_long"]))
@@ -191,7 +191,7 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
         found = write_table(folder, paths, reading, list_in)
         print(f"data       read in {time.monotonic() - start:.1f} s"
-              + f"; {cli.counted(found['split'], 'chat')} with a sample for each answer: the "
+              + f"; {cli.plural(found['split'], 'chat')} with a sample for each answer: the "
               "template rewrites earlier turns" * bool(found["split"])
               + f"\ndata       dropped: {found['bad']}" * bool(found["bad"]), flush=True)
         return folder, found["samples"][0], sorted(reading.encoder.ends)

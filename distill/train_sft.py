@@ -11,9 +11,8 @@ answers (from the data, or sampled by the student), which learns its distributio
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import os
 import sys
-from argparse import SUPPRESS, BooleanOptionalAction
+from argparse import SUPPRESS
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
@@ -30,11 +29,12 @@ p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
 cli.trainer_flags(p)
-p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2)
+cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
+p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2,
+               num_train_epochs=4, per_device_train_batch_size=16, per_device_eval_batch_size=16)
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
-flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
@@ -43,7 +43,6 @@ flag("--group_size", 1, 'number of neighbours by "id" or line that are held out 
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "template setting", choices=("template", "true", "false"))
 flag("--train_turns", "all", "answers trained, each as at its turn", choices=("all", "last"))
-flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
 flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the model's positions")
 flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
      f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
@@ -67,25 +66,13 @@ flag("--keep", None, "chats on which the loss keeps the student close to the bas
 flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
 flag("--keep_every", 4, SUPPRESS)
 DISTILLING = [action.dest for action in p._actions[known:]]
-# batch, length and learning rate of the run
-flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
-flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
-flag("--per_device_eval_batch_size", 16, "samples per validation batch")
-flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size)")
+# batch and learning rate
+flag("--gradient_accumulation_steps", None, "micro-steps per step (default: --global_batch_size's)",
+     type=int)
 flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
-flag("--num_train_epochs", 4, "passes over the training samples")
-flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
 flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
 flag("--min_lr_ratio", 0.1, "final learning rate as a share of the peak")
 flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up")
-# speed, memory, intervals
-flag("--reshard_after_forward", True, "fsdp: less memory, slower", action=BooleanOptionalAction)
-switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
-switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
-switch("--float8", "lora with --compile: multiply by frozen weights in float8")
-cli.compile_flag(p)
-flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
-flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
 
 
 def check_flags(args, world_size):
@@ -96,7 +83,6 @@ def check_flags(args, world_size):
         args.parallel = "fsdp" if asked or not alone else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
-    args.gradient_accumulation_steps = args.gradient_accumulation_steps or None     # derived below
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
     cli.check_drop_bad(args, CHECKS)
@@ -107,35 +93,19 @@ def check_flags(args, world_size):
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
             "give one of --eval_data_file and --validation_split, not both")
-    require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
-            "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
-    planned = args.auto and "per_device_train_batch_size" not in cli.named(args)
-    if args.gradient_accumulation_steps:
-        require(not args.global_batch_size,
-                "give one of --global_batch_size and --gradient_accumulation_steps")
-    elif args.max_tokens_per_batch or planned:
-        if args.auto:           # derives it from the samples of a step
-            args.global_batch_size = args.global_batch_size or GLOBAL_BATCH
-        args.gradient_accumulation_steps = 1
-    else:
-        samples = args.global_batch_size or GLOBAL_BATCH
-        args.gradient_accumulation_steps, rest = divmod(
-            samples, args.per_device_train_batch_size * world_size)
-        require(not rest, f"--global_batch_size {samples} is not a multiple of "
-                f"--per_device_train_batch_size x {world_size}; or give "
-                "--gradient_accumulation_steps")
+    cli.set_accumulation(args, world_size, p, GLOBAL_BATCH)
 
 
-# parsed before torch is imported: --help and wrong flags answer at once
+# parsed before torch is imported, so --help and wrong flags are answered at once
 args = cli.parse(p, check_flags)
-dry = args.dry_run is not None      # one process plans for all
+dry = args.dry_run is not None      # one process plans for all ranks
 
 import math
 from functools import partial
 
 import torch
 
-from core import chat, checkpoint, dist, metrics, optim, packing, run, watchdog
+from core import chat, dist, metrics, optim, packing, run, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 
@@ -144,7 +114,7 @@ if args.use_lora:
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
 dist.check_device(device, args)
 if args.tf32:
@@ -152,8 +122,8 @@ if args.tf32:
 dtype = causal_lm.half_dtype(args)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Data: rank 0 tokenises; all ranks map the same table and know the whole order. So each rank
-# knows the samples and targets of every step without communication.
+# ---- Data. Rank 0 tokenises and all ranks map the same table, so each knows the samples and
+# targets of every step without communication.
 for path in filter(None, (args.train_data_file, args.eval_data_file, args.keep)):
     dist.rank0(world, chat.files_of, path)      # do the files exist?
 dist.rank0(world, causal_lm.find_model, args.model_path)        # one rank downloads for all
@@ -163,14 +133,15 @@ tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
 causal_lm.check_vocabulary(tokenizer, config)
 encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking],
                        split=not args.teacher_path)
-prompt = theirs = kept = None
+prompt = teacher_encoder = kept = None
 if args.teacher_path or args.keep:
     from distill import frozen, teaching
 if args.teacher_path:
     dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
-    prompt, theirs, config = teaching.open_side(args, config, tokenizer)
+    prompt, teacher_encoder, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, theirs)
+reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc,
+                            teacher_encoder)
 table, n_train, ends = chat_data.prepare_table(
     world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
     None if dry else args.output_dir)
@@ -217,11 +188,9 @@ if main_rank:
                 "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch
                 else f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data are not comparable
-checkpoints = checkpoint.CheckpointManager(
-    world, args.output_dir, args.save_total_limit, args.wait_timeout)
-resume, state = checkpoints.latest(args.resume)
-if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+checkpoints, resume, state = run.open_checkpoints(args, world, identity)
+if resume and not args.use_lora:        # a full checkpoint replaces the base
+    model, parts = empty_model(resume)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 best_loss, best_step = math.inf, None
 if state.get("best_step") is not None and state["validation"] == validation:
@@ -230,7 +199,7 @@ if state.get("best_step") is not None and state["validation"] == validation:
 # ---- Order of the packs: a function of (seed, epoch) alone, so any number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation
-order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+order = PackOrder(table.lengths[train_ids], train_ids, tokens_per_pack=args.max_tokens_per_batch,
                   samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 pad_to = 0 if args.teacher_path else args.max_tokens_per_batch      # static shapes
 steps_per_epoch, total_steps = run_length(
@@ -241,8 +210,8 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validate
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
-    if resume:      # on the meta device this only compares shapes
-        adapters.load_adapters(model.net, resume) if args.use_lora else empty_model(resume)
+    if resume and args.use_lora:
+        adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
     plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
                     total_steps - step, kept)
     print("dry run ok")
@@ -252,8 +221,6 @@ held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, t
 
 # ---- Model: sharded on the meta device, then loaded; no process holds more than its shard
 watch.report_progress("loading the model", args.wait_timeout)
-if resume and not args.use_lora:        # a full checkpoint replaces the base
-    model, parts = empty_model(resume)
 sharding = None if args.parallel == "ddp" else {
     "bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward,
     "cpu_offload": args.cpu_offload, "shard_size": args.shard_size}
@@ -272,7 +239,7 @@ new_ends = causal_lm.stop_at(model.native, ends)        # generate stops at trai
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), packed_lm.decays)
-scaler = optim.Scaler(device, state.get("scaler")) if args.fp16 else None
+scaler = optim.build_scaler(device, args.fp16, state.get("scaler"))
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
@@ -285,21 +252,19 @@ sizes = [(packed_lm.layer_weights(net), net.config) for net in (
 # ---- Validation and checkpoints
 @torch.no_grad()
 def validate():
-    """Validate and log; return True if the loss is the best so far, None on all ranks if one was
-    asked to stop. The losses are exact token-weighted means.
-    """
+    """Validate and log; True if the loss is the best so far, None if asked to stop."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    held_out = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size,
-                         shuffle=False)
-    packs = [[int(eval_ids[i]) for i in pack]
-             for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
+    held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
+                         samples_per_pack=args.per_device_eval_batch_size)
+    packs = list(rank_packs(held_out, world.rank, world.size, 1, epochs=1))
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # rarely: it takes time
-            return None         # the run ends
+        # often enough for a prompt stop, rarely enough to cost nothing
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+            return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
     model.train()
@@ -314,10 +279,10 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; it is written while the next steps run. Call on every rank."""
+    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
-    dist.reshard(model)     # after a validation FSDP2's parameters are gathered
+    dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
     stem, named = "model", dict(model.native.named_parameters())
     if args.use_lora:
         stem, named = "adapter_model", adapters.adapter_weights(model.net)
@@ -333,23 +298,21 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
-        "skipped": monitor.skipped, "scaler": scaler and scaler.saved(), "unlogged": unlogged,
-        "args": cli.stored(args)}, split=causal_lm.published)
+        "skipped": monitor.skipped, "scaler": scaler.state_dict(), "unlogged": unlogged,
+        "args": cli.safe_flags(args)}, split=causal_lm.published)
 
 
 # ---- Loop
-sums = torch.zeros(model.sums, dtype=torch.float64, device=device)
-if main_rank and len(state.get("unlogged", ())) == len(sums):
-    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model.sums,
+                    dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
-    order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
+packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
 loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                prefetch_factor=4, pad_to=pad_to)
 batches = packing.iterate(loader)
-eval_due = bool(state.get("eval_due") and validates)     # a signal interrupted that validation
+eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
@@ -373,51 +336,48 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = packed_lm.step_work(table, train_ids[order.window(epoch, first_pack, per_step)], sizes,
+    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step), sizes,
                                args.use_lora)
-    taken = (next_batch() for _ in range(accumulation))
-    if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
-        taken, work["targets"] = frozen.own_answers(
-            args, world, model, table, list(taken), ends, step, sampler)
+    step_batches = (next_batch() for _ in range(accumulation))
+    if args.on_policy:      # before the first loss, which is divided by the tokens of all answers
+        step_batches, work["targets"] = frozen.own_answers(
+            args, world, model, table, list(step_batches), ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
-    for micro, batch in enumerate(taken):
+    for micro, batch in enumerate(step_batches):
         mine = list(batch.samples)
-        # a batch that differs from the plan would make ranks divide by different counts
+        # if a batch differed from the plan, ranks would divide by different counts
         assert args.on_policy or len(batch.targets) == table.targets[mine].sum()
         assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
             with dist.autocast(device, dtype):
-                found = wrapped(batch)          # Sums over this batch's targets, not means
+                batch_sums = wrapped(batch)     # over this batch's targets
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
-            scale = world.size / work["targets"] * (scaler.scale if scaler else 1.0)
-            (found.loss * scale).backward()
-        monitor.watch(found.loss, mine)
-        step_sums += found.stacked()
+            scaler.scale(batch_sums.loss * (world.size / work["targets"])).backward()
+        monitor.watch(batch_sums.loss, mine)
+        step_sums += batch_sums.stacked()
     if keeper:
-        keeper.learn(step, scaler.scale if scaler else 1.0, log)
+        keeper.learn(step, scaler.get_scale(), log)
 
     # clip
-    if scaler:
-        scaler.unscale(trainable)
+    scaler.unscale_(optimizer)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    if scaler:
-        scaler.update(bad)
+    scaler.update()
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step: this one is still running
+    monitor.poll()      # of the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(work["targets"]))
 
     # log: the host waits for the device here
     last = step == total_steps
-    # the last step of an epoch is filled up with packs of one padding token
+    # the last step of an epoch is filled with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * pad_to or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
@@ -426,8 +386,8 @@ while step < total_steps and not stopping:
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
-        if scaler:
-            values["train/loss_scale"] = scaler.scale.item()
+        if args.fp16:
+            values["train/loss_scale"] = scaler.get_scale()
         if main_rank:
             log.write(step, values)
         print0(packed_lm.train_line(step, total_steps, values))
@@ -450,4 +410,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")
+        f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

@@ -54,7 +54,7 @@ tokenizer = AutoTokenizer.from_pretrained(args.model_path, trust_remote_code=Fal
 prompt = Path(args.prompt_file).read_text().strip()
 questions = [line.strip() for line in open(args.questions_file) if line.strip()]
 special = set(tokenizer.all_special_ids)
-PAD = tokenizer.eos_token_id        # fills rows; masks exclude it
+PAD = tokenizer.eos_token_id        # fills rows; attention masks exclude it
 
 
 def load(source):
@@ -80,10 +80,10 @@ def request(question, system=""):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def labelled(question, answer, system=""):
-    """(ids, number of untrained ids before the answer); the answer and its end token are trained.
+def label_chat(question, answer, system=""):
+    """(ids, number of untrained ids before the answer). The answer and its end token are trained.
 
-    What the template puts after that token, such as a line break, is cut off.
+    Text that the template adds after the end token, such as a line break, is cut off.
     """
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -96,14 +96,14 @@ def labelled(question, answer, system=""):
 
 
 def logits_of(model, rows):
-    """[(ids, n_before)] -> logits (R, V) that predict the trained tokens, and these tokens (R,)."""
+    """[(ids, n_before)] -> logits (R, V) of the trained tokens, and these tokens (R,)."""
     ids = pad_sequence([torch.tensor(ids) for ids, _ in rows], True, PAD).to(device)
     lengths = torch.tensor([len(ids) for ids, _ in rows], device=device)[:, None]
     before = torch.tensor([n for _, n in rows], device=device)[:, None]
-    place = torch.arange(ids.shape[1], device=device)
+    position = torch.arange(ids.shape[1], device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        logits = model(input_ids=ids, attention_mask=(place < lengths).long()).logits
-    trained = (place >= before) & (place < lengths)             # (B, S)
+        logits = model(input_ids=ids, attention_mask=(position < lengths).long()).logits
+    trained = (position >= before) & (position < lengths)       # (B, S)
     return logits[:, :-1][trained[:, 1:]].float(), ids[trained]
 
 
@@ -112,22 +112,22 @@ def logits_of(model, rows):
 
 @torch.no_grad()
 def answers_of(model, questions, system, temperature=0.0):
-    """[answer, or None if it was cut off], in batches, left-padded for generation."""
+    """[answer, or None if it was cut off]. Generates in left-padded batches."""
     answers = []
     for first in range(0, len(questions), 32):
         rows = [request(question, system) for question in questions[first:first + 32]]
         longest = max(map(len, rows))
         ids = torch.tensor([[PAD] * (longest - len(row)) + row for row in rows], device=device)
-        place = torch.arange(longest, device=device)
+        position = torch.arange(longest, device=device)
         lengths = torch.tensor([len(row) for row in rows], device=device)[:, None]
-        mask = (place >= longest - lengths).long()
-        how = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+        mask = (position >= longest - lengths).long()
+        sampling = {"do_sample": temperature > 0, "temperature": temperature or None}
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            drawn = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=PAD,
-                                   max_new_tokens=args.max_new_tokens, **how)
-        for row in drawn[:, longest:].tolist():
+            output = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=PAD,
+                                   max_new_tokens=args.max_new_tokens, **sampling)
+        for row in output[:, longest:].tolist():
             text = tokenizer.decode(row, skip_special_tokens=True).strip()
-            answers.append(text if special & set(row) else None)    # a special token ends it
+            answers.append(text if special & set(row) else None)    # without end token: cut off
     return answers
 
 
@@ -141,9 +141,9 @@ chats = {}
 for name, asked in (("answers", train_questions), ("held_out", eval_questions)):
     path = out / f"{name}.jsonl"        # a later start reuses existing answers
     if not path.exists():
-        found = zip(asked, answers_of(teacher, asked, prompt, args.temperature))
+        answers = answers_of(teacher, asked, prompt, args.temperature)
         turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-                 for question, answer in found if answer]
+                 for question, answer in zip(asked, answers) if answer]
         print(f"{name}: {len(turns)} of {len(asked)} questions; the other answers were empty or "
               f"longer than {args.max_new_tokens} tokens")
         write(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
@@ -153,8 +153,8 @@ for name, asked in (("answers", train_questions), ("held_out", eval_questions)):
 
 # ---- 2. The student learns them, without the prompt
 
-rows = [labelled(question, answer) for question, answer in chats["answers"]]
-prompted = [labelled(question, answer, prompt) for question, answer in chats["answers"]]
+rows = [label_chat(question, answer) for question, answer in chats["answers"]]
+prompted = [label_chat(question, answer, prompt) for question, answer in chats["answers"]]
 checkpoints = [folder for folder in out.iterdir() if re.fullmatch(r"checkpoint-\d+", folder.name)]
 checkpoints.sort(key=lambda folder: int(folder.name.split("-")[1]))
 step = 0
@@ -198,9 +198,9 @@ def save():
 size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
 steps_per_epoch = math.ceil(len(rows) / size / accumulation)
 while step < args.max_steps:
-    epoch, place = divmod(step, steps_per_epoch)        # a function of the step: resume is exact
+    epoch, epoch_step = divmod(step, steps_per_epoch)   # the step gives the order: exact resume
     order = np.random.default_rng((args.seed, epoch, 1)).permutation(len(rows))
-    window = order[place * size * accumulation:(place + 1) * size * accumulation]
+    window = order[epoch_step * size * accumulation:(epoch_step + 1) * size * accumulation]
     n_targets = sum(len(rows[i][0]) - rows[i][1] for i in window)
     total = 0.0
     for first in range(0, len(window), size):
@@ -229,21 +229,21 @@ while step < args.max_steps:
 
 
 @torch.no_grad()
-def judge(model, system):
-    """Held-out questions: share of answers equal to the teacher's; nats per token of those."""
+def evaluate(model, system):
+    """On held-out questions: share of answers equal to the teacher's, nats per token of those."""
     asked, wanted = zip(*chats["held_out"])
     equal = np.mean([a == b for a, b in zip(answers_of(model, asked, system), wanted)])
     total, n = 0.0, 0
     for question, answer in chats["held_out"]:
-        logits, tokens = logits_of(model, [labelled(question, answer, system)])
+        logits, tokens = logits_of(model, [label_chat(question, answer, system)])
         total += F.cross_entropy(logits, tokens, reduction="sum").item()
         n += len(tokens)
     return {"equal": float(equal), "nats_per_token": total / n}
 
 
-found = {"base": judge(teacher, ""), "base + prompt": judge(teacher, prompt),
-         "student": judge(student.eval(), "")}
-write(out / "judged.json", json.dumps(found, indent=1))
+results = {"base": evaluate(teacher, ""), "base + prompt": evaluate(teacher, prompt),
+           "student": evaluate(student.eval(), "")}
+write(out / "judged.json", json.dumps(results, indent=1))
 print(f"{len(chats['held_out'])} held-out questions: answers as the teacher's, nats a token")
-for name, values in found.items():
+for name, values in results.items():
     print(f"{name:<14} {100 * values['equal']:5.1f} % | {values['nats_per_token']:.3f}")

@@ -99,11 +99,11 @@ def blocks_of(is_target):
 
 
 def draw(purpose, number, groups, rows):
-    """Random numbers of a step: t (groups,), one from each stratum, and (rows, L)."""
+    """Random numbers of a step: levels t (groups,), one per stratum, and uniform (rows, L)."""
     rng = np.random.default_rng((args.seed, purpose, *number))
     strata = rng.permutation(groups)
     level = (strata + rng.random(groups)) / groups
-    rng.random(groups)          # drawn as in the big trainer
+    rng.random(groups)          # unused, but the big trainer draws these too
     return 1e-3 + (1 - 1e-3) * level, rng.random((rows, L))
 
 
@@ -223,7 +223,7 @@ def weighted_loss(network, tokens, is_target, level, uniform):
 
 @torch.no_grad()
 def bound(network, tokens, is_target, repeats=4):
-    """Bound on the negative log-likelihood in nats per trained token; always the same noise."""
+    """Bound on the negative log-likelihood in nats per trained token. The noise is always equal."""
     network.eval()
     total = 0.0
     for number, first in enumerate(range(0, len(tokens), 32)):
@@ -239,7 +239,7 @@ def bound(network, tokens, is_target, repeats=4):
 
 @torch.no_grad()
 def sample(network, question):
-    """The answer to a question, block by block; a pass fills one random token of the block."""
+    """Answer a question block by block. Each pass fills one random token of the block."""
     network.eval()
     ids = head_of(question)
     stop, generator = len(ids), torch.Generator().manual_seed(args.seed)
@@ -265,8 +265,8 @@ step, checkpoint = 0, out / "checkpoint.pt"
 if checkpoint.exists():
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     step = state["step"]
-    for name, part in (("model", model), ("average", average), ("optimizer", optimizer)):
-        part.load_state_dict(state[name])
+    for name, target in (("model", model), ("average", average), ("optimizer", optimizer)):
+        target.load_state_dict(state[name])
     torch.set_rng_state(state["rng"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda_rng"])
@@ -274,17 +274,17 @@ size, accumulation = args.per_device_train_batch_size, args.gradient_accumulatio
 steps_per_epoch = math.ceil(len(tokens) / size / accumulation)
 while step < args.max_steps:
     # order and noise are functions of seed and step, so resume is exact
-    epoch, place = divmod(step, steps_per_epoch)
+    epoch, epoch_step = divmod(step, steps_per_epoch)
     order = np.random.default_rng((args.seed, epoch, 1)).permutation(len(tokens))
-    rows = order[place * size * accumulation:(place + 1) * size * accumulation]
+    rows = order[epoch_step * size * accumulation:(epoch_step + 1) * size * accumulation]
     group = blocks_of(is_target[rows])
     level, uniform = draw(1, (step,), group.max() + 1, size * accumulation)
     total = 0.0
     for first in range(0, len(rows), size):
-        part = slice(first, first + size)
-        of_part = level[group[part][group[part] >= 0].min():]       # levels of this part's blocks
-        chosen = rows[part]
-        loss = weighted_loss(model, tokens[chosen], is_target[chosen], of_part, uniform[part])
+        micro = slice(first, first + size)
+        first_group = group[micro][group[micro] >= 0].min()         # of this micro-step's blocks
+        loss = weighted_loss(model, tokens[rows[micro]], is_target[rows[micro]],
+                             level[first_group:], uniform[micro])
         loss = loss / is_target[rows].sum()         # a mean over the targets of the whole step
         loss.backward()
         total += loss.item()

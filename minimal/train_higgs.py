@@ -142,8 +142,8 @@ def parts_of(content):
         else:       # without an offset, the duration describes the whole file
             length = item.get("duration") if item.get("offset") is not None else None
             parts.append((str(path.parent / item["audio_url"]), item.get("offset") or 0, length))
-    assert not any(CONTROL.search(part) for part in parts if isinstance(part, str)), parts
-    return [part for part in parts if part]
+    assert not any(CONTROL.search(text) for text in parts if isinstance(text, str)), parts
+    return [text_or_clip for text_or_clip in parts if text_or_clip]
 
 
 def pieces_of(conversation):
@@ -155,7 +155,7 @@ def pieces_of(conversation):
     assert first is None or roles[first:].count("assistant") == 1, "start_index: several turns"
     for message in messages:
         role, parts = message["role"], parts_of(message["content"])
-        clips = [part for part in parts if isinstance(part, tuple)]
+        clips = [item for item in parts if isinstance(item, tuple)]
         if role == "user" and clips:            # a reference: it becomes two turns
             assert list(map(type, parts)) == [str, tuple, str], "a reference is text, clip, text"
             turns += [("user", parts[:1]), ("assistant", clips)]
@@ -168,14 +168,14 @@ def pieces_of(conversation):
     if turns[0][0] != "system":
         turns, spoken = [("system", ["Generate audio following instruction."]), *turns], spoken + 1
     for i, (role, parts) in enumerate(turns):
-        spelt = []
-        for part in parts:
-            clip = isinstance(part, tuple)
-            spelt += ["<|audio_out_bos|>", part, "<|audio_eos|>"] if clip else [part]
+        turn_pieces = []
+        for item in parts:
+            is_clip = isinstance(item, tuple)
+            turn_pieces += ["<|audio_out_bos|>", item, "<|audio_eos|>"] if is_clip else [item]
         goes_on = role == "assistant" and [r for r, _ in turns[i + 1:i + 2]] == ["assistant"]
-        spelt.append("<|eom_id|>" if goes_on else "<|eot_id|>")
+        turn_pieces.append("<|eom_id|>" if goes_on else "<|eot_id|>")
         pieces.append((f"<|start_header_id|>{role}<|end_header_id|>\n\n", False))
-        pieces += [(piece, i == spoken) for piece in spelt]
+        pieces += [(piece, i == spoken) for piece in turn_pieces]
     return pieces
 
 
@@ -245,15 +245,15 @@ steps_per_epoch = math.ceil(len(train_ids) / size / batches_per_step)
 
 
 def batches_of(step):
-    """Batches of all ranks by seed and step: arrays of sample numbers, empty after an epoch."""
-    epoch, place = divmod(step, steps_per_epoch)
+    """Batches of all ranks in a step: arrays of sample numbers, empty after an epoch's last one."""
+    epoch, epoch_step = divmod(step, steps_per_epoch)
     order = train_ids[np.random.default_rng((args.seed, epoch, 1)).permutation(len(train_ids))]
-    first = place * batches_per_step
+    first = epoch_step * batches_per_step
     return [order[i * size:(i + 1) * size] for i in range(first, first + batches_per_step)]
 
 
 def load(numbers):
-    """Sample numbers -> {name: (B, longest, ...)}; no numbers give a sample of zero weight."""
+    """Sample numbers -> {name: (B, longest, ...)}. Without numbers: a sample of zero weight."""
     batch = {name: pad_sequence([torch.from_numpy(samples[i][name]) for i in numbers or [0]],
                                 batch_first=True, padding_value=IGNORE) for name in samples[0]}
     for name in () if numbers else ("text_labels", "audio_labels"):
@@ -290,11 +290,11 @@ if resume:
 
 @torch.no_grad()
 def evaluate():
-    """Loss over all held-out targets; each rank takes a share."""
+    """Mean loss over all held-out targets, of which each rank takes a share."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(rank, math.ceil(len(eval_ids) / world_size) * world_size, world_size):
-        # a sample of zero weight if none is left: FSDP2's ranks run every forward together
+        # if none is left, a sample of zero weight, as FSDP2's ranks run every forward together
         batch = {name: tensor.to(device) for name, tensor in load(list(eval_ids[i:i + 1])).items()}
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             audio, text = model(batch)

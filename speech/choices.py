@@ -3,7 +3,7 @@ import os
 import re
 
 from core import cli
-from core.cli import counted, require
+from core.cli import require
 
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
@@ -41,7 +41,7 @@ CHATML = (".json", ".jsonl")        # files whose prompts name their voice thems
 # ---- The trainer
 
 
-def check_trainer(args, world_size):
+def check_trainer(args):
     """Check the trainer's flags and set derived values. Raises UserError."""
     check_data(args)
     cli.check_drop_bad(args, CHECKS)
@@ -63,19 +63,9 @@ def check_trainer(args, world_size):
             (args.keep and not args.use_lora, "--keep needs --use_lora; in a full fine-tuning mix "
              "old data in: --train_data_file new.json old.json:0.25"),
             (args.keep and args.train_audio_table, "--keep excludes --train_audio_table"),
-            (args.global_batch_size and args.gradient_accumulation_steps != 1,
-             "give one of --global_batch_size and --gradient_accumulation_steps")):
+            (args.group_by_length and cli.packs_tokens(args),
+             "--group_by_length counts samples: not with packs of tokens")):
         require(not wrong, why)
-    by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
-    if args.max_tokens_per_batch or by_tokens:
-        for name in ("group_by_length", *["global_batch_size"][args.auto:]):
-            require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
-    elif args.global_batch_size:
-        samples = args.per_device_train_batch_size * world_size
-        require(args.global_batch_size % samples == 0,
-                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples}, "
-                f"--per_device_train_batch_size times {counted(world_size, 'rank')}")
-        args.gradient_accumulation_steps = args.global_batch_size // samples
 
 
 def check_folders(args):

@@ -182,8 +182,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         return report
 
     def check():
-        if found.stopping:
-            print(f"notice     {found.stopping} rows stop this; audio is checked first", flush=True)
+        if found.n_fatal:
+            print(f"notice     {found.n_fatal} rows stop this; audio is checked first", flush=True)
 
     return build(world, tokenizer, ids, sources, lambda clips: ensure_codes(
         world, clips, encoding), out, found, finish, noted, check)

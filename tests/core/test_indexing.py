@@ -21,7 +21,7 @@ def test_parts_come_in_order(n, processes):
     parallel_map_ordered(share, processes, found.append)
     assert [i for i, _ in found] == list(range(n))
     elsewhere = {pid for i, pid in found if pid != os.getpid()}
-    assert len(elsewhere) == min(processes, max(0, n - packing.HERE))
+    assert len(elsewhere) == min(processes, max(0, n - packing.FIRST_PARTS))
 
 
 # Chats
@@ -43,7 +43,7 @@ def chat_table_of(paths, folder, processes):
 
 def test_several_processes_make_the_chats_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(chat_table, "CHUNK", 4)
-    monkeypatch.setattr(packing, "HERE", 1)
+    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
     paths = [tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"]
     for path, n in zip(paths, (50, 21)):
         path.write_text(chat_lines(n))

@@ -218,7 +218,7 @@ def test_resume_with_other_adapters_is_refused(run, used_copy):
     (("--eval_data_file", "x"), "--disable_eval and validation data exclude each other"),
     (("--learning_rate=-1e-5",), "--learning_rate is -1e-05"),
     (("--max_tokens_per_batch", 999, "--global_batch_size", 8), "--global_batch_size counts samples: not with packs of tokens"),
-    (("--keep", "x"), "--keep needs --use_lora"), (("--shard_size", 2), "needs --parallel hsdp")])
+    (("--keep", "x"), "--keep needs --use_lora")])
 def test_flags(tiny, flags, said):
     words = trainer_arguments(tiny, "out", "--max_steps", 1, "--disable_eval", *flags)
     with pytest.raises(UserError, match=re.escape(said)):

@@ -79,7 +79,7 @@ def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(speech_table, "CHUNK", 3)
-    monkeypatch.setattr(packing, "HERE", 1)
+    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
 
 
 def spoil(i, raw):

@@ -28,7 +28,7 @@ METHODS = {"full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank"
            "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
 EVERY = "--save_steps 1 --save_total_limit 0"
 COUNTED = "full fsdp 2x2x3"
-HSDP = "hsdp 4x3x1 --shard_size 2"      # two copies, each in two shards
+HSDP = "hsdp:2 4x3x1"      # two copies, each in two shards
 
 
 def flags_of(name):
