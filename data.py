@@ -12,9 +12,11 @@ from torch.utils.data import Dataset
 
 from core import packing
 from core.cli import require
+from core.dist import rank0
 from core.problems import Problems
 from speech.codes import ensure_codes, plan_codes
-from speech.dataset import Table, build, is_prepared, of_flags, open_prepared
+from speech.dataset import (Table, find_bad_audio, is_prepared, new_table, of_flags, open_prepared,
+                            read_sources)
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
@@ -35,24 +37,21 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one to the trainer")
     problems = Problems(sources.drop, None if dry else output_dir)
+    with new_table(world, output_dir) as folder:
+        # a dry run lists bad rows and bad audio together; a run stops before it encodes
+        builder = read_sources(world, tokenizer, ids, sources, folder, problems, stop=not dry)
+        clips = builder.clips if world.is_main else []
+        codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
 
-    def settle(found):
-        if dropped := found.settle():
-            print(f"data       dropped: {dropped}", flush=True)
+        def write():
+            problems.add(find_bad_audio(builder, codes))
+            if dropped := problems.settle():
+                print(f"data       dropped: {dropped}", flush=True)
+            # a relative path would be relative to the table
+            builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
+            return folder
 
-    def finish(builder, cache, shards, where, measures, lost):
-        found = problems if dry else Problems(sources.drop, output_dir, more=True)
-        found.add(lost)
-        settle(found)
-        # a relative path would be relative to the table
-        builder.write(os.path.abspath(cache), shards, where)
-        return builder.folder
-
-    # a dry run lists bad rows and bad audio together; a run ends before it encodes
-    return Table(build(
-        world, tokenizer, ids, sources,
-        lambda clips: plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding),
-        output_dir, problems, finish, check=lambda: None if dry else settle(problems)))
+        return Table(rank0(world, write))
 
 
 class SpeechSamples(Dataset):

@@ -1,6 +1,10 @@
 """The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
 
-    table = Table(build(world, tokenizer, ids, sources, encode, output_dir, problems, finish))
+    with new_table(world, output_dir) as folder:
+        builder = read_sources(world, tokenizer, ids, sources, folder, problems)
+        clip_codes = codes.ensure_codes(world, builder.clips, encoding)
+        builder.write(clip_codes.folder, clip_codes.shards, clip_codes.where)
+        table = Table(folder)
     train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
 
 Each sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder
@@ -155,11 +159,11 @@ def read_samples(path, problems, make=canonical_sample, **reading):
             problems.append(found)
 
 
-def read_all(builder, sources, problems, noted=None, folder=None):
+def read_all(builder, sources, problems, warnings=None, folder=None):
     """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
-    problems: Problems that collects unusable samples, for the caller to settle; noted: a list, of
-    warnings about usable ones. folder: for data converted to ChatML."""
+    problems: Problems that collects unusable samples, for the caller to settle. warnings: a list
+    that takes Problems of usable ones. folder: for data converted to ChatML."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         first, lost = len(builder), []
         source = open_source(path, sources.reading, lost, held_out, folder, number)
@@ -201,8 +205,8 @@ def read_all(builder, sources, problems, noted=None, folder=None):
             refused.update(p.check for p in wrong)
             problems.add(wrong)
             notes.update(p.check for p in odd)
-            if noted is not None:
-                noted.extend(odd)
+            if warnings is not None:
+                warnings.extend(odd)
             shown += [text] * bool(text)
 
         parallel_map_ordered(chunks, sources.processes, take)
@@ -343,6 +347,13 @@ class TableBuilder:
         """((m,) clip numbers of all samples, (n + 1,) offsets of each sample in that array)."""
         return self.used.values.array(), self.used.offsets.array()
 
+    def samples_with(self, is_bad):
+        """[(sample, its first bad clip)] of samples that use one; is_bad: (n_clips,) bool."""
+        used, offsets = self.used_clips()
+        uses = np.flatnonzero(is_bad[used])
+        samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
+        return list(zip(samples.tolist(), used[uses[first]].tolist()))
+
     def write(self, cache_folder, shards, where, left_out=False):
         """Write the table to `folder`; ends the builder. left_out: (n,) bool, unused samples.
 
@@ -374,51 +385,58 @@ class TableBuilder:
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
 
 
-def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, noted=None,
-          check=lambda: None):
-    """A new table of Sources, on every rank: read, encode, finish. Then earlier tables are deleted;
-    a running job keeps its mapped files.
+# ---- Making a table: read_sources(), then the codes of its clips, then TableBuilder.write()
 
-    encode(clips): from codes.py. problems, noted: as in read_all. check(): called before audio is
-    encoded. finish(builder, cache folder, shards, where, measures, audio problems) writes the table
-    on rank 0; every rank gets its result."""
-    name, builder = f"table-{uuid.uuid4().hex[:8]}", None
+
+@contextlib.contextmanager
+def new_table(world, output_dir):
+    """The folder of a new table. Earlier tables are deleted at the end, or the new one after an
+    error; a running job keeps its mapped files."""
+    folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+    try:
+        yield folder
+        if world.is_main:
+            checkpoint.remove_named(output_dir, rf"(?!{folder.name})table-[0-9a-f]{{8}}")
+    except BaseException:
+        if world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def read_sources(world, tokenizer, ids, sources, folder, problems, warnings=None, stop=False):
+    """TableBuilder of all samples of Sources on rank 0, None on other ranks. Collective.
+
+    problems, warnings: as in read_all. stop: raise UserError if a bad row is not dropped."""
+    builder = None
 
     def read():
         nonlocal builder
-        builder = TableBuilder(tokenizer, ids, Path(output_dir) / name)
-        read_all(builder, sources, problems, noted, Path(output_dir) / "data")
-        check()
+        builder = TableBuilder(tokenizer, ids, folder)
+        read_all(builder, sources, problems, warnings, folder.parent / "data")
+        if stop and problems.stopping:
+            problems.settle()
         n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
               f"validation samples, {len(builder.clips)} distinct clips", flush=True)
 
-    def write():
-        cache, shards, where, measures, bad = codes     # bad: {number of a clip: why}
-        used, offsets = builder.used_clips()
-        trained = np.unique(used[builder.trained.array()])
-        for clip in trained[(where[trained, 2] > 0) & (where[trained, 2] < ids.min_frames)]:
-            bad[int(clip)] = (
-                f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
-                f"needs {ids.min_frames} ({ids.min_frames / FRAME_RATE:g} s) to end a clip")
-            where[clip, 2] = 0
-        at = np.flatnonzero(np.isin(used, list(bad)))
-        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
-        lost = [problem(builder.name(i), "audio", f"its audio {bad[clip]}",
-                        file_of(builder.sources, i), i)
-                for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
-        found = finish(builder, cache, shards, where, measures, lost)
-        checkpoint.remove_named(output_dir, rf"(?!{name})table-[0-9a-f]{{8}}")
-        return found
+    rank0(world, read)
+    return builder
 
-    try:
-        rank0(world, read)
-        codes = encode(builder.clips if builder else [])
-        return rank0(world, write)
-    except BaseException:
-        if world.is_main:
-            shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
-        raise
+
+def find_bad_audio(builder, codes):
+    """[Problem] of samples with a clip without codes in ClipCodes. A trained clip that is too short
+    for the model loses its codes."""
+    errors, where, least = codes.errors, codes.where, builder.ids.min_frames
+    for clip in np.unique(builder.used_clips()[0][builder.trained.array()]).tolist():
+        if 0 < where[clip, 2] < least:
+            errors[clip] = (
+                f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
+                f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
+            where[clip, 2] = 0
+    is_bad = np.zeros(len(builder.clips), bool)
+    is_bad[list(errors)] = True
+    return [problem(builder.name(i), "audio", f"its audio {errors[clip]}",
+                    file_of(builder.sources, i), i) for i, clip in builder.samples_with(is_bad)]
 
 
 # ---- Mapping
@@ -496,18 +514,24 @@ def split_samples(table, share, seed):
     return np.sort(np.concatenate(mixed)), held_out
 
 
-def places(where, clips):
+def last_clips(clips, offsets):
+    """(n,) the value in `clips` of each sample's last clip; offsets: (n + 1,) index of each
+    sample's first."""
+    return clips[np.maximum(offsets[1:], 1) - 1]
+
+
+def audio_numbers(where, clips):
     """(n,) int64 for clip numbers, equal for clips of the same audio."""
     shard, row = where[clips, 0], where[clips, 1]
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
 
 
-def own_references(place, offsets):
-    """Numbers of the samples whose clip to speak (the last one) is also their reference. place:
-    places() of the clips of all samples. offsets: (n + 1,) index of each sample's first."""
-    last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
-    again = np.concatenate([[0], np.cumsum(place == last)])
-    return np.flatnonzero(np.diff(again[offsets]) > 1)
+def find_own_references(audio, offsets):
+    """Numbers of the samples whose clip to speak (the last one) is also their reference. audio:
+    audio_numbers() of the clips of all samples. offsets: as in last_clips."""
+    target = np.repeat(last_clips(audio, offsets), np.diff(offsets))
+    uses = np.concatenate([[0], np.cumsum(audio == target)])
+    return np.flatnonzero(np.diff(uses[offsets]) > 1)
 
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
@@ -517,17 +541,16 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     max_length: --max_length, or by default the model's positions. max_tokens:
     --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out, and count them if `say`;
     otherwise raise UserError. output_dir: where to list them; None: nowhere."""
-    def audio(numbers):
-        return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
-
-    twice = np.isin(audio(train), audio(held_out))
+    audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
+    twice = np.isin(audio[train], audio[held_out])
     if len(train) and twice.all():
         raise UserError("no training samples are left: all audio is in the validation data too")
     if say and twice.any():
         print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is "
               "in the validation data")
     train = train[~twice]
-    own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
+    own = find_own_references(audio_numbers(table.where, table.clips),
+                              table.clip_offsets) if say else []
     if len(own):
         print(f"data       {counted(len(own), 'sample')} with own_reference: the model learns to "
               f"copy a reference that is the clip to speak, as of {printable(table.name(own[0]))}")

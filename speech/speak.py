@@ -32,7 +32,7 @@ from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          filled, load_codec, open_sound, read_codes, readable)
+                          load_codec, open_bytes, open_sound, pad_wave, read_codes)
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
                                   heard, mark_trained, normalise, normalise_requests, system_parts,
                                   trimmed)
@@ -168,12 +168,12 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                     codes[clip] = found
                 else:
                     wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-                    wave = filled(wave) if clip.filled else wave
+                    wave = pad_wave(wave) if clip.filled else wave
                     codes[clip] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
             clip = target
             target = clip if clip.path and not clip.path.endswith(SAVED) else None
             if target:      # whoever compares with it would find out after hours of speaking
-                with readable(clip.path) as file, open_sound(file) as sound:
+                with open_bytes(clip.path) as file, open_sound(file) as sound:
                     if sound.frames / sound.samplerate <= (clip.offset or 0):
                         raise ValueError(f"ends before its offset of {clip.offset} s")
         except (ValueError, torch.OutOfMemoryError) as error:
