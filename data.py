@@ -5,6 +5,7 @@ into a cache (speech/codes.py). A loader worker turns a list of sample numbers i
 delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
 """
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from core.cli import require
 from core.dist import rank0
 from core.problems import Problems
 from speech.codes import ensure_codes, plan_codes
-from speech.dataset import (Table, find_bad_audio, is_prepared, new_table, of_flags, open_prepared,
-                            read_sources)
+from speech.dataset import (Table, TableBuilder, find_bad_audio, is_prepared, new_table_folder,
+                            of_flags, open_prepared, read_all, remove_other_tables)
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
@@ -37,21 +38,25 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one to the trainer")
     problems = Problems(sources.drop, None if dry else output_dir)
-    with new_table(world, output_dir) as folder:
-        # a dry run lists bad rows and bad audio together; a run stops before it encodes
-        builder = read_sources(world, tokenizer, ids, sources, folder, problems, stop=not dry)
-        clips = builder.clips if world.is_main else []
-        codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
+    builder, clips = None, []
+    if world.is_main:
+        builder = TableBuilder(tokenizer, ids, new_table_folder(output_dir))
+        clips = builder.clips
+    # a dry run lists bad rows and bad audio together; a run stops before it encodes
+    rank0(world, lambda: read_all(builder, sources, problems, Path(output_dir) / "data",
+                                  stop=not dry))
+    codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
 
-        def write():
-            problems.add(find_bad_audio(builder, codes))
-            if dropped := problems.settle():
-                print(f"data       dropped: {dropped}", flush=True)
-            # a relative path would be relative to the table
-            builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
-            return folder
+    def write():
+        problems.add(find_bad_audio(builder, codes))
+        if dropped := problems.settle():
+            print(f"data       dropped: {dropped}", flush=True)
+        # a relative path would be relative to the table
+        builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
+        remove_other_tables(builder.folder)
+        return builder.folder
 
-        return Table(rank0(world, write))
+    return Table(rank0(world, write))
 
 
 class SpeechSamples(Dataset):

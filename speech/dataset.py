@@ -1,10 +1,10 @@
 """The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
 
-    with new_table(world, output_dir) as folder:
-        builder = read_sources(world, tokenizer, ids, sources, folder, problems)
-        clip_codes = codes.ensure_codes(world, builder.clips, encoding)
-        builder.write(clip_codes.folder, clip_codes.shards, clip_codes.where)
-        table = Table(folder)
+    builder = TableBuilder(tokenizer, ids, new_table_folder(output_dir))
+    read_all(builder, sources, problems)
+    clip_codes = codes.ensure_codes(world, builder.clips, encoding)
+    builder.write(clip_codes.folder, clip_codes.shards, clip_codes.where)
+    table = Table(builder.folder)
     train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
 
 Each sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder
@@ -32,7 +32,7 @@ from core import checkpoint, json_files
 from core.cli import UserError, counted, printable, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, Lists, parallel_map_ordered, token_lists
-from core.problems import LIST, problem, settle
+from core.problems import LIST, Problem, problem, settle
 from speech import choices
 from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
 from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
@@ -90,7 +90,7 @@ def of_flags(args, ids, codec_dir):
 class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
     path: Path
-    about: str          # where it comes from, for messages
+    form: str           # for messages
     unit: str           # "line" or "sample", for messages
     read: object
 
@@ -159,76 +159,108 @@ def read_samples(path, problems, make=canonical_sample, **reading):
             problems.append(found)
 
 
-def read_all(builder, sources, problems, warnings=None, folder=None):
+def make_chunks(builder, source, sources, start, step):
+    """Yield every step-th chunk of a Source's entries as (chunk of the builder, [Problem] of
+    entries that are refused, [Problem] of notes, text of the source's first sample).
+
+    Each of several processes makes some chunks and skips the lines of the others."""
+    def wanted(entry):
+        return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
+
+    entries, due = entries_of(source, sources.reading, wanted), start
+    for number, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+        if not wanted(number * CHUNK):
+            continue
+        for _ in range(due, number, step):      # of blank lines alone: the order counts
+            yield builder.chunk([], []), [], [], ""
+        due = number + step
+        samples, refused, notes = [], [], []
+        for _, sample in group:
+            if isinstance(sample, Sample):
+                dropped = [note for note in sample.notes if note[0] in sources.drop]
+                if dropped:
+                    sample = problem(sample.name, *dropped[0])
+                else:
+                    samples.append(sample)
+                    notes += [problem(sample.name, *note) for note in sample.notes]
+            if isinstance(sample, Problem):
+                refused.append(sample)
+        text = sample_text(samples[0]) if samples and start == 0 else ""
+        chunk = builder.chunk(samples, refused)
+        chunk["left_out"].update(SHORTENED for sample in samples
+                                 if any(turn.shortened for turn in sample.turns))
+        yield chunk, refused, notes, text
+
+
+def read_source(builder, source, path, sources, problems, warnings):
+    """Tokenise a Source, the data of `path`, into a TableBuilder -> (text of its first sample,
+    Counter of the checks of refused entries, that of notes). Other arguments: as in read_all."""
+    first, refused, notes = "", Counter(), Counter()
+
+    def take(result):
+        nonlocal first
+        chunk, chunk_refused, chunk_notes, text = result
+        builder.append(chunk)
+        for p in [*chunk_refused, *chunk_notes]:
+            p.file = str(path)
+        problems.add(chunk_refused)
+        refused.update(p.check for p in chunk_refused)
+        notes.update(p.check for p in chunk_notes)
+        if warnings is not None:
+            warnings.extend(chunk_notes)
+        first = first or text
+
+    parallel_map_ordered(lambda start, step: make_chunks(builder, source, sources, start, step),
+                         sources.processes, take)
+    return first, refused, notes
+
+
+def read_all(builder, sources, problems, folder=None, warnings=None, stop=False):
     """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
-    problems: Problems that collects unusable samples, for the caller to settle. warnings: a list
-    that takes Problems of usable ones. folder: for data converted to ChatML."""
+    problems: Problems that collects unusable samples; the caller settles them, or with `stop` they
+    end this. folder: for data converted to ChatML. warnings: a list that takes Problems of usable
+    samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
-        first, lost = len(builder), []
-        source = open_source(path, sources.reading, lost, held_out, folder, number)
-        notes, refused, shown = Counter(), Counter(p.check for p in lost), []
-        problems.add(lost)
-
-        def chunks(start, step, source=source, path=path):
-            """Every step-th chunk; the lines of other processes' chunks are skipped."""
-            def wanted(entry):
-                return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
-            entries, due = entries_of(source, sources.reading, wanted), start
-            for chunk, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
-                if not wanted(chunk * CHUNK):
-                    continue
-                for _ in range(due, chunk, step):       # of blank lines alone: the order counts
-                    yield builder.chunk([], []), [], [], ""
-                due = chunk + step
-                kept, wrong, odd = [], [], []
-                for _, one in group:
-                    notes = one.notes if isinstance(one, Sample) else ()
-                    if unwanted := next((n for n in notes if n[0] in sources.drop), None):
-                        one = problem(one.name, *unwanted)
-                    if isinstance(one, Sample):
-                        kept.append(one)
-                        odd += [problem(one.name, *note, path) for note in notes]
-                    elif one is not None:
-                        wrong.append(one)
-                text = sample_text(kept[0]) if kept and start == 0 else ""
-                made = builder.chunk(kept, wrong)
-                made["left_out"].update(
-                    SHORTENED for one in kept if any(turn.shortened for turn in one.turns))
-                yield made, wrong, odd, text
-
-        def take(part, path=path, notes=notes, refused=refused, shown=shown):
-            chunk, wrong, odd, text = part
-            builder.append(chunk)
-            for p in wrong:
-                p.file = str(path)
-            refused.update(p.check for p in wrong)
-            problems.add(wrong)
-            notes.update(p.check for p in odd)
-            if warnings is not None:
-                warnings.extend(odd)
-            shown += [text] * bool(text)
-
-        parallel_map_ordered(chunks, sources.processes, take)
-        kept, lost = len(builder) - first, sum(refused.values())
+        start, unconverted = len(builder), []
+        source = open_source(path, sources.reading, unconverted, held_out, folder, number)
+        problems.add(unconverted)
+        first, refused, notes = read_source(builder, source, path, sources, problems, warnings)
+        refused.update(p.check for p in unconverted)
+        kept, lost = len(builder) - start, refused.total()
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {printable(path)}: chatml ({source.about}); "
+        print(f"source     {printable(path)}: chatml ({source.form}); "
               f"{counted(kept + lost, 'row')} = {kept} kept + {lost} refused"
               f"{f' ({counts})' if counts else ''}", flush=True)
-        for text in shown[:1]:
-            print(f"           first: {printable(text)}", flush=True)
+        if first:
+            print(f"           first: {printable(first)}", flush=True)
         for check, n in sorted(notes.items()):
             print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.stopping:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
-                                "first": first, "stop": len(builder)})
-    for what, n in sorted(builder.left_out.items()):
-        print(f"data       {n} samples {what}", flush=True)
+                                "first": start, "stop": len(builder)})
+    for clause, n in sorted(builder.left_out.items()):
+        print(f"data       {n} samples {clause}", flush=True)
+    if stop and problems.stopping:
+        problems.settle()
+    n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
+    print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
+          f"validation samples, {len(builder.clips)} distinct clips", flush=True)
 
 
 # ---- Writing
+
+
+def new_table_folder(output_dir):
+    """Path of a new table in an output folder."""
+    return Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+
+
+def remove_other_tables(folder):
+    """Delete earlier tables next to a new one; a running job keeps its mapped files."""
+    checkpoint.remove_named(folder.parent, rf"(?!{folder.name})table-[0-9a-f]{{8}}")
 
 
 def facts_of(sample):
@@ -383,44 +415,6 @@ class TableBuilder:
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
-
-
-# ---- Making a table: read_sources(), then the codes of its clips, then TableBuilder.write()
-
-
-@contextlib.contextmanager
-def new_table(world, output_dir):
-    """The folder of a new table. Earlier tables are deleted at the end, or the new one after an
-    error; a running job keeps its mapped files."""
-    folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-    try:
-        yield folder
-        if world.is_main:
-            checkpoint.remove_named(output_dir, rf"(?!{folder.name})table-[0-9a-f]{{8}}")
-    except BaseException:
-        if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def read_sources(world, tokenizer, ids, sources, folder, problems, warnings=None, stop=False):
-    """TableBuilder of all samples of Sources on rank 0, None on other ranks. Collective.
-
-    problems, warnings: as in read_all. stop: raise UserError if a bad row is not dropped."""
-    builder = None
-
-    def read():
-        nonlocal builder
-        builder = TableBuilder(tokenizer, ids, folder)
-        read_all(builder, sources, problems, warnings, folder.parent / "data")
-        if stop and problems.stopping:
-            problems.settle()
-        n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
-        print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
-              f"validation samples, {len(builder.clips)} distinct clips", flush=True)
-
-    rank0(world, read)
-    return builder
 
 
 def find_bad_audio(builder, codes):

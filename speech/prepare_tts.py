@@ -74,8 +74,9 @@ from core.dist import rank0
 from core.problems import LIST, Problems, problem
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import (audio_numbers, file_of, find_bad_audio, find_own_references, last_clips,
-                            new_table, of_flags, read_sources, write_prepared)
+from speech.dataset import (TableBuilder, audio_numbers, file_of, find_bad_audio,
+                            find_own_references, last_clips, new_table_folder, of_flags, read_all,
+                            remove_other_tables, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -157,38 +158,41 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     lists all errors in the data, unless they are dropped."""
     out, warnings, drop = Path(output_dir), [], sources.drop
     problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
-    with new_table(world, out) as folder:
-        builder = read_sources(world, tokenizer, ids, sources, folder, problems, warnings)
-        if problems.stopping:
-            print(f"notice     {problems.stopping} rows stop this; audio is checked first",
-                  flush=True)
-        codes = ensure_codes(world, builder.clips if world.is_main else [], encoding)
+    builder, clips = None, []
+    if world.is_main:
+        builder = TableBuilder(tokenizer, ids, new_table_folder(out))
+        clips = builder.clips
+    rank0(world, read_all, builder, sources, problems, out / "data", warnings)
+    if problems.stopping:
+        print(f"notice     {problems.stopping} rows stop this; audio is checked first", flush=True)
+    codes = ensure_codes(world, clips, encoding)
 
-        def write():
-            refused = problems.counts.total()
-            of_samples = [*find_bad_audio(builder, codes), *warnings,
-                          *find_problems(builder, codes, least, most)]
-            problems.add(of_samples)
-            problems.settle("\nfix: correct them, or drop them with --drop_bad")
-            left_out = np.zeros(len(builder), bool)
-            left_out[[p.sample for p in of_samples
-                      if p.sample is not None and p.check in drop]] = True
-            require(not left_out.all(),
-                    f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
-            frames = codes.where[last_clips(*builder.used_clips()), 2]
-            report = {
-                "samples": int((~left_out).sum()), "dropped": int(left_out.sum()) + refused,
-                "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),
-                "checks": {check: {"samples": n, "dropped": check in drop}
-                           for check, n in sorted(problems.counts.items())}}
-            cache = os.path.abspath(codes.folder)
-            if out in codes.folder.parents:     # then the prepared folder can be moved
-                cache = os.path.relpath(codes.folder, folder)
-            builder.write(cache, codes.shards, codes.where, left_out)
-            write_prepared(out, folder, tokenizer, ids, encoding.codec_dir, sources.reading, report)
-            return report
+    def write():
+        refused = problems.counts.total()
+        of_samples = [*find_bad_audio(builder, codes), *warnings,
+                      *find_problems(builder, codes, least, most)]
+        problems.add(of_samples)
+        problems.settle("\nfix: correct them, or drop them with --drop_bad")
+        left_out = np.zeros(len(builder), bool)
+        left_out[[p.sample for p in of_samples if p.sample is not None and p.check in drop]] = True
+        require(not left_out.all(),
+                f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
+        frames = codes.where[last_clips(*builder.used_clips()), 2]
+        report = {
+            "samples": int((~left_out).sum()), "dropped": int(left_out.sum()) + refused,
+            "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),
+            "checks": {check: {"samples": n, "dropped": check in drop}
+                       for check, n in sorted(problems.counts.items())}}
+        cache = os.path.abspath(codes.folder)
+        if out in codes.folder.parents:     # then the prepared folder can be moved
+            cache = os.path.relpath(codes.folder, builder.folder)
+        builder.write(cache, codes.shards, codes.where, left_out)
+        write_prepared(out, builder.folder, tokenizer, ids, encoding.codec_dir, sources.reading,
+                       report)
+        remove_other_tables(builder.folder)
+        return report
 
-        return rank0(world, write)
+    return rank0(world, write)
 
 
 def main():

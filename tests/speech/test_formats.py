@@ -474,7 +474,7 @@ def test_a_full_disk_is_not_the_fault_of_a_sample(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(UserError, match="sound cannot be written"):
-            list(convert.unpacked([("row 1", {"text": "a", "audio": sound})], tmp_path))
+            list(convert.unpack_audio([("row 1", {"text": "a", "audio": sound})], tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
