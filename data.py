@@ -16,8 +16,8 @@ from core.cli import require
 from core.dist import rank0
 from core.problems import Problems
 from speech.codes import ensure_codes, plan_codes
-from speech.dataset import (Table, TableBuilder, find_bad_audio, is_prepared, new_table_folder,
-                            of_flags, open_prepared, read_all, remove_other_tables)
+from speech.dataset import (Table, find_bad_audio, is_prepared, new_builder, open_prepared,
+                            read_all, read_flags, remove_other_tables)
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
@@ -25,7 +25,7 @@ PAD_LENGTH = 128        # length of padding samples: short, as attention costs g
 
 def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
     """make_table() with the trainer's flags."""
-    return make_table(world, tokenizer, ids, *of_flags(args, ids, codec_dir), work_dir,
+    return make_table(world, tokenizer, ids, *read_flags(args, ids, codec_dir), work_dir,
                       args.dry_run is not None)
 
 
@@ -38,13 +38,9 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one to the trainer")
     problems = Problems(sources.drop, None if dry else output_dir)
-    builder, clips = None, []
-    if world.is_main:
-        builder = TableBuilder(tokenizer, ids, new_table_folder(output_dir))
-        clips = builder.clips
+    builder, clips = new_builder(world, tokenizer, ids, output_dir)
     # a dry run lists bad rows and bad audio together; a run stops before it encodes
-    rank0(world, lambda: read_all(builder, sources, problems, Path(output_dir) / "data",
-                                  stop=not dry))
+    rank0(world, read_all, builder, sources, problems, Path(output_dir) / "data", None, not dry)
     codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
 
     def write():

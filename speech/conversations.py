@@ -241,7 +241,7 @@ def clip_of(item, paths):
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None)
 
 
-def marks_speakers_otherwise(text):
+def has_other_marks(text):
     """True if a text names two or more speakers by marks that the models do not know."""
     return len({mark[0].strip() for mark in OTHER_MARK.finditer(text)}) > 1
 

@@ -1,8 +1,8 @@
 """The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
 
-    builder = TableBuilder(tokenizer, ids, new_table_folder(output_dir))
-    read_all(builder, sources, problems)
-    clip_codes = codes.ensure_codes(world, builder.clips, encoding)
+    builder, clips = new_builder(world, tokenizer, ids, output_dir)
+    rank0(world, read_all, builder, sources, problems)
+    clip_codes = codes.ensure_codes(world, clips, encoding)
     builder.write(clip_codes.folder, clip_codes.shards, clip_codes.where)
     table = Table(builder.folder)
     train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
@@ -11,7 +11,6 @@ Each sample is tokenised once, and each distinct clip is stored once. A clip is 
 token here; data.py replaces it by the clip's rows.
 """
 import atexit
-import contextlib
 import hashlib
 import itertools
 import json
@@ -36,7 +35,7 @@ from core.problems import LIST, Problem, problem, settle
 from speech import choices
 from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
 from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
-                                  canonical_sample, is_chatml, label_of, marks_speakers_otherwise,
+                                  canonical_sample, is_chatml, label_of, has_other_marks,
                                   sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
@@ -76,7 +75,7 @@ class Sources:
         return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
-def of_flags(args, ids, codec_dir):
+def read_flags(args, ids, codec_dir):
     """(Sources, codes.Encoding) of the flags of the trainer or of prepare_tts.py."""
     reading = Reading(args.task_type, args.ref_audio_in_system_message, args.columns,
                       args.reference, args.reference_share, args.seed,
@@ -90,7 +89,6 @@ def of_flags(args, ids, codec_dir):
 class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
     path: Path
-    form: str           # for messages
     unit: str           # "line" or "sample", for messages
     read: object
 
@@ -98,36 +96,44 @@ class Source(NamedTuple):
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """Source of a path, the number-th of the run. Other formats than ChatML are converted first,
     into a file in `folder`. problems: list to which unusable rows are added."""
-    if Path(path).suffix in choices.CHATML and Path(path).is_file():
-        with contextlib.suppress(UserError):
-            given = Source(Path(path), "JSON samples", *json_files.read_entries(path))
-            first = [entry for _, entry in itertools.islice(given.read(lambda number: True), LOOK)]
-            talks = [e for e in first if isinstance(e, dict) and type(e.get("messages")) is list]
-            if talks and all(map(is_chatml, talks)):
-                changed = [FLAGS.get(name, f"--{name}") for name in (
-                    "task_type", "ref_in_system", "reference", "reference_share", "columns")
-                    if getattr(reading, name) != getattr(Reading(), name)]
-                if changed:
-                    print(f"notice     {printable(path)}: ChatML has its prompts, in which "
-                          f"{', '.join(changed)} changes nothing", flush=True)
-                return given
+    if source := open_chatml(path):
+        changed = [FLAGS.get(name, f"--{name}") for name in (
+            "task_type", "ref_in_system", "reference", "reference_share", "columns")
+            if getattr(reading, name) != getattr(Reading(), name)]
+        if changed:
+            print(f"notice     {printable(path)}: ChatML samples have prompts, which "
+                  f"{', '.join(changed)} does not change", flush=True)
+        return source
     from speech import convert
     if folder is None:
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    made = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
-    convert.to_chatml(path, made, problems, held_out=held_out, **vars(reading))
-    if not made.stat().st_size:
-        return Source(made, "no rows", "row", lambda wanted: ())
-    return Source(made, f"as ChatML in {made}", *json_files.read_entries(made))
+    converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
+    convert.to_chatml(path, converted, problems, held_out=held_out, **vars(reading))
+    if not converted.stat().st_size:
+        return Source(converted, "line", lambda wanted: ())
+    return Source(converted, *json_files.read_entries(converted))
+
+
+def open_chatml(path):
+    """Source of a file whose first samples are ChatML; None for any other path."""
+    if Path(path).suffix not in choices.CHATML or not Path(path).is_file():
+        return None
+    try:
+        source = Source(Path(path), *json_files.read_entries(path))
+        head = [entry for _, entry in itertools.islice(source.read(lambda number: True), LOOK)]
+    except UserError:       # the converter says more
+        return None
+    chats = [e for e in head if isinstance(e, dict) and isinstance(e.get("messages"), list)]
+    return source if chats and all(map(is_chatml, chats)) else None
 
 
 def entries_of(source, reading, wanted, make=canonical_sample):
-    """Yield (number, Sample or Problem, None if it is left out) for each entry."""
+    """Yield (number, Sample or Problem) for each entry whose number is wanted. make: function from
+    ChatML to Sample."""
     paths = Paths(source.path.parent.resolve())
     for number, entry in source.read(wanted):
         if entry is json_files.SKIPPED or not wanted(number):
-            yield number, None
             continue
         name, misc, setting = f"{source.path} {source.unit} {number + 1}", {}, None
         try:
@@ -150,30 +156,24 @@ def entries_of(source, reading, wanted, make=canonical_sample):
 
 def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
-    make: function from ChatML to Sample. reading: fields of Reading."""
+    make: as in entries_of. reading: fields of Reading."""
     reading = Reading(**reading)
-    for _, found in entries_of(open_source(path, reading, problems), reading, lambda n: True, make):
-        if isinstance(found, Sample):
-            yield found
-        elif found is not None:
-            problems.append(found)
+    source = open_source(path, reading, problems)
+    for _, sample in entries_of(source, reading, lambda number: True, make):
+        if isinstance(sample, Sample):
+            yield sample
+        else:
+            problems.append(sample)
 
 
 def make_chunks(builder, source, sources, start, step):
     """Yield every step-th chunk of a Source's entries as (chunk of the builder, [Problem] of
-    entries that are refused, [Problem] of notes, text of the source's first sample).
-
-    Each of several processes makes some chunks and skips the lines of the others."""
-    def wanted(entry):
+    entries that are refused, [Problem] of notes, text of the first sample)."""
+    def is_mine(entry):
         return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
 
-    entries, due = entries_of(source, sources.reading, wanted), start
-    for number, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
-        if not wanted(number * CHUNK):
-            continue
-        for _ in range(due, number, step):      # of blank lines alone: the order counts
-            yield builder.chunk([], []), [], [], ""
-        due = number + step
+    entries = entries_of(source, sources.reading, is_mine)
+    for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
         samples, refused, notes = [], [], []
         for _, sample in group:
             if isinstance(sample, Sample):
@@ -185,11 +185,8 @@ def make_chunks(builder, source, sources, start, step):
                     notes += [problem(sample.name, *note) for note in sample.notes]
             if isinstance(sample, Problem):
                 refused.append(sample)
-        text = sample_text(samples[0]) if samples and start == 0 else ""
         chunk = builder.chunk(samples, refused)
-        chunk["left_out"].update(SHORTENED for sample in samples
-                                 if any(turn.shortened for turn in sample.turns))
-        yield chunk, refused, notes, text
+        yield chunk, refused, notes, sample_text(samples[0]) if samples else ""
 
 
 def read_source(builder, source, path, sources, problems, warnings):
@@ -229,7 +226,7 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
         refused.update(p.check for p in unconverted)
         kept, lost = len(builder) - start, refused.total()
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {printable(path)}: chatml ({source.form}); "
+        print(f"source     {printable(path)}: "
               f"{counted(kept + lost, 'row')} = {kept} kept + {lost} refused"
               f"{f' ({counts})' if counts else ''}", flush=True)
         if first:
@@ -241,7 +238,7 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
                                 "first": start, "stop": len(builder)})
-    for clause, n in sorted(builder.left_out.items()):
+    for clause, n in sorted(builder.notices.items()):
         print(f"data       {n} samples {clause}", flush=True)
     if stop and problems.stopping:
         problems.settle()
@@ -253,9 +250,12 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
 # ---- Writing
 
 
-def new_table_folder(output_dir):
-    """Path of a new table in an output folder."""
-    return Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+def new_builder(world, tokenizer, ids, output_dir):
+    """(TableBuilder of a new table in output_dir, the list of its clips); None, [] on ranks > 0."""
+    if not world.is_main:
+        return None, []
+    builder = TableBuilder(tokenizer, ids, Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}")
+    return builder, builder.clips
 
 
 def remove_other_tables(folder):
@@ -281,7 +281,7 @@ class TableBuilder:
         """folder: empty folder in which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
-        self.known, self.left_out, self.sources = {}, Counter(), []     # of read_all
+        self.known, self.notices, self.sources = {}, Counter(), []      # sources: of read_all
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -294,7 +294,7 @@ class TableBuilder:
         self.used = Lists(self.folder, "clips", "clip_offsets", np.int32)
         self.trained = Column(scratch / "trained.npy", bool)
         self.facts = Column(scratch / "facts.npy", FACTS)
-        self.clips, self.number_of = [], {}     # number_of: {Clip: its place in clips}
+        self.clips, self.number_of = [], {}     # number_of: {Clip: its index}
 
     def __len__(self):
         return len(self.tokens)
@@ -306,27 +306,29 @@ class TableBuilder:
     def chunk(self, samples, problems):
         """{name: array, or (array, lengths) of lists} of Samples for append(), possibly of another
         process's builder."""
-        good, facts, left_out = [], [], Counter()
+        good, facts, notices = [], [], Counter()
         for sample in samples:
             marked = [turn for turn in sample.turns if "<|" in turn.text]
             try:
                 for token in (t for turn in marked for t in self.control if t in turn.text):
                     raise BadSample(f"text contains the control token {token}",
                                     "control_token")
-                found, without = self.ids.streams(sample)
+                streams, losses = self.ids.streams(sample)
             except BadSample as error:
                 problems.append(problem(sample.name, error.check, str(error)))
                 continue
-            good += found
-            facts += [facts_of(sample)] * len(found)
+            good += streams
+            facts += [facts_of(sample)] * len(streams)
             # tags in a text to speak that this model does not know
             tags = {tag for turn in marked if turn.role != "system"
                     for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
-            left_out.update(without)
-            left_out.update(f"hold {tag}, which is not a control tag of this model: it is read "
+            notices.update(losses)
+            notices.update(f"hold {tag}, which is not a control tag of this model: it is read "
                             "aloud" for tag in tags)
-            left_out.update([OTHER_MARKS] * any(marks_speakers_otherwise(turn.text)
-                                                for turn in sample.turns if turn.role != "system"))
+            if any(has_other_marks(turn.text) for turn in sample.turns if turn.role != "system"):
+                notices[OTHER_MARKS] += 1
+            if any(turn.shortened for turn in sample.turns):
+                notices[SHORTENED] += 1
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
@@ -345,7 +347,7 @@ class TableBuilder:
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "clips": list(itertools.compress(pieces, spoken)),
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],
-                "facts": np.array(facts, FACTS), "left_out": left_out}
+                "facts": np.array(facts, FACTS), "notices": notices}
 
     def append(self, chunk):
         for clip in chunk["clips"]:
@@ -356,7 +358,7 @@ class TableBuilder:
             getattr(self, name).append(*chunk[name])
         for name in ("labelled", "text_targets", "trained", "facts"):
             getattr(self, name).append(chunk[name])
-        self.left_out.update(chunk["left_out"])
+        self.notices.update(chunk["notices"])
 
     def tokens_of(self, pieces):
         """[tokens] of the pieces of streams: a text gives its tokens, a Clip one token."""
@@ -365,8 +367,8 @@ class TableBuilder:
         # template pieces repeat in every sample, user texts do not
         self.known.update((text, known[text]) for text in new
                           if text.startswith("<|") and text.endswith(("|>", "\n\n")))
-        place = [self.ids.audio_placeholder_id]
-        return [known[piece] if type(piece) is str else place for piece in pieces]
+        placeholder = [self.ids.audio_placeholder_id]
+        return [known[piece] if type(piece) is str else placeholder for piece in pieces]
 
     def clips_of(self, i):
         return self.used[i]
@@ -445,8 +447,8 @@ class Table:
             empty = path.stat().st_size <= 128      # a header alone cannot be mapped
             setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
-        place = os.path.normpath(os.path.join(folder, codes["folder"]))
-        self.reader, self.sources = CodeReader(place, codes["shards"]), codes["sources"]
+        cache = os.path.normpath(os.path.join(folder, codes["folder"]))
+        self.reader, self.sources = CodeReader(cache, codes["shards"]), codes["sources"]
 
     def __len__(self):
         return len(self.lengths)
@@ -491,20 +493,21 @@ def split_samples(table, share, seed):
     used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
     draws that share of them by the seed."""
     def numbers(held_out):
-        found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
-                                for s in table.sources if s["held_out"] == held_out)])
-        return found[table.audible[found]]
+        samples = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
+                                  for s in table.sources if s["held_out"] == held_out)])
+        return samples[table.audible[samples]]
 
     train, held_out = numbers(False), numbers(True)
     if not len(held_out):
-        train, held_out = (train[part] for part in split_validation(len(train), share, seed))
+        of_train, of_held_out = split_validation(len(train), share, seed)
+        train, held_out = train[of_train], train[of_held_out]
     mixed = []
     for i, source in enumerate(table.sources):
         if not source["held_out"]:
-            mine = train[(train >= source["first"]) & (train < source["stop"])]
-            whole, part = divmod(source["weight"], 1)
-            drawn = np.random.default_rng((seed, 3, i)).permutation(mine)[:round(part * len(mine))]
-            mixed += [*[mine] * int(whole), drawn]
+            samples = train[(train >= source["first"]) & (train < source["stop"])]
+            whole, fraction = divmod(source["weight"], 1)
+            order = np.random.default_rng((seed, 3, i)).permutation(samples)
+            mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
     return np.sort(np.concatenate(mixed)), held_out
 
 
@@ -599,57 +602,70 @@ def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
     """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
     folder, table = Path(folder), Path(table)
     codes = json.loads((table / "codes.json").read_text())
-    place, parts = Path(os.path.normpath(table / codes["folder"])), sorted(table.iterdir())
-    sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
-             path.stat().st_size for path in (*parts, *(place / name for name in codes["shards"]))}
-    about = {"table": table.name, "files": sizes,
-             "sha256": {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
-                        for path in parts},     # codes have separate checksums
-             "tokenizer": tokenizer_fingerprint(tokenizer, ids),
-             "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
-    checkpoint.write_text(folder / PREPARED, json.dumps(about, indent=1) + "\n")
+    columns, cache = sorted(table.iterdir()), Path(os.path.normpath(table / codes["folder"]))
+    files = [*columns, *(cache / name for name in codes["shards"])]
+    checkpoint.write_text(folder / PREPARED, json.dumps({
+        "table": table.name,
+        "files": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
+                  path.stat().st_size for path in files},
+        "sha256": {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
+                   for path in columns},        # codes have separate checksums
+        "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
+        "reading": asdict(reading), "report": report}, indent=1) + "\n")
 
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
     sources (Sources) are defaults or equal those of the preparation."""
     (path, weight, _), *others = sources.all()
-    reading = sources.reading
-
-    def need(fits, why):
-        require(fits, f"{path}: is damaged, {why}; copy it again, or prepare it again")
 
     def check():
         if others:
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
                             "all data together (--train_data_file A B:0.5 --eval_data_file C)")
-        about = json_files.read_object(Path(path) / PREPARED)
-        for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
-            need(name in about, f"{PREPARED} has no {name!r}")
-        for name, size in {about["table"]: None, **about["files"]}.items():
-            file = Path(path) / name
-            need(file.exists(), f"{name} is not there")
-            found = file.stat().st_size
-            need(size in (None, found), f"{name} has {found} bytes, not {size}")
-        for name, digest in about["sha256"].items():
-            need(checkpoint.sha256(Path(path) / name) == digest, f"{name} has another checksum")
-        for what, mine, flag in (
+        contents = check_files(Path(path))
+        for name, fingerprint, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
-            require(about[what] == mine, f"{path}: was prepared with another {what} than that of "
-                    f"{flag}; prepare it again")
-        for name, default in asdict(Reading()).items():
-            value, was = getattr(reading, name), about["reading"].get(name, default)
-            # defaults match any value, except for the text setting, which checkpoints keep
-            fits = (was,) if name == "normalize" else (default, was)
-            if value not in fits and name not in ("seed", "lone_reference"):
-                was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
-                raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} {was}, "
-                                f"not {value}; drop the flag, or prepare it again")
+            require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
+                    f"that of {flag}; prepare it again")
+        check_reading(path, sources.reading, contents["reading"])
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         print(f"data       prepared: {path}", flush=True)
-        return str(Path(path) / about["table"])
+        return str(Path(path) / contents["table"])
 
     table = Table(rank0(world, check))
     table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
     return table
+
+
+def check_files(folder):
+    """The contents of prepared.json. UserError unless the files are as they were written."""
+    contents = json_files.read_object(folder / PREPARED)
+
+    def need(fits, why):
+        require(fits, f"{folder}: is damaged, {why}; copy it again, or prepare it again")
+
+    for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
+        need(name in contents, f"{PREPARED} has no {name!r}")
+    for name in (contents["table"], *contents["files"]):
+        need((folder / name).exists(), f"{name} is not there")
+    for name, expected in contents["files"].items():
+        size = (folder / name).stat().st_size
+        need(size == expected, f"{name} has {size} bytes, not {expected}")
+    for name, digest in contents["sha256"].items():
+        need(checkpoint.sha256(folder / name) == digest, f"{name} has another checksum")
+    return contents
+
+
+def check_reading(path, reading, prepared):
+    """UserError for a setting of Reading that is neither a default nor that of `prepared`, the
+    settings of a prepared folder."""
+    for name, default in asdict(Reading()).items():
+        value, expected = getattr(reading, name), prepared.get(name, default)
+        # a default fits any value, except for the text setting, which checkpoints keep
+        fits = (expected,) if name == "normalize" else (default, expected)
+        if value not in fits and name not in ("seed", "lone_reference"):
+            value, expected = ({True: "on", False: "off"}.get(x, x) for x in (value, expected))
+            raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} {expected}, "
+                            f"not {value}; drop the flag, or prepare it again")

@@ -74,9 +74,8 @@ from core.dist import rank0
 from core.problems import LIST, Problems, problem
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import (TableBuilder, audio_numbers, file_of, find_bad_audio,
-                            find_own_references, last_clips, new_table_folder, of_flags, read_all,
-                            remove_other_tables, write_prepared)
+from speech.dataset import (audio_numbers, file_of, find_bad_audio, find_own_references, last_clips,
+                            new_builder, read_all, read_flags, remove_other_tables, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -158,10 +157,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     lists all errors in the data, unless they are dropped."""
     out, warnings, drop = Path(output_dir), [], sources.drop
     problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
-    builder, clips = None, []
-    if world.is_main:
-        builder = TableBuilder(tokenizer, ids, new_table_folder(out))
-        clips = builder.clips
+    builder, clips = new_builder(world, tokenizer, ids, out)
     rank0(world, read_all, builder, sources, problems, out / "data", warnings)
     if problems.stopping:
         print(f"notice     {problems.stopping} rows stop this; audio is checked first", flush=True)
@@ -209,7 +205,7 @@ def main():
     tokenizer = module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, module.read_config(config_dict))
     try:
-        report = prepare(world, tokenizer, ids, *of_flags(args, ids, codec_dir), args.output_dir,
+        report = prepare(world, tokenizer, ids, *read_flags(args, ids, codec_dir), args.output_dir,
                          args.min_clip_seconds, args.max_clip_seconds)
     except watchdog.Stopped as why:
         raise UserError(f"{why}; rerun the same command to resume")

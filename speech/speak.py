@@ -151,7 +151,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
     builder.add(samples, problems)
-    for what, n in sorted(builder.left_out.items()):
+    for what, n in sorted(builder.notices.items()):
         print(f"notice     {n} prompts {what}")
     require(not problems, problem_text(problems))
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
