@@ -89,15 +89,15 @@ def collate(samples, ids, pad_to=0):
     samples = [*samples, *(padding_sample(min(PAD_LENGTH, padding - start), ids)
                            for start in range(0, padding, PAD_LENGTH))]
 
-    def joined(name):
+    def join(name):
         return np.concatenate([sample[name] for sample in samples])
 
-    is_audio, next_text = joined("is_audio"), np.append(joined("text_labels")[1:], IGNORE)
+    is_audio, next_text = join("is_audio"), np.append(join("text_labels")[1:], IGNORE)
     seqlens = [len(sample["input_ids"]) for sample in samples]
     starts = np.cumsum([0, *seqlens])
     next_text[starts[1:] - 1] = IGNORE          # a sample's last token predicts nothing
-    audio_at = np.concatenate([one["audio_at"] + start for one, start in zip(samples, starts)])
-    targets = joined("audio_targets")
+    audio_at = np.concatenate([s["audio_at"] + start for s, start in zip(samples, starts)])
+    targets = join("audio_targets")
     # all text rows first, then all audio rows: each FFN reads one contiguous slice
     text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
     seq_index = np.empty(len(is_audio), np.int64)
@@ -106,8 +106,8 @@ def collate(samples, ids, pad_to=0):
     numbers = tuple(sample["number"] for sample in samples if sample["number"] is not None)
     counts = {"tokens": total, "samples": len(numbers), "padding": padding,
               "audio_targets": int((targets != IGNORE).sum()), "text_targets": len(text_at)}
-    tensors = [joined("input_ids"), np.concatenate([np.arange(n) for n in seqlens]),
-               starts.astype(np.int32), joined("audio_ids"), audio_pos, text_pos, seq_index,
+    tensors = [join("input_ids"), np.concatenate([np.arange(n) for n in seqlens]),
+               starts.astype(np.int32), join("audio_ids"), audio_pos, text_pos, seq_index,
                seq_index[audio_at], targets, seq_index[text_at], next_text[text_at]]
     return PackedBatch(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128,
                        tuple(seqlens), numbers, counts)

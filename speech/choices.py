@@ -89,11 +89,12 @@ def check_folders(args):
 
 
 def trained_weights(args):
-    found = "audio embedding and head" if args.freeze_llm else "full"
+    """What the run trains, as checkpoints have it."""
+    weights = "audio embedding and head" if args.freeze_llm else "full"
     if args.use_lora:
-        found = "lora and audio table" if args.train_audio_table else "lora"
-        found += " on nf4" * (args.base_dtype == "nf4")
-    return found + ("" if args.text_loss_weight else " without text")
+        weights = "lora and audio table" if args.train_audio_table else "lora"
+        weights += " on nf4" * (args.base_dtype == "nf4")
+    return weights + ("" if args.text_loss_weight else " without text")
 
 
 def pack_text(args):
@@ -191,9 +192,9 @@ def check_data(args):
 
 def sources(args):
     """([(training file or folder, weight)], validation file or folder or None)."""
-    found = []
+    paths = []
     for word in args.train_data_file or args.train_data_dir:
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
         weighted = match and not os.path.exists(word)
-        found.append((match[1], float(match[2])) if weighted else (word, 1.0))
-    return found, args.eval_data_file or args.eval_data_dir
+        paths.append((match[1], float(match[2])) if weighted else (word, 1.0))
+    return paths, args.eval_data_file or args.eval_data_dir
