@@ -17,7 +17,7 @@ from core.dist import rank0
 from core.problems import Problems
 from speech.codes import ensure_codes, plan_codes
 from speech.dataset import (Table, find_bad_audio, is_prepared, new_builder, open_prepared,
-                            read_all, read_flags, remove_other_tables)
+                            read_all, read_flags)
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
@@ -49,7 +49,6 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
             print(f"data       dropped: {dropped}", flush=True)
         # a relative path would be relative to the table
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
-        remove_other_tables(builder.folder)
         return builder.folder
 
     return Table(rank0(world, write))

@@ -129,10 +129,9 @@ def swift_row(entry):
     requests = [m["content"] for m in messages if m.get("role") == "user"]
     spoken = "".join(answers).count("<audio>")
     heard = sum(m["content"].count("<audio>") for m in messages) - spoken
-    if heard and not spoken:
-        return BadSample("its <audio> is the user's: that is speech to understand, not to speak")
     if spoken > 1 or heard or len(clips) != 1 or not answers:
-        return BadSample(f"{heard + spoken} <audio> and {len(clips)} audios, not one spoken clip")
+        return BadSample(f"{heard + spoken} <audio> and {len(clips)} audios, not one spoken clip"
+                         + "; the user's are speech to understand, not to speak" * bool(heard))
     references = entry.get("ref_audios")
     reference = references[0] if isinstance(references, list) and references else references
     kept = {key: entry.get(key) for key in ("id", "speaker", "language", "split", "ref_text")}
@@ -457,33 +456,32 @@ def read_tar(path):
             for name, data in group:
                 samples.setdefault(name.rpartition(".")[0] * (clips > 1), {})[name] = data
             for sample in samples.values():
-                yield f"{path.name} {next(iter(sample))}", tar_entry(sample)
+                entry, metadata = {}, {}
+                try:
+                    for name, data in sample.items():
+                        if name.lower().endswith(SOUNDS):
+                            entry |= {"audio": data, "id": name}
+                        elif name.endswith(".json"):
+                            value = json_files.loads(data)
+                            metadata = value if isinstance(value, dict) else {}
+                        elif name.endswith(TEXTS):
+                            entry.setdefault("text", data.decode("utf-8-sig"))
+                    entry = metadata | entry
+                except ValueError as error:     # not JSON, or not UTF-8
+                    entry = BadSample(error)
+                yield f"{path.name} {next(iter(sample))}", entry
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(512) != bytes(512):     # tarfile takes a cut for the end
             raise EOFError("its end is not there")
 
 
-def tar_entry(files):
-    """Entry of the files of a WebDataset sample, {name: bytes}; BadSample if one is no text."""
-    entry, metadata = {}, {}
-    try:
-        for name, data in files.items():
-            if name.lower().endswith(SOUNDS):
-                entry |= {"audio": data, "id": name}
-            elif name.endswith(".json"):
-                value = json_files.loads(data)
-                metadata |= value if isinstance(value, dict) else {}
-            elif name.endswith(TEXTS):
-                entry.setdefault("text", data.decode("utf-8-sig"))
-    except ValueError as error:     # not JSON, or not UTF-8
-        return BadSample(error)
-    return metadata | entry
-
-
 def unpack_audio(rows, folder):
     """Rows whose audio is a path: bytes of a file, or {array, sampling_rate}, are written to FLAC
     files of about SHARD_S seconds in `folder`."""
+    import numpy as np
     import soundfile
+
+    from speech.codes import open_sound
     files, paths = {}, (folder / f"{number:07}.flac" for number in itertools.count())
     for location, row in rows:
         audio = row.get("audio") if isinstance(row, dict) else None
@@ -499,9 +497,16 @@ def unpack_audio(rows, folder):
             if any(row.get(key) not in (None, "") for key in ("offset", "end")):
                 raise BadSample("has an offset into audio that is inside the file: cut it first")
             text_of(row)                                # nothing is unpacked in vain
-            wave, rate = decode_value(audio)
+            if isinstance(audio, dict):
+                wave, rate = np.asarray(audio["array"], np.float32), int(audio["sampling_rate"])
+            else:
+                with open_sound(io.BytesIO(audio)) as sound:
+                    wave, rate = sound.read(dtype="float32"), sound.samplerate
         except BadSample as error:
             yield location, error
+            continue
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:    # libsndfile's, NumPy's
+            yield location, BadSample(f"is not readable audio ({error})", "audio")
             continue
         try:        # a full disk is not the fault of this sample
             if rate in files and files[rate].frames >= SHARD_S * rate:
@@ -510,29 +515,13 @@ def unpack_audio(rows, folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 files[rate] = soundfile.SoundFile(next(paths), "w", rate, 1, "PCM_16")
             start = files[rate].frames
-            files[rate].write(wave)
+            files[rate].write(wave.mean(axis=1) if wave.ndim == 2 else wave)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{folder}: sound cannot be written ({error or 'disk full?'})")
         yield location, row | {"audio": str(files[rate].name), "offset": start / rate,
                                "duration": len(wave) / rate}
     for file in files.values():
         file.close()
-
-
-def decode_value(audio):
-    """(mono float32 samples (n,), rate) of the bytes of a file or {array, sampling_rate}."""
-    import numpy as np
-
-    from speech.codes import open_sound
-    try:
-        if isinstance(audio, dict):
-            wave, rate = np.asarray(audio["array"], np.float32), int(audio["sampling_rate"])
-        else:
-            with open_sound(io.BytesIO(audio)) as sound:
-                wave, rate = sound.read(dtype="float32"), sound.samplerate
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:    # libsndfile's, NumPy's
-        raise BadSample(f"is not readable audio ({error})", "audio")
-    return wave.mean(axis=1) if wave.ndim == 2 else wave, rate
 
 
 # ---- Corpora as their publishers lay them out
@@ -602,17 +591,26 @@ def open_source(name, columns):
 def open_files(files, columns):
     """(description, rows) of a list, or of files that hold audio and texts, all of one kind."""
     path = files[0]
-    with json_files.open_file(path) as file:
-        head = file.read(512)
+    with json_files.open_file(path) as opened:
+        head = opened.read(512)
     require(not head.startswith((b"\x1f\x8b", b"PK\3\4")),
             f"{path}: is compressed: gunzip, tar xzf or unzip it, or save an Excel table as CSV")
     require(not head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")),
             f"{path}: is an audio file; give the folder with the texts, or a list of both")
-    if head[257:262] == b"ustar":
-        return open_containers(files, read_tar, columns)
+    read = read_tar if head[257:262] == b"ustar" else None
     if head.startswith((b"PAR1", b"\xff\xff\xff\xff")):
         cli.require_package("pyarrow", f"{path}: parquet and arrow files")
-        return open_containers(files, read_columns, columns)
+        read = read_columns
+
+    def entries():
+        for file in files:
+            try:
+                yield from read(file)
+            except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
+                    ValueError, NotImplementedError) as error:
+                raise UserError(f"{file}: cannot be read, it may be cut off ({first_line(error)})")
+    if read:
+        return f"{counted(len(files), 'file')} with audio", rows_of(path, entries(), columns)
     require(len(files) == 1, f"{path}: is one of {len(files)} lists; give one")
     require(path.suffix not in (".parquet", ".arrow", ".tar"),
             f"{path}: is not a parquet, arrow or tar file")
@@ -626,18 +624,6 @@ def open_files(files, columns):
     unit, read = json_files.read_entries(path)
     return "JSON", rows_of(path, ((f"{unit} {number + 1}", entry)
                                   for number, entry in read(lambda number: True)), columns)
-
-
-def open_containers(files, read, columns):
-    """(description, rows) of files that hold audio. read: read_tar or read_columns."""
-    def entries():
-        for path in files:
-            try:
-                yield from read(path)
-            except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
-                    ValueError, NotImplementedError) as error:
-                raise UserError(f"{path}: cannot be read, it may be cut off ({first_line(error)})")
-    return f"{counted(len(files), 'file')} with audio", rows_of(files[0], entries(), columns)
 
 
 def open_folder(folder, columns):
@@ -894,15 +880,6 @@ def count_oddities(rows, folder):
             f"{printable(values[0])[:60]!r}" for clause, values in examples.items() if values]
 
 
-def origin_of(source, held_out, reading):
-    """What decides the conversion of files that hold audio: their sizes and dates, and the
-    settings. [] for other sources, which are converted at every start."""
-    files = Path(source).rglob("*") if os.path.isdir(source) else map(Path, glob.glob(str(source)))
-    stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
-             if file.suffix in (".parquet", ".arrow", ".tar")]
-    return [*stats, held_out, vars(reading)] if stats else []
-
-
 def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
@@ -911,10 +888,13 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
     out_path, reading = Path(out_path), Reading(**settings)
-    note_path, origin = out_path.with_suffix(".source"), origin_of(source, held_out, reading)
-    if origin and note_path.exists() and out_path.exists():     # audio is unpacked once
+    files = Path(source).rglob("*") if os.path.isdir(source) else map(Path, glob.glob(str(source)))
+    origin = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
+              if file.suffix in (".parquet", ".arrow", ".tar")]
+    note_path = out_path.with_suffix(".source")     # audio is unpacked once
+    if origin and note_path.exists() and out_path.exists():
         note = json_files.read_object(note_path)
-        if note["made"] == origin:
+        if note["made"] == [*origin, held_out, vars(reading)]:
             print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
             problems += [problem(*row, source) for row in note["refused"]]
             return
@@ -939,7 +919,8 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
                                             for entry in entries))
     refused = [problem(name, error.check, error, source) for name, error in refused]
     if origin:
-        note = {"made": origin, "refused": [[p.name, p.check, p.what] for p in refused]}
+        note = {"made": [*origin, held_out, vars(reading)],
+                "refused": [[p.name, p.check, p.what] for p in refused]}
         checkpoint.write_text(note_path, json.dumps(note))
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())

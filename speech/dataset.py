@@ -258,11 +258,6 @@ def new_builder(world, tokenizer, ids, output_dir):
     return builder, builder.clips
 
 
-def remove_other_tables(folder):
-    """Delete earlier tables next to a new one; a running job keeps its mapped files."""
-    checkpoint.remove_named(folder.parent, rf"(?!{folder.name})table-[0-9a-f]{{8}}")
-
-
 def facts_of(sample):
     """FACTS of a Sample, from the text of its last clip."""
     def short_hash(text):
@@ -389,7 +384,8 @@ class TableBuilder:
         return list(zip(samples.tolist(), used[uses[first]].tolist()))
 
     def write(self, cache_folder, shards, where, left_out=False):
-        """Write the table to `folder`; ends the builder. left_out: (n,) bool, unused samples.
+        """Write the table to `folder`, and delete earlier tables next to it: a running job keeps
+        its mapped files. Ends the builder. left_out: (n,) bool, unused samples.
 
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
@@ -417,6 +413,8 @@ class TableBuilder:
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
+        name = re.escape(self.folder.name)
+        checkpoint.remove_named(self.folder.parent, rf"(?!{name})table-[0-9a-f]{{8}}")
 
 
 def find_bad_audio(builder, codes):
@@ -618,54 +616,42 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
     sources (Sources) are defaults or equal those of the preparation."""
     (path, weight, _), *others = sources.all()
+    folder = Path(path)
+
+    def need(fits, why):
+        require(fits, f"{path}: is damaged, {why}; copy it again, or prepare it again")
 
     def check():
         if others:
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
                             "all data together (--train_data_file A B:0.5 --eval_data_file C)")
-        contents = check_files(Path(path))
+        contents = json_files.read_object(folder / PREPARED)
+        for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
+            need(name in contents, f"{PREPARED} has no {name!r}")
+        for name in (contents["table"], *contents["files"]):
+            need((folder / name).exists(), f"{name} is not there")
+        for name, expected in contents["files"].items():
+            size = (folder / name).stat().st_size
+            need(size == expected, f"{name} has {size} bytes, not {expected}")
+        for name, digest in contents["sha256"].items():
+            need(checkpoint.sha256(folder / name) == digest, f"{name} has another checksum")
         for name, fingerprint, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
             require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
                     f"that of {flag}; prepare it again")
-        check_reading(path, sources.reading, contents["reading"])
+        for name, default in asdict(Reading()).items():
+            value, expected = getattr(sources.reading, name), contents["reading"].get(name, default)
+            # a default fits any value, except for the text setting, which checkpoints keep
+            fits = (expected,) if name == "normalize" else (default, expected)
+            if value not in fits and name not in ("seed", "lone_reference"):
+                value, expected = ({True: "on", False: "off"}.get(x, x) for x in (value, expected))
+                raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} "
+                                f"{expected}, not {value}; drop the flag, or prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         print(f"data       prepared: {path}", flush=True)
-        return str(Path(path) / contents["table"])
+        return folder / contents["table"]
 
     table = Table(rank0(world, check))
     table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
     return table
-
-
-def check_files(folder):
-    """The contents of prepared.json. UserError unless the files are as they were written."""
-    contents = json_files.read_object(folder / PREPARED)
-
-    def need(fits, why):
-        require(fits, f"{folder}: is damaged, {why}; copy it again, or prepare it again")
-
-    for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
-        need(name in contents, f"{PREPARED} has no {name!r}")
-    for name in (contents["table"], *contents["files"]):
-        need((folder / name).exists(), f"{name} is not there")
-    for name, expected in contents["files"].items():
-        size = (folder / name).stat().st_size
-        need(size == expected, f"{name} has {size} bytes, not {expected}")
-    for name, digest in contents["sha256"].items():
-        need(checkpoint.sha256(folder / name) == digest, f"{name} has another checksum")
-    return contents
-
-
-def check_reading(path, reading, prepared):
-    """UserError for a setting of Reading that is neither a default nor that of `prepared`, the
-    settings of a prepared folder."""
-    for name, default in asdict(Reading()).items():
-        value, expected = getattr(reading, name), prepared.get(name, default)
-        # a default fits any value, except for the text setting, which checkpoints keep
-        fits = (expected,) if name == "normalize" else (default, expected)
-        if value not in fits and name not in ("seed", "lone_reference"):
-            value, expected = ({True: "on", False: "off"}.get(x, x) for x in (value, expected))
-            raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} {expected}, "
-                            f"not {value}; drop the flag, or prepare it again")

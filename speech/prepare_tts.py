@@ -75,7 +75,7 @@ from core.problems import LIST, Problems, problem
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
 from speech.dataset import (audio_numbers, file_of, find_bad_audio, find_own_references, last_clips,
-                            new_builder, read_all, read_flags, remove_other_tables, write_prepared)
+                            new_builder, read_all, read_flags, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -185,7 +185,6 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         builder.write(cache, codes.shards, codes.where, left_out)
         write_prepared(out, builder.folder, tokenizer, ids, encoding.codec_dir, sources.reading,
                        report)
-        remove_other_tables(builder.folder)
         return report
 
     return rank0(world, write)

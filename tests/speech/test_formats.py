@@ -173,7 +173,7 @@ def test_speech_to_understand_is_not_trained_as_speech(folder):
         ([{"role": "assistant", "content": "<audio>a<audio>b"}], ["a.wav", "b.wav"]),
         ([{"role": "assistant", "content": "Bare text."}], ["a.wav"])))))
     assert spoken(samples) == [("a.wav", "Bare text.")]
-    assert "speech to understand" in problems[0] and "2 <audio> and 2 audios" in problems[1]
+    assert "1 <audio> and 1 audios, not one spoken clip; the user's are speech to understand" in problems[0] and "2 <audio> and 2 audios" in problems[1]
 
 
 def test_quotes_are_text_in_ljspeech_and_quotes_in_what_pandas_writes(folder):
