@@ -45,9 +45,6 @@ def check_trainer(args, world_size):
     """Check the trainer's flags and set derived values. Raises UserError."""
     check_data(args)
     cli.check_drop_bad(args, CHECKS)
-    for path, _ in sources(args)[0] if args.code_cache else ():
-        require(not os.path.exists(os.path.join(path, "prepared.json")),
-                f"--code_cache: {path} has its codes already; drop the flag")
     cli.zero_or_more(args, "text_loss_weight")
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
@@ -89,7 +86,7 @@ def check_folders(args):
 
 
 def trained_weights(args):
-    """What the run trains, as checkpoints have it."""
+    """Name of the weights that a run trains, as its checkpoints have it."""
     weights = "audio embedding and head" if args.freeze_llm else "full"
     if args.use_lora:
         weights = "lora and audio table" if args.train_audio_table else "lora"

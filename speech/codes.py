@@ -1,9 +1,5 @@
 """Audio files -> codec codes: decode, encode each clip once, and cache the codes for all runs.
 
-    clip_codes = codes.ensure_codes(world, clips, codes.Encoding(codec, cache, 8))
-    reader = codes.CodeReader(clip_codes.folder, clip_codes.shards)
-    reader.codes(*clip_codes.where[0].tolist())         # (T, 8) int16 of the first clip
-
 A file is decoded to mono, cut, resampled to 24 kHz and encoded clip by clip, as padding in a batch
 would change codes. Codes are stored in append-only shards under CACHE/<codec fingerprint>. A shard
 has int16 codes, their lengths, a content key per clip, and the key of each (path, size, date, cut),
@@ -267,10 +263,6 @@ class Encoding:
     processes: int = 0                  # decoding processes on this node
     wait_limit_s: float = 6 * 3600      # for another run that fills the cache
 
-    def folder(self):
-        """The cache folder of this codec."""
-        return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
-
 
 class ClipCodes(NamedTuple):
     """The codes of a list of clips: where they are, and what is known about the clips."""
@@ -388,9 +380,6 @@ class CodeReader:
             if shard not in self.open_shards:
                 self.open_shards[shard] = safe_open(path, "np").__enter__()
             codes = self.open_shards[shard].get_slice("codes")[start:start + frames]
-            # or a damaged code could lie outside the embedding
-            if codes.size and (codes.min() < 0 or codes.max() >= CODES):
-                raise ValueError(f"codes beyond 0 to {CODES - 1}")
             if zlib.crc32(codes) != checksum:
                 raise ValueError("codes with another checksum than when they were written")
         except (OSError, SafetensorError, ValueError) as error:
@@ -420,7 +409,7 @@ def ensure_codes(world, clips, encoding):
     def plan():
         """(cache folder, [jobs of each rank]); jobs are None if the run has to stop."""
         nonlocal known
-        folder = encoding.folder()
+        folder = Path(encoding.cache_dir) / codec_fingerprint(encoding.codec_dir)
         known = look_up(folder, clips)
         if not known[-1]:
             return folder, []
@@ -568,7 +557,7 @@ def header_frames(clip, config, num_codebooks):
 def plan_codes(clips, encoding):
     """The ClipCodes of ensure_codes without encoding; "where" of a new clip is -1, -1, frames."""
     config, _ = codec_config(encoding.codec_dir, encoding.num_codebooks)
-    folder, errors = encoding.folder(), {}
+    folder, errors = Path(encoding.cache_dir) / codec_fingerprint(encoding.codec_dir), {}
     *_, where, measures, missing = look_up(folder, clips)
 
     def frames(i):

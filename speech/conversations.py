@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from core.cli import UserError
-from core.json_files import read_object
+from core.cli import UserError, printable
+from core.json_files import HALF_CHARACTER, read_object
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
@@ -29,7 +29,6 @@ OTHER_MARK = re.compile(r"\[S\d+\]|^[ \t]*([A-Z][A-Z]+|[A-Z][a-z]+):", re.MULTIL
 OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-Audio V2 takes as "
                "marks is [SPEAKER0], [SPEAKER1], ...")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
@@ -182,14 +181,17 @@ def is_chatml(entry):
     return spoken or "audios" not in entry and "audio" not in entry
 
 
-def label_of(entry):
-    """Name of a row or raw sample: its id, or the file of its last clip."""
+def sample_name(place, entry):
+    """Name of a row or raw sample in messages: its place, and its id or the file of its last clip.
+    """
+    if not isinstance(entry, dict):
+        return place
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    if sample_id := misc.get("sample_id") or entry.get("id"):
-        return sample_id
     clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
-    return os.path.basename(clips[-1]) if clips else entry.get("speaker")
+    label = (misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
+             or entry.get("speaker"))
+    return f"{place} ({printable(label, 80)})" if label else place
 
 
 def sample_text(sample):

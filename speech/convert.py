@@ -36,8 +36,8 @@ from core.cli import UserError, counted, error_text, first_line, printable, requ
 from speech import choices
 from speech.choices import COLUMNS, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
-                                  canonical_sample, content_items, is_chatml, label_of, sample_text,
-                                  system_parts)
+                                  canonical_sample, content_items, is_chatml, sample_name,
+                                  sample_text, system_parts)
 
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile
 SOUNDS = AUDIO_FILES + NOT_READ
@@ -821,15 +821,17 @@ def draw(purpose, row, reading):
 def find_candidates(rows, reading):
     """{speaker: up to CANDIDATES rows for reference}; those of a good length come first."""
     candidates = {}
-    for row in rows:
-        if row.get("speaker"):
-            candidates.setdefault(str(row["speaker"]), []).append(row)
 
     def rank(row):
         seconds = audio_item(row)["duration"]
         is_good = not seconds or GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
         return not is_good, draw("candidate", row, reading)
-    return {speaker: sorted(clips, key=rank)[:CANDIDATES] for speaker, clips in candidates.items()}
+
+    for row in sorted((row for row in rows if row.get("speaker")), key=rank):
+        clips = candidates.setdefault(str(row["speaker"]), [])
+        if len(clips) < CANDIDATES:
+            clips.append(row)
+    return candidates
 
 
 # ---- A whole source
@@ -845,8 +847,7 @@ def read_rows(source, rows, held_out, paths):
     whether validation data is asked for: rows whose `split` says so, or all if none does."""
     usable, refused, skipped = [], [], 0
     for location, row in rows:
-        label = label_of(row) if isinstance(row, dict) else None
-        name = f"{source} {location}" + (f" ({printable(label, 80)})" if label else "")
+        name = sample_name(f"{source} {location}", row)
         try:
             if is_held_out(row) and not held_out:
                 skipped += 1
@@ -858,16 +859,6 @@ def read_rows(source, rows, held_out, paths):
     if held_out and marked:
         return marked, refused, len(usable) - len(marked)
     return usable, refused, skipped
-
-
-def check_texts(source, texts):
-    """UserError if texts are hardly the words that are spoken."""
-    for text, n in Counter(texts).most_common(1):
-        require(len(texts) < 8 or n <= len(texts) / 2, f"{source}: {n} of {len(texts)} texts are "
-                f"equal, {text[:60]!r}: hardly the spoken words; name the column: --columns "
-                "text=NAME")
-        require(not is_phonemic(texts[:1000]),
-                f"{source}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
 
 
 def count_oddities(rows, folder):
@@ -905,7 +896,13 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     rows, paths = unpack_audio(rows, out_path.with_suffix(".audio").resolve()), audio_paths(path)
     rows, refused, skipped = read_rows(path, rows, held_out, paths)
     table_rows = [row for _, row in rows if "messages" not in row]
-    check_texts(path, [row["text"] for row in table_rows])
+    texts = [row["text"] for row in table_rows]
+    for text, n in Counter(texts).most_common(1):
+        require(len(texts) < 8 or n <= len(texts) / 2, f"{path}: {n} of {len(texts)} texts are "
+                f"equal, {text[:60]!r}: hardly the spoken words; name the column: --columns "
+                "text=NAME")
+        require(not is_phonemic(texts[:1000]),
+                f"{path}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
     candidates = find_candidates(table_rows, reading) if reading.reference == "same_speaker" else {}
     entries = []
     for name, row in rows:

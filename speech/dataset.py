@@ -1,16 +1,11 @@
 """The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
 
-    builder, clips = new_builder(world, tokenizer, ids, output_dir)
-    rank0(world, read_all, builder, sources, problems)
-    clip_codes = codes.ensure_codes(world, clips, encoding)
-    builder.write(clip_codes.folder, clip_codes.shards, clip_codes.where)
-    table = Table(builder.folder)
-    train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
-
-Each sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder
-token here; data.py replaces it by the clip's rows.
+data.make_table() makes it: read_all(), then the codes of its clips, then TableBuilder.write(). Each
+sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder token
+here; data.py replaces it by the clip's rows.
 """
 import atexit
+import contextlib
 import hashlib
 import itertools
 import json
@@ -35,11 +30,10 @@ from core.problems import LIST, Problem, problem, settle
 from speech import choices
 from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
 from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
-                                  canonical_sample, is_chatml, label_of, has_other_marks,
+                                  canonical_sample, has_other_marks, is_chatml, sample_name,
                                   sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-LOOK = 20       # entries that are read to detect the format
 FLAGS = {"ref_in_system": "--ref_audio_in_system_message", "normalize": "--normalize_text"}
 NOTES = {       # checks whose samples are still used
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
@@ -116,16 +110,14 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
 
 
 def open_chatml(path):
-    """Source of a file whose first samples are ChatML; None for any other path."""
-    if Path(path).suffix not in choices.CHATML or not Path(path).is_file():
-        return None
-    try:
-        source = Source(Path(path), *json_files.read_entries(path))
-        head = [entry for _, entry in itertools.islice(source.read(lambda number: True), LOOK)]
-    except UserError:       # the converter says more
-        return None
-    chats = [e for e in head if isinstance(e, dict) and isinstance(e.get("messages"), list)]
-    return source if chats and all(map(is_chatml, chats)) else None
+    """Source of a file whose first sample is ChatML; None for any other path."""
+    if Path(path).suffix in choices.CHATML and Path(path).is_file():
+        with contextlib.suppress(UserError):        # the converter says more
+            source = Source(Path(path), *json_files.read_entries(path))
+            if any(is_chatml(entry) for _, entry in itertools.islice(
+                    source.read(lambda number: True), 1)):
+                return source
+    return None
 
 
 def entries_of(source, reading, wanted, make=canonical_sample):
@@ -135,12 +127,12 @@ def entries_of(source, reading, wanted, make=canonical_sample):
     for number, entry in source.read(wanted):
         if entry is json_files.SKIPPED or not wanted(number):
             continue
-        name, misc, setting = f"{source.path} {source.unit} {number + 1}", {}, None
+        name = sample_name(f"{source.path} {source.unit} {number + 1}", entry)
+        misc, setting = {}, None
         try:
             if isinstance(entry, dict):
                 misc = entry["misc"] if isinstance(entry.get("misc"), dict) else {}
-                label, setting = label_of(entry), entry.get("normalize_text")
-                name += f" ({printable(label, 80)})" if label else ""
+                setting = entry.get("normalize_text")
                 if isinstance(misc.get("source"), str):     # of convert.py
                     name = misc["source"]
             if setting not in (None, "", "on", "off"):
@@ -168,7 +160,7 @@ def read_samples(path, problems, make=canonical_sample, **reading):
 
 def make_chunks(builder, source, sources, start, step):
     """Yield every step-th chunk of a Source's entries as (chunk of the builder, [Problem] of
-    entries that are refused, [Problem] of notes, text of the first sample)."""
+    entries that are refused, [Problem] of notes)."""
     def is_mine(entry):
         return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
 
@@ -185,31 +177,27 @@ def make_chunks(builder, source, sources, start, step):
                     notes += [problem(sample.name, *note) for note in sample.notes]
             if isinstance(sample, Problem):
                 refused.append(sample)
-        chunk = builder.chunk(samples, refused)
-        yield chunk, refused, notes, sample_text(samples[0]) if samples else ""
+        yield builder.chunk(samples, refused), refused, notes
 
 
 def read_source(builder, source, path, sources, problems, warnings):
-    """Tokenise a Source, the data of `path`, into a TableBuilder -> (text of its first sample,
-    Counter of the checks of refused entries, that of notes). Other arguments: as in read_all."""
-    first, refused, notes = "", Counter(), Counter()
+    """Tokenise a Source, the data of `path`, into a TableBuilder -> Counter of the checks of notes.
+    Other arguments: as in read_all."""
+    counts = Counter()
 
     def take(result):
-        nonlocal first
-        chunk, chunk_refused, chunk_notes, text = result
+        chunk, refused, notes = result
         builder.append(chunk)
-        for p in [*chunk_refused, *chunk_notes]:
+        for p in [*refused, *notes]:
             p.file = str(path)
-        problems.add(chunk_refused)
-        refused.update(p.check for p in chunk_refused)
-        notes.update(p.check for p in chunk_notes)
+        problems.add(refused)
+        counts.update(p.check for p in notes)
         if warnings is not None:
-            warnings.extend(chunk_notes)
-        first = first or text
+            warnings.extend(notes)
 
     parallel_map_ordered(lambda start, step: make_chunks(builder, source, sources, start, step),
                          sources.processes, take)
-    return first, refused, notes
+    return counts
 
 
 def read_all(builder, sources, problems, folder=None, warnings=None, stop=False):
@@ -219,18 +207,19 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
     end this. folder: for data converted to ChatML. warnings: a list that takes Problems of usable
     samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
-        start, unconverted = len(builder), []
+        start, before, unconverted = len(builder), problems.counts.copy(), []
         source = open_source(path, sources.reading, unconverted, held_out, folder, number)
         problems.add(unconverted)
-        first, refused, notes = read_source(builder, source, path, sources, problems, warnings)
-        refused.update(p.check for p in unconverted)
+        notes = read_source(builder, source, path, sources, problems, warnings)
+        refused = problems.counts - before
         kept, lost = len(builder) - start, refused.total()
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
         print(f"source     {printable(path)}: "
               f"{counted(kept + lost, 'row')} = {kept} kept + {lost} refused"
               f"{f' ({counts})' if counts else ''}", flush=True)
-        if first:
-            print(f"           first: {printable(first)}", flush=True)
+        samples = entries_of(source, sources.reading, lambda number: True)
+        for sample in itertools.islice((s for _, s in samples if isinstance(s, Sample)), 1):
+            print(f"           first: {printable(sample_text(sample))}", flush=True)
         for check, n in sorted(notes.items()):
             print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.stopping:
@@ -365,9 +354,6 @@ class TableBuilder:
         placeholder = [self.ids.audio_placeholder_id]
         return [known[piece] if type(piece) is str else placeholder for piece in pieces]
 
-    def clips_of(self, i):
-        return self.used[i]
-
     def name(self, i):
         """Place of sample i in the user's files."""
         return self.names[i].tobytes().decode()
@@ -413,8 +399,7 @@ class TableBuilder:
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
-        name = re.escape(self.folder.name)
-        checkpoint.remove_named(self.folder.parent, rf"(?!{name})table-[0-9a-f]{{8}}")
+        checkpoint.remove_named(self.folder.parent, rf"(?!{self.folder.name})table-[0-9a-f]{{8}}")
 
 
 def find_bad_audio(builder, codes):
@@ -628,10 +613,9 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
         contents = json_files.read_object(folder / PREPARED)
         for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
             need(name in contents, f"{PREPARED} has no {name!r}")
-        for name in (contents["table"], *contents["files"]):
-            need((folder / name).exists(), f"{name} is not there")
+        need((folder / contents["table"]).exists(), f"{contents['table']} is not there")
         for name, expected in contents["files"].items():
-            size = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size if (folder / name).exists() else "no"
             need(size == expected, f"{name} has {size} bytes, not {expected}")
         for name, digest in contents["sha256"].items():
             need(checkpoint.sha256(folder / name) == digest, f"{name} has another checksum")

@@ -155,7 +155,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         print(f"notice     {n} prompts {what}")
     require(not problems, problem_text(problems))
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
-        *before, target = (builder.clips[clip] for clip in builder.clips_of(i))
+        *before, target = (builder.clips[clip] for clip in builder.used[i])
         tokens = builder.tokens[i].astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
