@@ -521,9 +521,8 @@ def encode_jobs(world, jobs, folder, encoding):
                 except ValueError as error:
                     errors[number] = f"{job.path}: {error}"
             done = count("clips", len(job.clips))
-            hours = count("milliseconds", round(1000 * seconds)) / 3.6e6
-            speed = 3600 * hours / (time.monotonic() - start)
-            bar.set_postfix_str(f"{hours:.2f} h of audio, {speed:,.0f} x real time", refresh=False)
+            speed = count("milliseconds", round(1000 * seconds)) / 1000 / (time.monotonic() - start)
+            bar.set_postfix_str(f"{speed:,.0f} x real time", refresh=False)
             bar.update(done - bar.n)
             if count("stop", int(bool(watchdog.stop_requested()))):
                 break

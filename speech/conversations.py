@@ -182,8 +182,7 @@ def is_chatml(entry):
 
 
 def sample_name(place, entry):
-    """Name of a row or raw sample in messages: its place, and its id or the file of its last clip.
-    """
+    """Name of a row or raw sample in messages: place, and its id or the file of its last clip."""
     if not isinstance(entry, dict):
         return place
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}

@@ -431,13 +431,12 @@ def read_subtitles(text):
 
 def read_columns(path):
     """Entries of a parquet file or an arrow stream, as datasets writes them."""
-    import pyarrow
-    from pyarrow import parquet
+    import pyarrow.parquet
     with pyarrow.memory_map(str(path)) as source:
         start = source.read(4)
         source.seek(0)
         if start == b"PAR1":
-            batches = parquet.ParquetFile(source).iter_batches(64)
+            batches = pyarrow.parquet.ParquetFile(source).iter_batches(64)
         else:
             batches = pyarrow.ipc.open_stream(source)
         for number, entry in enumerate((row for batch in batches for row in batch.to_pylist()), 1):

@@ -48,6 +48,7 @@ FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.u
 
 
 def file_of(sources, i):
+    """Path of the source of sample i."""
     return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
 
 
@@ -114,9 +115,8 @@ def open_chatml(path):
     if Path(path).suffix in choices.CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):        # the converter says more
             source = Source(Path(path), *json_files.read_entries(path))
-            if any(is_chatml(entry) for _, entry in itertools.islice(
-                    source.read(lambda number: True), 1)):
-                return source
+            for _, entry in itertools.islice(source.read(lambda number: True), 1):
+                return source if is_chatml(entry) else None
     return None
 
 
@@ -127,14 +127,12 @@ def entries_of(source, reading, wanted, make=canonical_sample):
     for number, entry in source.read(wanted):
         if entry is json_files.SKIPPED or not wanted(number):
             continue
-        name = sample_name(f"{source.path} {source.unit} {number + 1}", entry)
-        misc, setting = {}, None
+        fields = entry if isinstance(entry, dict) else {}
+        misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
+        name, setting = misc.get("source"), fields.get("normalize_text")    # source: of convert.py
+        if not isinstance(name, str):
+            name = sample_name(f"{source.path} {source.unit} {number + 1}", entry)
         try:
-            if isinstance(entry, dict):
-                misc = entry["misc"] if isinstance(entry.get("misc"), dict) else {}
-                setting = entry.get("normalize_text")
-                if isinstance(misc.get("source"), str):     # of convert.py
-                    name = misc["source"]
             if setting not in (None, "", "on", "off"):
                 raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
             # off: the setting with which a take was spoken
@@ -362,10 +360,10 @@ class TableBuilder:
         """((m,) clip numbers of all samples, (n + 1,) offsets of each sample in that array)."""
         return self.used.values.array(), self.used.offsets.array()
 
-    def samples_with(self, is_bad):
-        """[(sample, its first bad clip)] of samples that use one; is_bad: (n_clips,) bool."""
+    def samples_with(self, clips):
+        """[(sample, the first of these clips that it has)] of samples that have one."""
         used, offsets = self.used_clips()
-        uses = np.flatnonzero(is_bad[used])
+        uses = np.flatnonzero(np.isin(used, clips))
         samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
         return list(zip(samples.tolist(), used[uses[first]].tolist()))
 
@@ -412,10 +410,9 @@ def find_bad_audio(builder, codes):
                 f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
                 f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
             where[clip, 2] = 0
-    is_bad = np.zeros(len(builder.clips), bool)
-    is_bad[list(errors)] = True
     return [problem(builder.name(i), "audio", f"its audio {errors[clip]}",
-                    file_of(builder.sources, i), i) for i, clip in builder.samples_with(is_bad)]
+                    file_of(builder.sources, i), i)
+            for i, clip in builder.samples_with(list(errors))]
 
 
 # ---- Mapping
@@ -523,8 +520,6 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     otherwise raise UserError. output_dir: where to list them; None: nowhere."""
     audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
     twice = np.isin(audio[train], audio[held_out])
-    if len(train) and twice.all():
-        raise UserError("no training samples are left: all audio is in the validation data too")
     if say and twice.any():
         print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is "
               "in the validation data")

@@ -140,7 +140,7 @@ def find_problems(builder, codes, least, most):
     failures = []       # (sample, check, text)
     for check, wrong, text, value in of_clips:
         failures += [(i, check, f"{text.format(value[clip])}: {builder.clips[clip].path}")
-                     for i, clip in builder.samples_with(wrong) if usable[i]]
+                     for i, clip in builder.samples_with(np.flatnonzero(wrong)) if usable[i]]
     for check, wrong, text in of_samples:
         failures += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
     return [problem(builder.name(i), check, text, file_of(sources, i), i)
