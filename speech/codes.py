@@ -483,7 +483,7 @@ def encode_jobs(world, jobs, folder, encoding):
     if not mine:
         return {}
     codec, bandwidth = load_codec(encoding.codec_dir, world.device, encoding.num_codebooks)
-    (_, _, cached, *_), store = read_index(folder), world.store or HashStore()
+    cached, store = read_index(folder)[2], world.store or HashStore()
     errors, encoded, files, start, flushed = {}, {}, {}, time.monotonic(), time.monotonic()
     workers = min(len(mine), -(-encoding.processes // world.local_size))
     loader = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode_job,
