@@ -578,7 +578,6 @@ def tokenizer_fingerprint(tokenizer, ids):
 
 def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
     """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
-    folder, table = Path(folder), Path(table)
     codes = json.loads((table / "codes.json").read_text())
     columns, cache = sorted(table.iterdir()), Path(os.path.normpath(table / codes["folder"]))
     files = [*columns, *(cache / name for name in codes["shards"])]

@@ -70,7 +70,6 @@ if ARGS and ARGS.device == "cpu":
 import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
-from core.dist import rank0
 from core.problems import LIST, Problems, problem
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
@@ -158,7 +157,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     out, warnings, drop = Path(output_dir), [], sources.drop
     problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
     builder, clips = new_builder(world, tokenizer, ids, out)
-    rank0(world, read_all, builder, sources, problems, out / "data", warnings)
+    dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
     if problems.stopping:
         print(f"notice     {problems.stopping} rows stop this; audio is checked first", flush=True)
     codes = ensure_codes(world, clips, encoding)
@@ -187,7 +186,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
                        report)
         return report
 
-    return rank0(world, write)
+    return dist.rank0(world, write)
 
 
 def main():
@@ -196,7 +195,7 @@ def main():
     world = dist.init(600, args.wait_timeout)
     require(args.device != "cuda" or world.device.type == "cuda",
             "--device cuda: there is no GPU here")
-    rank0(world, checkpoint.claim_output, args.output_dir)
+    dist.rank0(world, checkpoint.claim_output, args.output_dir)
     folder, config_dict, codec_dir = weights.find_files(
         world, args.model_path, args.audio_tokenizer_path)
     module = weights.module(config_dict)
