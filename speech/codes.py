@@ -265,7 +265,7 @@ class Encoding:
 
 
 class ClipCodes(NamedTuple):
-    """The codes of a list of clips: where they are, and what is known about the clips."""
+    """Where the codes of a list of clips are, with measures and errors of the clips."""
     folder: Path            # of the shards
     shards: list            # file names
     where: np.ndarray       # (n, 4) int64: shard, first row, frames (0: no codes), checksum
