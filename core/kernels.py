@@ -23,7 +23,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
-from core.cli import UserError, notice, printable
+from core.cli import UserError, notice, one_line
 
 # What a class or function of transformers must contain to be replaced, by the code of its modules
 NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -58,7 +58,7 @@ def compiles(kind):
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
         why = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
-        notice(f"torch.compile fails here ({printable(why, 80)}), so nothing is compiled; it needs "
+        notice(f"torch.compile fails here ({one_line(why, 80)}), so nothing is compiled; it needs "
                f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
         return False
     return True
@@ -88,7 +88,7 @@ def use_flash3():
         notice("FlashAttention 3 is used")
     except Exception as error:      # of a package that is too old for this torch, or for this GPU
         attention.restore_flash_attention_impl()
-        notice(f"FlashAttention 3 is installed but fails ({printable(error, 80)})")
+        notice(f"FlashAttention 3 is installed but fails ({one_line(error, 80)})")
 
 
 def kernel(function, *args):

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, counted, local_ranks, named, require
+from core.cli import UserError, plural, local_ranks, named_flags, require
 from core.packing import PackOrder
 from core.problems import collect
 
@@ -311,9 +311,9 @@ def ways(args, setup):
     modes, flags = [None, "selective", "all"], vars(args)
     if args.compile is True:        # not auto; nothing can be picked out of a compiled layer
         modes.remove("selective")
-    if "gradient_checkpointing" in named(args):
+    if "gradient_checkpointing" in named_flags(args):
         modes = [setup.recompute]
-    fixed = setup.ranks == 1 or "parallel" in named(args) or any(
+    fixed = setup.ranks == 1 or "parallel" in named_flags(args) or any(
         flags.get(name) for name in ("fp16", "float8", "base_dtype"))       # these need ddp
     kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
@@ -326,7 +326,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of a
     sample that is not among them.
     """
-    setup, given = setup_of(args, ranks), named(args)
+    setup, given = setup_of(args, ranks), named_flags(args)
     samples = args.global_batch_size or len(lengths) / EPOCH_STEPS      # of a step
     fixed = "gradient_accumulation_steps" in given
     most = samples * lengths.mean() / (ranks * (setup.accumulation if fixed else 1))
@@ -392,9 +392,9 @@ def earlier_choice(args, ranks):
     for flag, value, words in ("cpu_offload", True, ""), ("base_dtype", "nf4", " nf4"):
         require(earlier.get(flag) != value or getattr(args, flag, None) == value,
                 f"--auto: give --{flag}{words}, as in the run that is resumed")
-    chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named(args)}
+    chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named_flags(args)}
     packs = earlier.get("packs_per_step")
-    if packs and "gradient_accumulation_steps" not in named(args):
+    if packs and "gradient_accumulation_steps" not in named_flags(args):
         require(packs % ranks == 0,
                 f"--auto: this run has {packs} packs a step, not a multiple of {ranks} ranks; "
                 "take another number of ranks, or give --gradient_accumulation_steps")
@@ -447,7 +447,7 @@ def pack_sums(order, epochs, values):
 def data_lines(args, setup, model, order, lengths):
     """[line] on what runs where, the model, and packs of samples of lengths (n,), in tokens."""
     dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if setup.bf16 else "fp32"
-    return [f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
+    return [f"plan       {plural(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
             metrics.model_text(model, args.use_lora),
             f"packs      {order.packs_per_epoch:,} an epoch, {lengths.sum():,} tokens, "
             f"{len(lengths) / order.packs_per_epoch:.1f} samples a pack; longest sample "
@@ -473,7 +473,7 @@ def print_plan(args, setup, found, pack, model, lines, steps, flops=0, checks=()
     have = sum(file.stat().st_size for _, path in checkpoint.list_checkpoints(args.output_dir)
                for file in path.rglob("*") if file.is_file())
     print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
+          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}"
           + f" · at least {time} on {gpu}" * bool(flops), *lines,
           f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the peak "
           f"comes in {max(found.stages, key=found.stages.get)}",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from core.cli import UserError, printable
+from core.cli import UserError, one_line
 from core.json_files import HALF_CHARACTER, read_object
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
@@ -190,7 +190,7 @@ def sample_name(place, entry):
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
     label = (misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
              or entry.get("speaker"))
-    return f"{place} ({printable(label, 80)})" if label else place
+    return f"{place} ({one_line(label, 80)})" if label else place
 
 
 def sample_text(sample):

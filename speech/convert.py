@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli, json_files
-from core.cli import UserError, counted, error_text, first_line, printable, require
+from core.cli import UserError, plural, error_text, first_line, one_line, require
 from speech import choices
 from speech.choices import COLUMNS, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
@@ -609,7 +609,7 @@ def open_files(files, columns):
                     ValueError, NotImplementedError) as error:
                 raise UserError(f"{file}: cannot be read, it may be cut off ({first_line(error)})")
     if read:
-        return f"{counted(len(files), 'file')} with audio", rows_of(path, entries(), columns)
+        return f"{plural(len(files), 'file')} with audio", rows_of(path, entries(), columns)
     require(len(files) == 1, f"{path}: is one of {len(files)} lists; give one")
     require(path.suffix not in (".parquet", ".arrow", ".tar"),
             f"{path}: is not a parquet, arrow or tar file")
@@ -639,7 +639,7 @@ def open_folder(folder, columns):
     first = next(read_sidecars(folder), None)
     if any(not isinstance(row, BadSample) for _, row in read_sidecars(folder)):
         return folder, "audio files with their texts next to them", read_sidecars(folder)
-    why = f"has audio, such as {printable(first[0], 80)}, but no list of texts; it {first[1]}" \
+    why = f"has audio, such as {one_line(first[0], 80)}, but no list of texts; it {first[1]}" \
         if first else f"has neither a list nor audio files ({', '.join(AUDIO_FILES)})"
     raise UserError(f"{folder}: {why}" + "".join(f"; {error}" for error in refused[:1]))
 
@@ -866,8 +866,8 @@ def count_oddities(rows, folder):
                 for clause, pattern in ODDITIES.items()}
     examples[OUTSIDE] = [row["audio"] for row in rows if not os.path.isabs(row["name"])
                          and not Path(row["audio"]).is_relative_to(folder)]
-    return [f"{counted(len(values), 'row' if clause == OUTSIDE else 'text')} {clause}, such as "
-            f"{printable(values[0])[:60]!r}" for clause, values in examples.items() if values]
+    return [f"{plural(len(values), 'row' if clause == OUTSIDE else 'text')} {clause}, such as "
+            f"{one_line(values[0])[:60]!r}" for clause, values in examples.items() if values]
 
 
 def to_chatml(source, out_path, problems, *, held_out=False, **settings):
@@ -885,7 +885,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     if origin and note_path.exists() and out_path.exists():
         note = json_files.read_object(note_path)
         if note["made"] == [*origin, held_out, vars(reading)]:
-            print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
+            print(f"converted  {one_line(source)}: as before, {out_path}", flush=True)
             problems += [problem(*row, source) for row in note["refused"]]
             return
     out_path.parent.mkdir(parents=True, exist_ok=True)
@@ -920,14 +920,14 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
         checkpoint.write_text(note_path, json.dumps(note))
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())
-    print(f"converted  {printable(source)} ({printable(description)}): "
-          f"{counted(len(entries) + len(refused), 'row')} = {len(entries)} kept + {len(refused)} "
+    print(f"converted  {one_line(source)} ({one_line(description)}): "
+          f"{plural(len(entries) + len(refused), 'row')} = {len(entries)} kept + {len(refused)} "
           "refused" + (f" ({', '.join(f'{n} {check}' for check, n in counts)})" if counts else "")
           + f"; {out_path}" + (f"; {skipped} are of another split" if skipped else ""))
     with contextlib.suppress(BadSample):
         for entry in entries[:1]:
             sample = canonical_sample(entry["misc"]["source"], entry, paths)
-            print(f"           first: {printable(sample_text(sample))}")
+            print(f"           first: {one_line(sample_text(sample))}")
     for line in count_oddities(table_rows, paths.base):
         print(f"           {line}")
     sys.stdout.flush()

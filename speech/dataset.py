@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core import checkpoint, json_files
-from core.cli import UserError, counted, printable, require
+from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, Lists, parallel_map_ordered, token_lists
 from core.problems import LIST, Problem, problem, settle
@@ -96,7 +96,7 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
             "task_type", "ref_in_system", "reference", "reference_share", "columns")
             if getattr(reading, name) != getattr(Reading(), name)]
         if changed:
-            print(f"notice     {printable(path)}: ChatML samples have prompts, which "
+            print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
                   f"{', '.join(changed)} does not change", flush=True)
         return source
     from speech import convert
@@ -212,14 +212,14 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
         refused = problems.counts - before
         kept, lost = len(builder) - start, refused.total()
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {printable(path)}: "
-              f"{counted(kept + lost, 'row')} = {kept} kept + {lost} refused"
+        print(f"source     {one_line(path)}: "
+              f"{plural(kept + lost, 'row')} = {kept} kept + {lost} refused"
               f"{f' ({counts})' if counts else ''}", flush=True)
         samples = entries_of(source, sources.reading, lambda number: True)
         for sample in itertools.islice((s for _, s in samples if isinstance(s, Sample)), 1):
-            print(f"           first: {printable(sample_text(sample))}", flush=True)
+            print(f"           first: {one_line(sample_text(sample))}", flush=True)
         for check, n in sorted(notes.items()):
-            print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
+            print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.stopping:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
@@ -521,14 +521,14 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
     twice = np.isin(audio[train], audio[held_out])
     if say and twice.any():
-        print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is "
+        print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
               "in the validation data")
     train = train[~twice]
     own = find_own_references(audio_numbers(table.where, table.clips),
                               table.clip_offsets) if say else []
     if len(own):
-        print(f"data       {counted(len(own), 'sample')} with own_reference: the model learns to "
-              f"copy a reference that is the clip to speak, as of {printable(table.name(own[0]))}")
+        print(f"data       {plural(len(own), 'sample')} with own_reference: the model learns to "
+              f"copy a reference that is the clip to speak, as of {one_line(table.name(own[0]))}")
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "
