@@ -916,7 +916,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     refused = [problem(name, error.check, error, source) for name, error in refused]
     if origin:
         note = {"made": [*origin, held_out, vars(reading)],
-                "refused": [[p.name, p.check, p.what] for p in refused]}
+                "refused": [[p.name, p.check, p.reason] for p in refused]}
         checkpoint.write_text(note_path, json.dumps(note))
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())

@@ -220,14 +220,14 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
             print(f"           first: {one_line(sample_text(sample))}", flush=True)
         for check, n in sorted(notes.items()):
             print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
-        if not kept and not problems.stopping:
+        if not kept and not problems.n_fatal:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
                                 "first": start, "stop": len(builder)})
     for clause, n in sorted(builder.notices.items()):
         print(f"data       {n} samples {clause}", flush=True)
-    if stop and problems.stopping:
+    if stop and problems.n_fatal:
         problems.settle()
     n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
     print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "

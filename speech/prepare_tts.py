@@ -158,8 +158,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
     builder, clips = new_builder(world, tokenizer, ids, out)
     dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
-    if problems.stopping:
-        print(f"notice     {problems.stopping} rows stop this; audio is checked first", flush=True)
+    if problems.n_fatal:
+        print(f"notice     {problems.n_fatal} rows stop this; audio is checked first", flush=True)
     codes = ensure_codes(world, clips, encoding)
 
     def write():
