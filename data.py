@@ -5,6 +5,7 @@ into a cache (speech/codes.py). A loader worker turns a list of sample numbers i
 delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
 """
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,9 +13,11 @@ from torch.utils.data import Dataset
 
 from core import packing
 from core.cli import require
+from core.dist import rank0
 from core.problems import Problems
 from speech.codes import ensure_codes, plan_codes
-from speech.dataset import Table, build, is_prepared, of_flags, open_prepared
+from speech.dataset import (Table, find_bad_audio, is_prepared, new_builder, open_prepared,
+                            read_all, read_flags)
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
@@ -22,7 +25,7 @@ PAD_LENGTH = 128        # length of padding samples: short, as attention costs g
 
 def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
     """make_table() with the trainer's flags."""
-    return make_table(world, tokenizer, ids, *of_flags(args, ids, codec_dir), work_dir,
+    return make_table(world, tokenizer, ids, *read_flags(args, ids, codec_dir), work_dir,
                       args.dry_run is not None)
 
 
@@ -35,24 +38,20 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one to the trainer")
     problems = Problems(sources.drop, None if dry else output_dir)
+    builder, clips = new_builder(world, tokenizer, ids, output_dir)
+    # a dry run lists bad rows and bad audio together; a run stops before it encodes
+    rank0(world, read_all, builder, sources, problems, Path(output_dir) / "data", None, not dry)
+    codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
 
-    def settle(found):
-        if dropped := found.settle():
+    def write():
+        problems.add(find_bad_audio(builder, codes))
+        if dropped := problems.settle():
             print(f"data       dropped: {dropped}", flush=True)
-
-    def finish(builder, cache, shards, where, measures, lost):
-        found = problems if dry else Problems(sources.drop, output_dir, more=True)
-        found.add(lost)
-        settle(found)
         # a relative path would be relative to the table
-        builder.write(os.path.abspath(cache), shards, where)
+        builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder
 
-    # a dry run lists bad rows and bad audio together; a run ends before it encodes
-    return Table(build(
-        world, tokenizer, ids, sources,
-        lambda clips: plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding),
-        output_dir, problems, finish, check=lambda: None if dry else settle(problems)))
+    return Table(rank0(world, write))
 
 
 class SpeechSamples(Dataset):
@@ -97,8 +96,7 @@ def collate(samples, ids, pad_to=0):
     seqlens = [len(sample["input_ids"]) for sample in samples]
     starts = np.cumsum([0, *seqlens])
     next_text[starts[1:] - 1] = IGNORE          # a sample's last token predicts nothing
-    audio_at = np.concatenate([sample["audio_at"] + start
-                               for sample, start in zip(samples, starts)])
+    audio_at = np.concatenate([s["audio_at"] + start for s, start in zip(samples, starts)])
     targets = join("audio_targets")
     # all text rows first, then all audio rows: each FFN reads one contiguous slice
     text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)

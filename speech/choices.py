@@ -45,9 +45,6 @@ def check_trainer(args):
     """Check the trainer's flags and set derived values. Raises UserError."""
     check_data(args)
     cli.check_drop_bad(args, CHECKS)
-    for path, _ in sources(args)[0] if args.code_cache else ():
-        require(not os.path.exists(os.path.join(path, "prepared.json")),
-                f"--code_cache: {path} has its codes already; drop the flag")
     cli.zero_or_more(args, "text_loss_weight")
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
@@ -79,11 +76,12 @@ def check_folders(args):
 
 
 def trained_weights(args):
-    found = "audio embedding and head" if args.freeze_llm else "full"
+    """Name of the weights that a run trains, as its checkpoints have it."""
+    weights = "audio embedding and head" if args.freeze_llm else "full"
     if args.use_lora:
-        found = "lora and audio table" if args.train_audio_table else "lora"
-        found += " on nf4" * (args.base_dtype == "nf4")
-    return found + ("" if args.text_loss_weight else " without text")
+        weights = "lora and audio table" if args.train_audio_table else "lora"
+        weights += " on nf4" * (args.base_dtype == "nf4")
+    return weights + ("" if args.text_loss_weight else " without text")
 
 
 def pack_text(args):
@@ -181,9 +179,9 @@ def check_data(args):
 
 def sources(args):
     """([(training file or folder, weight)], validation file or folder or None)."""
-    found = []
+    paths = []
     for word in args.train_data_file or args.train_data_dir:
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
         weighted = match and not os.path.exists(word)
-        found.append((match[1], float(match[2])) if weighted else (word, 1.0))
-    return found, args.eval_data_file or args.eval_data_dir
+        paths.append((match[1], float(match[2])) if weighted else (word, 1.0))
+    return paths, args.eval_data_file or args.eval_data_dir

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from core.cli import UserError
-from core.json_files import read_object
+from core.cli import UserError, one_line
+from core.json_files import HALF_CHARACTER, read_object
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
@@ -29,7 +29,6 @@ OTHER_MARK = re.compile(r"\[S\d+\]|^[ \t]*([A-Z][A-Z]+|[A-Z][a-z]+):", re.MULTIL
 OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-Audio V2 takes as "
                "marks is [SPEAKER0], [SPEAKER1], ...")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
@@ -88,11 +87,11 @@ class Turn:
 
     @property
     def clips(self):
-        return [part for part in self.parts if isinstance(part, Clip)]
+        return [piece for piece in self.parts if isinstance(piece, Clip)]
 
     @property
     def text(self):
-        return "".join([part for part in self.parts if isinstance(part, str)])
+        return "".join([piece for piece in self.parts if isinstance(piece, str)])
 
 
 @dataclass
@@ -134,8 +133,8 @@ class Paths:
 
     def find(self, name):
         """Absolute path of an audio file; BadSample with every place that was tried."""
-        if found := self.look_up(name):
-            return found
+        if path := self.look_up(name):
+            return path
         if "://" in name:
             raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
         tried = ", ".join(dict.fromkeys(os.path.join(folder, name) for folder in self.folders))
@@ -147,12 +146,12 @@ class Paths:
         another case; "" if there is none."""
         spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
             unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
-        places = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
-                               for folder in self.folders)      # one, of an absolute path
-        for path in (place + ending for place in places for ending in self.endings):
+        paths = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
+                              for folder in self.folders)       # an absolute path stays one
+        for path in (path + ending for path in paths for ending in self.endings):
             if os.path.isfile(path):
                 return os.path.abspath(path)
-        for folder, name in map(os.path.split, places):
+        for folder, name in map(os.path.split, paths):
             if real := self.names_in(folder).get(name.lower()):
                 return os.path.abspath(os.path.join(folder, real))
         return ""
@@ -182,20 +181,22 @@ def is_chatml(entry):
     return spoken or "audios" not in entry and "audio" not in entry
 
 
-def label_of(entry):
-    """Name of a row or raw sample: its id, or the file of its last clip."""
+def sample_name(place, entry):
+    """Name of a row or raw sample in messages: place, and its id or the file of its last clip."""
+    if not isinstance(entry, dict):
+        return place
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    if found := misc.get("sample_id") or entry.get("id"):
-        return found
     clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
-    return os.path.basename(clips[-1]) if clips else entry.get("speaker")
+    label = (misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
+             or entry.get("speaker"))
+    return f"{place} ({one_line(label, 80)})" if label else place
 
 
 def sample_text(sample):
     """One line of what was understood of a sample: texts and clips in order, and the labels."""
-    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
-             for turn in sample.turns if turn.role != "system" for part in turn.parts]
+    parts = [f"text {piece[:60]!r}" if isinstance(piece, str) else f"audio {piece.path}"
+             for turn in sample.turns if turn.role != "system" for piece in turn.parts]
     labels = {"speaker": sample.speaker, "language": sample.language}
     return ", ".join(parts + [f"{name} {value}" for name, value in labels.items() if value])
 
@@ -215,13 +216,13 @@ def message_parts(message, paths):
         kind = item.get("type") if isinstance(item, dict) else None
         if kind not in ("text", "audio"):
             raise BadSample(f"unknown content type {kind!r} of role {role!r}; known: text, audio")
-        part = clip_of(item, paths) if kind == "audio" else item.get("text")
-        if isinstance(part, str) and HALF_CHARACTER.search(part):
-            raise BadSample(f"a text of role {role!r} holds half a character: {part!r}")
-        if not isinstance(part, (str, Clip)):
+        piece = clip_of(item, paths) if kind == "audio" else item.get("text")
+        if isinstance(piece, str) and HALF_CHARACTER.search(piece):
+            raise BadSample(f"a text of role {role!r} holds half a character: {piece!r}")
+        if not isinstance(piece, (str, Clip)):
             raise BadSample(f"a text item of role {role!r} has no string 'text'")
-        if isinstance(part, Clip) or part.strip():
-            parts.append(part)
+        if isinstance(piece, Clip) or piece.strip():
+            parts.append(piece)
     return role, parts
 
 
@@ -241,7 +242,7 @@ def clip_of(item, paths):
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None)
 
 
-def marks_speakers_otherwise(text):
+def has_other_marks(text):
     """True if a text names two or more speakers by marks that the models do not know."""
     return len({mark[0].strip() for mark in OTHER_MARK.finditer(text)}) > 1
 
@@ -274,7 +275,7 @@ def canonical_sample(name, entry, paths, normalize=False):
             raise BadSample("the trained clip has no text before it")
     if normalize:
         normalise_requests(turns)
-    return Sample(name, [trimmed(turn) for turn in turns],
+    return Sample(name, [trim_turn(turn) for turn in turns],
                   *(str(entry.get(key) or "") for key in ("speaker", "language")))
 
 
@@ -327,9 +328,9 @@ def canonical_turns(entry, paths):
         # a line for each text, as the native chat template does
         turns[0].parts.append("\n\n<|scene_desc_start|>")
         for parts in scenes:
-            for number, part in enumerate(parts):
-                new = "\n" if number == 0 or isinstance(part, str) else ""
-                turns[0].parts += [new + part.strip()] if isinstance(part, str) else [new, part]
+            for number, piece in enumerate(parts):
+                new = "\n" if number == 0 or isinstance(piece, str) else ""
+                turns[0].parts += [new + piece.strip()] if isinstance(piece, str) else [new, piece]
         turns[0].parts.append("\n<|scene_desc_end|>")
     return turns, rewritten
 
@@ -343,8 +344,8 @@ def reference_turns(turn, answer, ref_transcript):
     def is_target(words):
         return target_text(words, answer)[1] is not None
 
-    texts = [part.strip() for part in turn.parts if isinstance(part, str)]
-    if len(texts) == 1 and answer and same(texts[0], ref_transcript):
+    texts = [piece.strip() for piece in turn.parts if isinstance(piece, str)]
+    if len(texts) == 1 and answer and is_same_text(texts[0], ref_transcript):
         texts.append(answer)
     elif len(texts) == 1 and is_target(texts[0]):
         texts.insert(0, ref_transcript)
@@ -355,12 +356,12 @@ def reference_turns(turn, answer, ref_transcript):
         pairs, target = [(texts[0], turn.clips[0])], texts[1]
     else:
         pairs, target = [], ""
-        for part in turn.parts:
-            if isinstance(part, Clip):
-                pairs.append((target.strip() or (ref_transcript if not pairs else ""), part))
+        for piece in turn.parts:
+            if isinstance(piece, Clip):
+                pairs.append((target.strip() or (ref_transcript if not pairs else ""), piece))
                 target = ""
             else:
-                target += part
+                target += piece
     target, how = target_text(target, answer)
     target = target or answer
     if not target:
@@ -378,25 +379,25 @@ def mark_trained(turns, start_index, rewritten, n_messages):
     number = isinstance(start_index, int) and not isinstance(start_index, bool)
     if start_index is not None and not (number and start_index >= 0):
         raise BadSample(f"start_index is {start_index!r}, not a message number")
-    given = [turn for turn in turns if turn.role == "assistant" and turn.source is not None]
-    speaking = [turn for turn in given if turn.clips]
+    answers = [turn for turn in turns if turn.role == "assistant" and turn.source is not None]
+    speaking = [turn for turn in answers if turn.clips]
     if not speaking:
         raise BadSample("has no target audio: no assistant message with an audio item")
     last_alone = start_index is None or rewritten and start_index == 0
-    for turn in given:
+    for turn in answers:
         turn.trained = turn is speaking[-1] if last_alone else turn.source >= start_index
     if not any(turn.trained for turn in speaking):
         raise BadSample(f"start_index {start_index} of {n_messages} messages trains nothing")
 
 
-def trimmed(turn):
+def trim_turn(turn):
     """Trim the outer ends of a turn's text, as the native chat template does."""
     parts = list(turn.parts)
     if parts and isinstance(parts[0], str):
         parts[0] = parts[0].lstrip()
     if parts and isinstance(parts[-1], str):
         parts[-1] = parts[-1].rstrip()
-    turn.parts = [part for part in parts if isinstance(part, Clip) or part]
+    turn.parts = [piece for piece in parts if piece]
     return turn
 
 
@@ -414,7 +415,7 @@ def normalise(text):
     return text if text.endswith(ENDINGS) else text + "."
 
 
-def heard(text):
+def audible_text(text):
     """The audible part of a text: normalised, without sound tags and [SPEAKER0]."""
     return NOT_HEARD.sub(" ", normalise(text))
 
@@ -424,10 +425,10 @@ def heard(text):
 
 def letters(text):
     """A text's letters, digits and symbols as one lower case string, without punctuation."""
-    return "".join(one for one in text.casefold() if unicodedata.category(one)[0] not in "PZC")
+    return "".join(c for c in text.casefold() if unicodedata.category(c)[0] not in "PZC")
 
 
-def same(a, b):
+def is_same_text(a, b):
     """True if two texts differ at most in punctuation, white space and letter case."""
     return a == b or letters(a) == letters(b) != ""
 
@@ -440,8 +441,8 @@ def target_text(asked, answer):
     None where the request is another text. The text is whole, colons included."""
     asked, answer = asked.strip(), answer.strip()
     bare, need = INSTRUCTION.sub("", asked, count=1).strip(), letters(answer)
-    for words in (asked, bare):         # it may begin as one
-        if answer and same(words, answer):
+    for words in (asked, bare):         # a text may begin like an instruction
+        if answer and is_same_text(words, answer):
             return words, "same"
     ends = need and letters(asked).endswith(need)
     if ends and any(letters(asked[i:]) == need for i in range(1, len(asked))
@@ -456,8 +457,8 @@ def target_text(asked, answer):
 def save_setting(path, value, base_dtype=None):
     """Write a checkpoint's file SETTINGS: "on" if its run normalised its texts, else "off"; and
     "nf4" as base_dtype if its adapter was trained on such a base."""
-    about = {"normalize_text": value} | ({"base_dtype": "nf4"} if base_dtype == "nf4" else {})
-    Path(path).write_text(json.dumps(about) + "\n")
+    settings = {"normalize_text": value} | ({"base_dtype": "nf4"} if base_dtype == "nf4" else {})
+    Path(path).write_text(json.dumps(settings) + "\n")
 
 
 def saved_setting(folder, name="normalize_text", known=("on", "off")):

@@ -9,14 +9,13 @@ Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), 
 ms-swift, VibeVoice, audio with texts or subtitles next to it, parquet and arrow files, WebDataset
 tars, and the corpora of CORPORA. A column's meaning is never guessed against its values: where
 that is undecided, name it with --columns. Rows that cannot be used are counted and listed with the
-reason; look at the first sample that is printed, and into the file.
+reason. Check the first sample, which is printed, and the file.
 """
 import contextlib
 import csv
 import functools
 import glob
 import hashlib
-import heapq
 import html
 import io
 import itertools
@@ -26,36 +25,35 @@ import os
 import re
 import sys
 import tarfile
-import tempfile
 from collections import Counter
 from difflib import SequenceMatcher
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli, json_files
 from core.cli import UserError, plural, error_text, first_line, one_line, require
 from speech import choices
 from speech.choices import COLUMNS, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
-                                  canonical_sample, content_items, is_chatml, label_of, sample_text,
-                                  system_parts)
+                                  canonical_sample, content_items, is_chatml, sample_name,
+                                  sample_text, system_parts)
 
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile
 SOUNDS = AUDIO_FILES + NOT_READ
 TEXTS = (".normalized.txt", ".txt", ".lab")
-NEXT_TO = (".srt", ".vtt", *TEXTS, ".json", ".tsv")      # next to audio; the first that is there
+SIDECARS = (".srt", ".vtt", *TEXTS, ".json", ".tsv")    # next to audio; the first that exists
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
 SEPARATORS = "\t,;|"
-INSIDE = ("wavs", "wav", "clips", "audio")      # subfolders in which a list's audio is looked for
+SUBFOLDERS = ("wavs", "wav", "clips", "audio")      # in which a list's audio is looked for
 LANGUAGES = set("zh ja jp en ko yue de fr es it pt ru ar vi th".split())
 HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
-NO_SPEAKER = {*INSIDE, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"}   # folders
+NO_SPEAKER = {*SUBFOLDERS, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"} # folders
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
-NOTHING = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for no text
+NO_TEXT = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for a missing value
 NOISES = ("laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|"
           "pause|silence|noise|clears")
-ODD = {         # of texts that are used all the same: {clause about them: pattern}
+ODDITIES = {        # of texts that are used all the same: {clause about them: pattern}
     "hold marks of sounds or sound tags, which may be read aloud": re.compile(
         rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{NOISES})[a-z ]*\)", re.I),
     "begin with a name and a colon, which is read aloud": re.compile(
@@ -66,7 +64,7 @@ ODD = {         # of texts that are used all the same: {clause about them: patte
     "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
 OUTSIDE = "name audio that is not below the folder of the list"
 PHONEMES = "give the texts of which they were made, Higgs-Audio does not read these"
-SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.I | re.M)     # as VibeVoice writes it
+SPEAKER_MARK = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.I | re.M)      # as VibeVoice writes it
 CANDIDATES = 64         # clips of a speaker among which references are chosen
 GOOD_SECONDS = (3, 15)  # of a reference, where the data say how long clips are
 SHARD_S = 600           # of sound in a FLAC file that audio is unpacked into
@@ -77,46 +75,48 @@ class Undecided(UserError):
     """A table is one of speech, but what its columns mean is not certain."""
 
 
-# ---- Lists. Readers yield (place, entry). place: "line 7". entry: a dict by the names of columns,
-# or the BadSample that says why there is none. Rows are (place, dict with keys of COLUMNS)
+# ---- Lists. Readers yield (location, entry). location: "line 7". entry: a dict by column names, or
+# the BadSample with the reason why there is none. Rows are (location, dict with keys of COLUMNS).
+# columns: {meaning: name} of --columns.
 
 
-def find_columns(names, given):
-    """{meaning: column name}. given: {meaning: name} of --columns."""
-    lower, found = {}, {}
+def find_columns(names, columns):
+    """{meaning: column name} of the columns whose meaning is known."""
+    lower, meanings = {}, {}
     for name in names:
         lower.setdefault(str(name).strip().lower(), name)
     for meaning, spellings in COLUMNS.items():
-        for spelling in [given[meaning].lower()] if meaning in given else spellings.split():
+        for spelling in [columns[meaning].lower()] if meaning in columns else spellings.split():
             if spelling in lower:
-                found.setdefault(meaning, lower[spelling])
-    return found
+                meanings.setdefault(meaning, lower[spelling])
+    return meanings
 
 
-def rows_of(path, entries, given):
+def rows_of(path, entries, columns):
     """Rows of entries; UserError without columns of audio and text, or one that --columns names."""
     entries = iter(entries)
-    first = list(itertools.islice(entries, LOOK))
-    names = list(dict.fromkeys(name for _, one in first if isinstance(one, dict) for name in one))
-    if first and "messages" not in names:
-        found = find_columns(names, given)
+    head = list(itertools.islice(entries, LOOK))
+    names = list(dict.fromkeys(name for _, entry in head if isinstance(entry, dict)
+                               for name in entry))
+    if head and "messages" not in names:
+        meanings = find_columns(names, columns)
         there = f"its columns are {', '.join(str(name)[:40] for name in names[:20])}"
-        for meaning, name in given.items():
-            require(meaning in found,
+        for meaning, name in columns.items():
+            require(meaning in meanings,
                     f"{path}: has no column as --columns {meaning}={name} says; {there}")
-        lost = [meaning for meaning in ("audio", "text") if meaning not in found]
-        known = "; ".join(f"of {one} are {COLUMNS[one].replace(' ', ', ')}" for one in lost)
+        lost = [meaning for meaning in ("audio", "text") if meaning not in meanings]
+        known = "; ".join(f"of {name} are {COLUMNS[name].replace(' ', ', ')}" for name in lost)
         require(not lost, f"{path}: has no column of {' and none of '.join(lost)}; {there}; known "
-                f"names {known}; name yours: --columns {','.join(f'{one}=NAME' for one in lost)}")
-    columns = functools.cache(lambda names: find_columns(names, given).items())
+                f"names {known}; name yours: --columns {','.join(f'{name}=NAME' for name in lost)}")
+    columns_of = functools.cache(lambda names: find_columns(names, columns).items())
 
     def row_of(entry):
         if not isinstance(entry, dict) or is_chatml(entry):
             return entry
         if isinstance(entry.get("messages"), list):
             return swift_row(entry)
-        return {meaning: entry.get(name) for meaning, name in columns(tuple(entry))}
-    return ((place, row_of(entry)) for place, entry in itertools.chain(first, entries))
+        return {meaning: entry.get(name) for meaning, name in columns_of(tuple(entry))}
+    return ((location, row_of(entry)) for location, entry in itertools.chain(head, entries))
 
 
 def swift_row(entry):
@@ -128,30 +128,29 @@ def swift_row(entry):
     answers = [m["content"] for m in messages if m.get("role") == "assistant"]
     requests = [m["content"] for m in messages if m.get("role") == "user"]
     spoken = "".join(answers).count("<audio>")
-    asked = sum(m["content"].count("<audio>") for m in messages) - spoken
-    if asked and not spoken:
-        return BadSample("its <audio> is the user's: that is speech to understand, not to speak")
-    if spoken > 1 or asked or len(clips) != 1 or not answers:
-        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios, not one spoken clip")
-    ref = entry.get("ref_audios")
+    heard = sum(m["content"].count("<audio>") for m in messages) - spoken
+    if spoken > 1 or heard or len(clips) != 1 or not answers:
+        return BadSample(f"{heard + spoken} <audio> and {len(clips)} audios, not one spoken clip"
+                         + "; the user's are speech to understand, not to speak" * bool(heard))
+    references = entry.get("ref_audios")
+    reference = references[0] if isinstance(references, list) and references else references
     kept = {key: entry.get(key) for key in ("id", "speaker", "language", "split", "ref_text")}
-    ref = ref[0] if isinstance(ref, list) and ref else ref
-    return {**kept, "audio": clips[0], "ref_audio": ref,
+    return {**kept, "audio": clips[0], "ref_audio": reference,
             "text": answers[-1].replace("<audio>", "").strip() or (requests or [""])[-1]}
 
 
-def metadata_row(folder, raw):
+def metadata_row(folder, entry):
     """Row of a metadata.json of the GUIs, whose paths may leave out train/ and eval/."""
-    if not isinstance(raw, dict):
-        return raw
-    row = {meaning: raw[name] for meaning, name in find_columns(raw, {}).items()}
-    row |= {"text": raw.get("transcript_file"), "ref_speakers": raw.get("ref_speakers") or [],
-            "task_type": raw.get("training_task_type") or raw.get("task_type")}
+    if not isinstance(entry, dict):
+        return entry
+    row = {meaning: entry[name] for meaning, name in find_columns(entry, {}).items()}
+    row |= {"text": entry.get("transcript_file"), "ref_speakers": entry.get("ref_speakers") or [],
+            "task_type": entry.get("training_task_type") or entry.get("task_type")}
     for key in ("audio", "text", "ref_audio"):
         name = str(row.get(key))
-        moved = os.path.join(folder, str(raw.get("split")), name)
-        if os.path.exists(moved) and not os.path.exists(folder / name):
-            row[key] = moved
+        in_split = os.path.join(folder, str(entry.get("split")), name)
+        if os.path.exists(in_split) and not os.path.exists(folder / name):
+            row[key] = in_split
     return row | {"text": folder / str(row["text"]) if row["text"] else None}
 
 
@@ -165,104 +164,110 @@ def lines_of(path):
                 raise UserError(f"{path}: line {number} {json_files.NOT_UTF8}")
 
 
-def fields_of(line, separator, header=True):
+def split_line(line, separator, has_header=True):
     """Fields of a line. Quotes that do not fit are text; without a header, so are those that
     Python's csv module would not write: LJSpeech's are text, Piper's are not."""
     if '"' in line:
         with contextlib.suppress(csv.Error):
-            how = {"delimiter": separator, "strict": True, "skipinitialspace": True}
-            fields, again = next(csv.reader([line], **how)), io.StringIO()
-            csv.writer(again, lineterminator="", **how).writerow(fields)
-            if header or again.getvalue() == line:
+            style = {"delimiter": separator, "strict": True, "skipinitialspace": True}
+            fields, rewritten = next(csv.reader([line], **style)), io.StringIO()
+            csv.writer(rewritten, lineterminator="", **style).writerow(fields)
+            if has_header or rewritten.getvalue() == line:
                 return fields
     return line.split(separator)
 
 
-def read_table(path, separator, names, header):
+def read_table(path, separator, names, has_header):
     """Entries of a table. In CSV with a header a field in quotes may go over several lines."""
-    rows, line = (fields_of(text, separator, header) for text in lines_of(path)), 1
-    skip = header
-    if header and separator == ",":
-        lines = (text + "\n" for text in lines_of(path))
-        rows = csv.reader(lines, strict=True, skipinitialspace=True)
+    if has_header and separator == ",":
+        rows = csv.reader((line + "\n" for line in lines_of(path)), strict=True,
+                          skipinitialspace=True)
+    else:
+        rows = (split_line(line, separator, has_header) for line in lines_of(path))
+    line, skip_header = 1, has_header
     try:
         for fields in rows:
-            fields, place = [field.strip() for field in fields], f"line {line}"
+            fields, location = [field.strip() for field in fields], f"line {line}"
             line = getattr(rows, "line_num", line) + 1
-            if skip and any(fields):            # these are the names
-                skip = False
-            elif len(fields) == len(names) and any(fields):
-                row = dict(zip(names, fields))
-                if not header and row.get("normalised"):
-                    row["text"] = row["normalised"]
-                yield place, row
-            elif any(fields):
-                yield place, BadSample(f"has {len(fields)} fields, not {len(names)}: "
-                                       f"{separator.join(fields)[:80]!r}")
+            if not any(fields):
+                continue
+            if skip_header:
+                skip_header = False
+            elif len(fields) != len(names):
+                yield location, BadSample(f"has {len(fields)} fields, not {len(names)}: "
+                                          f"{separator.join(fields)[:80]!r}")
+            else:
+                entry = dict(zip(names, fields))
+                if entry.get("normalised"):     # LJSpeech's last field, which may be empty
+                    entry["text"] = entry["normalised"]
+                yield location, entry
     except csv.Error as error:
         raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} "
                         f'({error}); write one inside a field twice: "so ""it"" is"')
 
 
-def open_table(path, given):
+def open_table(path, columns):
+    """(description, rows) of a text file with a row in each line."""
     head = [line for line in itertools.islice(lines_of(path), 10 * LOOK) if line.strip()][:LOOK]
     require(head, f"{path}: is empty")
-    headers = [(separator, [name.strip() for name in fields_of(head[0], separator)])
+    headers = [(separator, [name.strip() for name in split_line(head[0], separator)])
                for separator in SEPARATORS]
-    separator, names = max(headers, key=lambda header: len(find_columns(header[1], given)))
-    header = not all(map(str.isdecimal, given.values())) if given else find_columns(names, {})
-    if not header:
-        separator, names = headerless(path, head, given)
-        given = {}
-    columns = ", ".join(meaning if meaning == name else f"{meaning} = {name!r}"
-                        for meaning, name in find_columns(names, given).items())
-    entries = read_table(path, separator, names, bool(header))
-    return f"a table of {columns} between {separator!r}", rows_of(path, entries, given)
+    separator, names = max(headers, key=lambda header: len(find_columns(header[1], columns)))
+    numbered = columns and all(map(str.isdecimal, columns.values()))
+    has_header = not numbered and bool(columns or find_columns(names, {}))
+    if not has_header:
+        separator, names = headerless_columns(path, head, columns)
+        columns = {}
+    shown = ", ".join(meaning if meaning == name else f"{meaning} = {name!r}"
+                      for meaning, name in find_columns(names, columns).items())
+    entries = read_table(path, separator, names, has_header)
+    return f"a table of {shown} between {separator!r}", rows_of(path, entries, columns)
 
 
-def headerless(path, head, given):
+def headerless_columns(path, head, columns):
     """(separator, names) of lines of 2 to 4 fields; what they are is judged over all rows."""
     paths, why = audio_paths(path), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
-    at = int(given.get("audio", 1)) - 1
+    audio = int(columns.get("audio", 1)) - 1
     for separator in SEPARATORS:
-        rows = [fields_of(line, separator, False) for line in head]
+        rows = [split_line(line, separator, False) for line in head]
         width = len(rows[0])
-        if at < width and 2 <= width <= 4 and all(len(row) == width for row in rows):
-            if sum(bool(paths.look_up(row[at].strip())) for row in rows) >= 0.9 * len(rows):
+        if audio < width and 2 <= width <= 4 and all(len(row) == width for row in rows):
+            if sum(bool(paths.look_up(row[audio].strip())) for row in rows) >= 0.9 * len(rows):
                 break
-            why = (f"and its first field names no audio files: {rows[0][at].strip()[:80]!r} is not "
-                   f"there; looked in {', '.join(paths.folders)}")
+            why = (f"and its first field names no audio files: {rows[0][audio].strip()[:80]!r} is "
+                   f"not there; looked in {', '.join(paths.folders)}")
     else:
         raise UserError(f"{path}: is not a table that is known: its first line has neither columns "
                         f"of audio and of text, {why}; give it a first line: audio,text")
-    if given:
-        numbers = {int(number): meaning for meaning, number in given.items()} | {at + 1: "audio"}
-        return separator, [numbers.get(number, f"{number}") for number in range(1, width + 1)]
+    if columns:
+        meanings = {int(number): name for name, number in columns.items()} | {audio + 1: "audio"}
+        return separator, [meanings.get(number, f"{number}") for number in range(1, width + 1)]
     rows = read_table(path, separator, range(width), False)
-    rows = [list(row.values()) for _, row in rows if isinstance(row, dict)]
-    return separator, meanings_of(path, rows)
+    return separator, guess_meanings(
+        path, [list(row.values()) for _, row in rows if isinstance(row, dict)])
 
 
-def meanings_of(path, rows):
+def guess_meanings(path, rows):
     """The meaning of each field of a table without a header; Undecided where it is open."""
     columns = [[value for value in column if value] for column in zip(*rows)]
-    if any(map(phonemes, columns)):
-        found = next(filter(phonemes, columns))[0][:60]
-        raise Undecided(f"{path}: its texts are phonemes, such as {found!r}: {PHONEMES}")
-    prose, found = [is_prose(column) for column in columns], None
+    if phonemes := [column for column in columns if is_phonemic(column)]:
+        raise Undecided(f"{path}: its texts are phonemes, such as {phonemes[0][0][:60]!r}: "
+                        f"{PHONEMES}")
+    prose, names = [is_prose(column) for column in columns], None
     if prose[1] and not any(columns[2:]):
-        found = "audio text"
+        names = "audio text"
     elif len(columns) == 3 and prose[1] and prose[2]:
-        alike = [SequenceMatcher(None, row[1].lower(), row[2].lower()).ratio()
-                 for row in rows[:200] if row[2]]
-        found = "audio text normalised" if sum(alike) >= 0.6 * len(alike) else None
+        similarities = [SequenceMatcher(None, row[1].lower(), row[2].lower()).ratio()
+                        for row in rows[:200] if row[2]]
+        if sum(similarities) >= 0.6 * len(similarities):
+            names = "audio text normalised"
     elif len(columns) == 3 and prose[2] and not prose[1]:
-        names = all(len(value) <= 40 and " " not in value for value in columns[1])
-        found = "audio speaker text" if names else None
+        if all(len(value) <= 40 and " " not in value for value in columns[1]):
+            names = "audio speaker text"
     elif len(columns) == 4 and prose[3] and all(v.lower() in LANGUAGES for v in columns[2]):
-        found = "audio speaker language text"
-    if found:
-        return (found.split() + ["", ""])[:len(columns)]
+        names = "audio speaker language text"
+    if names:
+        return (names.split() + ["", ""])[:len(columns)]
     shown = ", ".join(f"{number} {column[0][:40]!r}" if column else f"{number} empty"
                       for number, column in enumerate(columns, 1))
     raise Undecided(f"{path}: has no header, and what its fields mean is not certain: {shown}; "
@@ -280,24 +285,25 @@ def is_prose(values):
     return sum(bool(re.search(r"\w[.!?]$", value)) for value in values) > len(values) / 2
 
 
-def phonemes(values):
+def is_phonemic(values):
+    """True if most texts are in IPA."""
     return sum(len(IPA.findall(v)) >= 0.1 * len(v) > 0 for v in values) > len(values) / 2
 
 
 def read_kaldi(folder):
     """Rows of wav.scp, text and maybe segments, utt2spk; a command in wav.scp is never run."""
-    def pairs(name):
-        found = {}
+    def read_pairs(name):
+        values = {}
         for number, line in enumerate(lines_of(folder / name), 1):
             key, value = (*line.split(None, 1), "", "")[:2]
-            require(key not in found, f"{folder / name}: line {number} has {key!r} again")
+            require(key not in values, f"{folder / name}: line {number} has {key!r} again")
             if key:
-                found[key] = value.strip()
-        return found
-    audio, texts, segments, speakers = (pairs(name) if (folder / name).exists() else {}
+                values[key] = value.strip()
+        return values
+    audio, texts, segments, speakers = (read_pairs(name) if (folder / name).exists() else {}
                                         for name in ("wav.scp", "text", "segments", "utt2spk"))
-    for key, where in audio.items():
-        require(where[-1:] != "|", f"{folder / 'wav.scp'}: {key} is a command: run wav-copy first")
+    for key, path in audio.items():
+        require(path[-1:] != "|", f"{folder / 'wav.scp'}: {key} is a command: run wav-copy first")
     for key in dict.fromkeys([*texts, *(segments or audio)]):
         recording, start, end = (segments.get(key, key).split() + [None, None])[:3]
         row = {"id": key, "audio": audio.get(recording), "text": texts.get(key),
@@ -312,50 +318,54 @@ def read_kaldi(folder):
 # ---- Audio with texts next to it
 
 
-def read_sidecar(folder):
+def read_sidecars(folder):
     """Rows of the clips of a tree; each subfolder is a speaker."""
-    seen = set()        # links may lead to a folder twice, or round
-    for place, folders, names in os.walk(folder, followlinks=True):
-        new = (real := os.path.realpath(place)) not in seen
+    seen = set()        # links may lead to a folder twice, or in a circle
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        names = sorted(name for name in names if real not in seen and name[0] != ".")
+        folders[:] = sorted(name for name in folders if real not in seen and name[0] != ".")
         seen.add(real)
-        folders[:] = sorted(name for name in folders if new and name[0] != ".")
-        names = sorted(name for name in names if new and name[0] != ".")
-        place, there = Path(place), {name.lower(): name for name in names}
-        spoken = {key: name for name in sorted(there, reverse=True)         # talk.en.srt
-                  for key in re.findall(r"(.+)\.[a-z]{2,3}(?:-[a-z]+)?\.(?:srt|vtt)$", name)}
-        known = dict((*line.split(None, 1), "")[:2] for name in names       # LibriSpeech
-                     if name.endswith(".trans.txt") for line in lines_of(place / name))
-        plain = place == folder or place.name.lower() in NO_SPEAKER
+        root, files = Path(root), {name.lower(): name for name in names}
+        of_language = {stem: name for name in sorted(files, reverse=True)       # talk.en.srt
+                       for stem in re.findall(r"(.+)\.[a-z]{2,3}(?:-[a-z]+)?\.(?:srt|vtt)$", name)}
+        librispeech = dict((*line.split(None, 1), "")[:2] for name in names
+                           if name.endswith(".trans.txt") for line in lines_of(root / name))
+        no_speaker = root == folder or root.name.lower() in NO_SPEAKER
         for name in names:
-            stem, sound = os.path.splitext(name)
-            if sound.lower() not in SOUNDS:
+            stem, ending = os.path.splitext(name)
+            if ending.lower() not in SOUNDS:
                 continue
-            at = str((place / name).relative_to(folder))
-            row = {"audio": at, "id": os.path.splitext(at)[0],
-                   "speaker": "" if plain else str(place.relative_to(folder))}
-            wanted = [one + end for end in NEXT_TO for one in (stem.lower(), name.lower())]
-            text = next((one for one in wanted if one in there), spoken.get(stem.lower()))
-            try:
-                entries = entries_of(place / there[text]) if text else [BadSample(
-                    f"has no text next to it ({', '.join(wanted[::2])})", "empty_text")]
-            except UserError as error:
-                entries = [BadSample(error)]
-            if stem in known:
-                entries, row["speaker"] = [{"text": known[stem]}], stem.split("-")[0]
-            elif text and text.endswith(".normalized.txt"):     # LibriTTS: speaker_chapter_...
-                row["speaker"] = stem.split("_")[0]
+            audio = str((root / name).relative_to(folder))
+            row = {"audio": audio, "id": os.path.splitext(audio)[0],
+                   "speaker": "" if no_speaker else str(root.relative_to(folder))}
+            wanted = [start + end for end in SIDECARS for start in (stem.lower(), name.lower())]
+            text = next((name for name in wanted if name in files), of_language.get(stem.lower()))
+            if stem in librispeech:
+                entries, row["speaker"] = [{"text": librispeech[stem]}], stem.split("-")[0]
+            elif text:
+                entries = read_sidecar(root / files[text])
+                if text.endswith(".normalized.txt"):    # LibriTTS: speaker_chapter_...
+                    row["speaker"] = stem.split("_")[0]
+            else:
+                entries = [BadSample(f"has no text next to it ({', '.join(wanted[::2])})",
+                                     "empty_text")]
             for number, entry in enumerate(entries, 1):
-                yield f"{there[text]} entry {number}" if text else at, \
-                    row | entry if isinstance(entry, dict) else entry
+                yield (f"{files[text]} entry {number}" if text else audio,
+                       row | entry if isinstance(entry, dict) else entry)
 
 
-def entries_of(path):
+def read_sidecar(path):
     """[columns, or BadSample, of each entry] of a text next to audio; a plain text is one entry."""
-    text, ending, unit = json_files.read_text(path), path.suffix.lower(), 1
+    try:
+        text, ending, unit = json_files.read_text(path), path.suffix.lower(), 1
+        data = json_files.read_object(path) if ending == ".json" else {}
+    except UserError as error:
+        return [BadSample(error)]
     if ending in (".srt", ".vtt"):
-        return subtitles(text)
+        return read_subtitles(text)
     if ending == ".json":
-        data = {key.lower(): value for key, value in json_files.read_object(path).items()}
+        data = {key.lower(): value for key, value in data.items()}
         if isinstance(data.get("segments"), list):      # whisper, whisperX
             return [{"offset": cut.get("start"), "end": cut.get("end"), "text": cut.get("text")}
                     for cut in data["segments"] if isinstance(cut, dict)]
@@ -368,13 +378,14 @@ def entries_of(path):
     labels = [LABEL.fullmatch(line) for line in lines]
     if not labels or not all(labels):
         return [{"text": text} if ending != ".tsv" else BadSample("has no start, end, text")]
-    return [{"offset": seconds_of(found[1]) / unit, "end": seconds_of(found[2]) / unit,
-             "text": found[3].strip()} for found in labels]
+    return [{"offset": seconds_of(start) / unit, "end": seconds_of(end) / unit,
+             "text": words.strip()} for start, end, words in map(re.Match.groups, labels)]
 
 
 def seconds_of(text):
-    parts = [float(part.replace(",", ".")) for part in text.split(":")]
-    return round(sum(part * 60 ** i for i, part in enumerate(reversed(parts))), 3)
+    """Seconds of 1:02:03,5 or 3.5."""
+    numbers = [float(number.replace(",", ".")) for number in text.split(":")]
+    return round(sum(number * 60 ** i for i, number in enumerate(reversed(numbers))), 3)
 
 
 NUMBER = r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)"    # an editor may have replaced its tabs
@@ -386,21 +397,26 @@ MARKUP = re.compile(r"</?[a-z][a-z0-9.]*(?: [^<>]*)?>|<[\d:.]+>|\{\\[^}]*\}")
 NO_WORDS = re.compile(r"\W*|[♪♫].*[♪♫]|\[[^]]*\]|\([^)]*\)")
 
 
-def subtitles(text):
-    """entries_of SRT or VTT; a cue lasts to the next line of times, whose arrow may be damaged."""
+def read_subtitles(text):
+    """Entries of SRT or VTT; a cue lasts to the next line of times, whose arrow may be damaged."""
     text = COMMENT.sub("", "\n".join(map(str.strip, text.splitlines())))
-    found, before, entries = ARROW.split(text)[1:], "", []
-    if not found:
+    _, *fields = ARROW.split(text)      # start, end and text of each cue
+    cues = list(zip(fields[::3], fields[1::3], fields[2::3]))
+    if not cues:
         return [BadSample("has no line 00:00:00.000 --> 00:00:01.000", "empty_text")]
-    for i in range(0, len(found), 3):
-        start, end, lines = found[i], found[i + 1], found[i + 2].split("\n")[1:]
-        if i + 3 < len(found) and (lines := lines[:-1]) and (
-                lines[-1].isdecimal() or len(lines) > 1 and not lines[-2]):
-            lines.pop()                                 # the number, or name, of the next cue
+    previous, entries = "", []
+    for number, (start, end, body) in enumerate(cues, 1):
+        lines = body.split("\n")[1:]
+        if number < len(cues):
+            lines = lines[:-1]
+            if lines and (lines[-1].isdecimal() or len(lines) > 1 and not lines[-2]):
+                lines.pop()                             # the number, or name, of the next cue
         lines = [html.unescape(MARKUP.sub("", line)).strip() for line in lines]
         lines = [line for line in lines if line]
-        rolled = len(lines) > 1 and lines[0] == before  # captions that repeat the line before
-        before, words = lines[-1] if lines else before, " ".join(" ".join(lines[rolled:]).split())
+        if len(lines) > 1 and lines[0] == previous:     # rolling captions repeat a line
+            del lines[0]
+        previous = lines[-1] if lines else previous
+        words = " ".join(" ".join(lines).split())
         if end is None:
             entries.append(BadSample(f"its line of times cannot be read: it begins with {start}"))
         elif NO_WORDS.fullmatch(words):
@@ -414,17 +430,13 @@ def subtitles(text):
 
 
 def read_columns(path):
-    """Entries of a parquet or arrow file, or of an arrow stream, as datasets writes them."""
-    import pyarrow
-    from pyarrow import parquet
+    """Entries of a parquet file or an arrow stream, as datasets writes them."""
+    import pyarrow.parquet
     with pyarrow.memory_map(str(path)) as source:
-        start = source.read(6)
+        start = source.read(4)
         source.seek(0)
-        if start[:4] == b"PAR1":
-            batches = parquet.ParquetFile(source).iter_batches(64)
-        elif start == b"ARROW1":
-            file = pyarrow.ipc.open_file(source)
-            batches = map(file.get_batch, range(file.num_record_batches))
+        if start == b"PAR1":
+            batches = pyarrow.parquet.ParquetFile(source).iter_batches(64)
         else:
             batches = pyarrow.ipc.open_stream(source)
         for number, entry in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
@@ -439,38 +451,38 @@ def read_tar(path):
                  if member.isfile() and not os.path.basename(member.name).startswith("."))
         groups = itertools.groupby(files, lambda file: re.match("(?:.*/)?[^.]*", file[0])[0])
         for group in (list(group) for _, group in groups):
-            clips, parts = sum(name.lower().endswith(SOUNDS) for name, _ in group), {}
+            clips, samples = sum(name.lower().endswith(SOUNDS) for name, _ in group), {}
             for name, data in group:
-                parts.setdefault(name.rpartition(".")[0] * (clips > 1), {})[name] = data
-            for part in parts.values():
-                entry, found = {}, {}
+                samples.setdefault(name.rpartition(".")[0] * (clips > 1), {})[name] = data
+            for sample in samples.values():
+                entry, metadata = {}, {}
                 try:
-                    for name, data in part.items():
+                    for name, data in sample.items():
                         if name.lower().endswith(SOUNDS):
-                            found |= {"audio": data, "id": name}
+                            entry |= {"audio": data, "id": name}
                         elif name.endswith(".json"):
-                            about = json_files.loads(data)
-                            entry |= about if isinstance(about, dict) else {}
+                            value = json_files.loads(data)
+                            metadata = value if isinstance(value, dict) else {}
                         elif name.endswith(TEXTS):
-                            found.setdefault("text", data.decode("utf-8-sig"))
-                    entry |= found
-                except ValueError as error:     # no JSON, or no UTF-8
+                            entry.setdefault("text", data.decode("utf-8-sig"))
+                    entry = metadata | entry
+                except ValueError as error:     # not JSON, or not UTF-8
                     entry = BadSample(error)
-                yield f"{path.name} {next(iter(part))}", entry
+                yield f"{path.name} {next(iter(sample))}", entry
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(512) != bytes(512):     # tarfile takes a cut for the end
             raise EOFError("its end is not there")
 
 
-def unpacked(rows, folder):
+def unpack_audio(rows, folder):
     """Rows whose audio is a path: bytes of a file, or {array, sampling_rate}, are written to FLAC
     files of about SHARD_S seconds in `folder`."""
     import numpy as np
     import soundfile
 
     from speech.codes import open_sound
-    files, number = {}, 0       # files: {rate: (SoundFile, path, samples in it)}
-    for place, row in rows:
+    files, paths = {}, (folder / f"{number:07}.flac" for number in itertools.count())
+    for location, row in rows:
         audio = row.get("audio") if isinstance(row, dict) else None
         if isinstance(audio, dict):
             name = audio.get("path")
@@ -478,7 +490,7 @@ def unpacked(rows, folder):
             audio = audio.get("bytes") or (name if audio.get("array") is None else audio)
             row["audio"] = audio
         if not isinstance(audio, (bytes, dict)):
-            yield place, row
+            yield location, row
             continue
         try:
             if any(row.get(key) not in (None, "") for key in ("offset", "end")):
@@ -490,26 +502,24 @@ def unpacked(rows, folder):
                 with open_sound(io.BytesIO(audio)) as sound:
                     wave, rate = sound.read(dtype="float32"), sound.samplerate
         except BadSample as error:
-            yield place, error
+            yield location, error
             continue
         except (KeyError, TypeError, ValueError, RuntimeError) as error:    # libsndfile's, NumPy's
-            yield place, BadSample(f"is not readable audio ({error})", "audio")
+            yield location, BadSample(f"is not readable audio ({error})", "audio")
             continue
-        file, path, start = files.get(rate, (None, None, math.inf))
         try:        # a full disk is not the fault of this sample
-            if start >= SHARD_S * rate:
-                if file:
-                    file.close()
+            if rate in files and files[rate].frames >= SHARD_S * rate:
+                files.pop(rate).close()
+            if rate not in files:
                 folder.mkdir(parents=True, exist_ok=True)
-                path, number = folder / f"{number:07}.flac", number + 1
-                file, start = soundfile.SoundFile(path, "w", rate, 1, "PCM_16"), 0
-            file.write(wave.mean(axis=1) if wave.ndim == 2 else wave)
+                files[rate] = soundfile.SoundFile(next(paths), "w", rate, 1, "PCM_16")
+            start = files[rate].frames
+            files[rate].write(wave.mean(axis=1) if wave.ndim == 2 else wave)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{folder}: sound cannot be written ({error or 'disk full?'})")
-        files[rate] = file, path, start + len(wave)
-        cut = {"offset": start / rate, "duration": len(wave) / rate}
-        yield place, row | cut | {"audio": str(path)}
-    for file, *_ in files.values():
+        yield location, row | {"audio": str(files[rate].name), "offset": start / rate,
+                               "duration": len(wave) / rate}
+    for file in files.values():
         file.close()
 
 
@@ -522,7 +532,7 @@ def tab_lines(path):
             for line in json_files.read_text(path).split("\n") if line.strip())
 
 
-def gigaspeech(folder):
+def read_gigaspeech(folder):
     """Cuts of long recordings; its marks become punctuation, its noises are left out."""
     data = json_files.read_object(folder / "GigaSpeech.json")
     marks = {"COMMA": ",", "PERIOD": ".", "QUESTIONMARK": "?", "EXCLAMATIONPOINT": "!"}
@@ -538,7 +548,7 @@ def gigaspeech(folder):
 
 
 CORPORA = {     # {name: (patterns of names that its folder holds, rows of the folder)}
-    "GigaSpeech": (("GigaSpeech.json",), gigaspeech),
+    "GigaSpeech": (("GigaSpeech.json",), read_gigaspeech),
     "VCTK": (("txt", "wav48.*"), lambda folder: (   # of two microphones, the authors advise mic2
         {"id": text.stem, "text": text, "speaker": text.parent.name, "language": "en",
          "audio": str(max(folder.glob(f"wav48*/{text.parent.name}/{text.stem}[_.]*"),
@@ -560,115 +570,118 @@ CORPORA = {     # {name: (patterns of names that its folder holds, rows of the f
 # ---- The files that the user gave
 
 
-def audio_paths(at):
+def audio_paths(source):
     """Paths of a list or folder of speech; names may omit their ending and the usual subfolder."""
-    return Paths((at if at.is_dir() else at.parent).resolve(), inside=INSIDE, endings=SOUNDS)
+    folder = source if source.is_dir() else source.parent
+    return Paths(folder.resolve(), inside=SUBFOLDERS, endings=SOUNDS)
 
 
-def open_source(name, given):
-    """(the list or folder that is read, about, rows) of a file, a folder, or a pattern."""
+def open_source(name, columns):
+    """(the list or folder that is read, description, rows) of a file, a folder, or a pattern."""
     path = Path(name)
     if path.is_dir():
-        return open_folder(path, given)
+        return open_folder(path, columns)
     files = [path] if path.exists() else sorted(map(Path, glob.glob(str(name))))
     require(files, f"{name}: there is no such file or folder; download data of a URL or the "
             "Hub first: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
-    return files[0] if len(files) == 1 else path, *open_files(files, given)
+    return files[0] if len(files) == 1 else path, *open_files(files, columns)
 
 
-def open_files(paths, given):
-    """(about, rows) of a list, or of files that hold audio and texts, all of one kind."""
-    path = paths[0]
-    with json_files.open_file(path) as file:
-        head = file.read(512)
+def open_files(files, columns):
+    """(description, rows) of a list, or of files that hold audio and texts, all of one kind."""
+    path = files[0]
+    with json_files.open_file(path) as opened:
+        head = opened.read(512)
     require(not head.startswith((b"\x1f\x8b", b"PK\3\4")),
             f"{path}: is compressed: gunzip, tar xzf or unzip it, or save an Excel table as CSV")
     require(not head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")),
             f"{path}: is an audio file; give the folder with the texts, or a list of both")
     read = read_tar if head[257:262] == b"ustar" else None
-    if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
+    if head.startswith((b"PAR1", b"\xff\xff\xff\xff")):
         cli.require_package("pyarrow", f"{path}: parquet and arrow files")
         read = read_columns
 
     def entries():
-        for one in paths:
+        for file in files:
             try:
-                yield from read(one)
+                yield from read(file)
             except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
                     ValueError, NotImplementedError) as error:
-                raise UserError(f"{one}: cannot be read, it may be cut off ({first_line(error)})")
+                raise UserError(f"{file}: cannot be read, it may be cut off ({first_line(error)})")
     if read:
-        return f"{plural(len(paths), 'file')} with audio", rows_of(path, entries(), given)
-    require(len(paths) == 1, f"{path}: is one of {len(paths)} lists; give one")
+        return f"{plural(len(files), 'file')} with audio", rows_of(path, entries(), columns)
+    require(len(files) == 1, f"{path}: is one of {len(files)} lists; give one")
     require(path.suffix not in (".parquet", ".arrow", ".tar"),
             f"{path}: is not a parquet, arrow or tar file")
     start = next((line.strip() for line in lines_of(path) if line.strip()), "")
     if start[:1] not in ("{", "[") and path.suffix not in (".json", ".jsonl"):
-        return open_table(path, given)
+        return open_table(path, columns)
     whole = json_files.json_value(path) if path.suffix == ".json" else None
     if isinstance(whole, dict) and isinstance(whole.get("samples"), list):
-        return "metadata.json", ((f"sample {number}", metadata_row(path.parent, raw))
-                                 for number, raw in enumerate(whole["samples"], 1))
-    unit, read_all = json_files.read_entries(path)
-    return "JSON", rows_of(path, ((f"{unit} {number + 1}", entry) for number, entry
-                                  in read_all(lambda number: True)), given)
+        return "metadata.json", ((f"sample {number}", metadata_row(path.parent, entry))
+                                 for number, entry in enumerate(whole["samples"], 1))
+    unit, read = json_files.read_entries(path)
+    return "JSON", rows_of(path, ((f"{unit} {number + 1}", entry)
+                                  for number, entry in read(lambda number: True)), columns)
 
 
-def open_folder(folder, given):
+def open_folder(folder, columns):
     """open_source of a folder: the one list in it, or nearest below it; else audio with texts."""
     refused, level = [], [folder]
     for depth in range(DEPTH):
-        found = [one for place in level for one in lists_in(place, depth, given, refused)]
-        require(len(found) < 2, f"{folder}: holds {len(found)} lists; give one: "
-                                + ", ".join(str(path) for path, *_ in found[:12]))
-        if found:
-            return found[0]
-        level = [path for place in level for path in sorted(place.iterdir())
+        lists = [source for path in level for source in open_lists(path, depth, columns, refused)]
+        require(len(lists) < 2, f"{folder}: holds {len(lists)} lists; give one: "
+                                + ", ".join(str(path) for path, *_ in lists[:12]))
+        if lists:
+            return lists[0]
+        level = [path for parent in level for path in sorted(parent.iterdir())
                  if path.is_dir() and not path.name.startswith(".")][:200]
-    first = next(read_sidecar(folder), None)
-    if any(not isinstance(row, BadSample) for _, row in read_sidecar(folder)):
-        return folder, "audio files with their texts next to them", read_sidecar(folder)
+    first = next(read_sidecars(folder), None)
+    if any(not isinstance(row, BadSample) for _, row in read_sidecars(folder)):
+        return folder, "audio files with their texts next to them", read_sidecars(folder)
     why = f"has audio, such as {one_line(first[0], 80)}, but no list of texts; it {first[1]}" \
         if first else f"has neither a list nor audio files ({', '.join(AUDIO_FILES)})"
     raise UserError(f"{folder}: {why}" + "".join(f"; {error}" for error in refused[:1]))
 
 
-def lists_in(place, depth, given, refused):
-    """[open_source of each list] in one folder; refused takes why others are not read."""
-    names = sorted(path.name for path in place.iterdir())
-    for name, (needs, read) in CORPORA.items():
-        if all(any(re.fullmatch(one, there) for there in names) for one in needs):
-            return [(place, name, ((f"row {i}", row) for i, row in enumerate(read(place), 1)))]
+def open_lists(folder, depth, columns, refused):
+    """[open_source of each list] in one folder; refused takes the reasons of files not read."""
+    names = sorted(path.name for path in folder.iterdir())
+    for corpus, (patterns, read) in CORPORA.items():
+        if all(any(re.fullmatch(pattern, name) for name in names) for pattern in patterns):
+            rows = ((f"row {number}", row) for number, row in enumerate(read(folder), 1))
+            return [(folder, corpus, rows)]
     if {"wav.scp", "text"} <= set(names):
-        return [(place, "Kaldi", read_kaldi(place))]
-    require("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give its csv")
-    require("dataset_dict.json" not in names, f"{place}: holds splits; give the folder of one")
+        return [(folder, "Kaldi", read_kaldi(folder))]
+    require("raw.arrow" not in names, f"{folder}: is F5-TTS's prepared folder; give its csv")
+    require("dataset_dict.json" not in names, f"{folder}: holds splits; give the folder of one")
     saved = {"state.json", "dataset_info.json"} <= set(names)       # by datasets' save_to_disk
-    found, groups = [], {}
+    groups, lists = {}, []      # groups: {list or pattern: its files}
     for name in names:
         if name.endswith((".parquet", ".tar") + (".arrow",) * saved) and name[0] != ".":
             split = "" if saved or name.endswith(".tar") else re.split("[-_]", name)[0] + "-"
-            groups.setdefault(place / f"{split}*{Path(name).suffix}", []).append(place / name)
-    spoken = {name.split(".")[0] for name in names if name.lower().endswith(SOUNDS)}
-    texts = any(name.split(".")[0] in spoken for name in names if name.endswith(TEXTS))
-    lists = [name for name in names if name.lower().endswith(LISTS) and (place / name).is_file()
-             and name.split(".")[0] not in spoken and not name.endswith(".trans.txt")]
-    if len(lists) > 100 or texts and depth or saved:        # a folder of texts
-        lists = [name for name in lists if name.startswith("metadata.")]
-    for path, files in (groups | {place / name: [place / name] for name in lists}).items():
+            groups.setdefault(folder / f"{split}*{Path(name).suffix}", []).append(folder / name)
+    shards = set(groups)
+    clips = {name.split(".")[0] for name in names if name.lower().endswith(SOUNDS)}
+    has_texts = any(name.split(".")[0] in clips for name in names if name.endswith(TEXTS))
+    tables = [name for name in names if name.lower().endswith(LISTS) and (folder / name).is_file()
+              and name.split(".")[0] not in clips and not name.endswith(".trans.txt")]
+    if len(tables) > 100 or has_texts and depth or saved:       # a folder of texts
+        tables = [name for name in tables if name.startswith("metadata.")]
+    for path, files in (groups | {folder / name: [folder / name] for name in tables}).items():
         try:
-            found.append((path, *open_files(files, given)))
+            lists.append((path, *open_files(files, columns)))
         except UserError as error:
-            if path in groups or isinstance(error, Undecided):
+            if path in shards or isinstance(error, Undecided):
                 raise
             refused.append(error)
-    return found
+    return lists
 
 
 # ---- Rows -> ChatML
 
 
-def checked(row, paths, plain):
+def check_row(row, paths):
     """A row whose audio is there, by its absolute path, and whose text is one. Raises BadSample."""
     if not isinstance(row, dict):
         raise row if isinstance(row, BadSample) else BadSample(
@@ -677,7 +690,7 @@ def checked(row, paths, plain):
         for item in content_items(row):
             for key in ("audio_url", "url", "path") if isinstance(item, dict) else ():
                 if item.get("type") == "audio" and isinstance(item.get(key), str):
-                    item[key] = plain.find(item[key])
+                    item[key] = paths.find(item[key])
         return row
     name = row.get("audio")
     if not isinstance(name, str) or not name.strip():
@@ -687,7 +700,7 @@ def checked(row, paths, plain):
     if ending.lower() in NOT_READ:      # it would be refused after hours of encoding
         raise BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {stem}{ending} "
                         f"{stem}.flac", "audio")
-    audio_item(row)
+    audio_item(row)     # its times
     return row
 
 
@@ -701,23 +714,25 @@ def text_of(row):
     if text is not None and not isinstance(text, str):
         raise BadSample(f"its text is {text!r}, not text")
     text = (text or "").replace("<audio>", "").strip()      # ms-swift's, kept by some converters
-    if text.lower() in NOTHING:
+    if text.lower() in NO_TEXT:
         raise BadSample(f"its text is {text!r}" if text else "its text is empty", "empty_text")
-    speakers = list(dict.fromkeys(SPOKEN_BY.findall(text))) if SPOKEN_BY.match(text) else []
-    tags = {speaker: f"[SPEAKER{i}] " * (len(speakers) > 1) for i, speaker in enumerate(speakers)}
-    return SPOKEN_BY.sub(lambda found: tags[found[1]], text) if tags else text
+    if not SPEAKER_MARK.match(text):
+        return text
+    speakers = list(dict.fromkeys(SPEAKER_MARK.findall(text)))
+    return SPEAKER_MARK.sub(lambda mark: f"[SPEAKER{speakers.index(mark[1])}] "
+                            if len(speakers) > 1 else "", text)
 
 
 def audio_item(row):
     """ChatML audio item of a row. Its offset makes it a cut, up to its end if that is known."""
-    found = {}
+    times = []
     for key in ("offset", "duration", "end"):
         try:
-            number = float("nan" if row.get(key) in (None, "") else row[key])
+            seconds = float("nan" if row.get(key) in (None, "") else row[key])
         except (TypeError, ValueError):
             raise BadSample(f"its {key} is {row[key]!r}, not seconds")
-        found[key] = number if math.isfinite(number) else None
-    offset, duration, end = found.values()
+        times.append(seconds if math.isfinite(seconds) else None)
+    offset, duration, end = times
     if end is not None and (offset is not None or end >= 0):
         offset = offset or 0.0
         duration = end - offset if end >= 0 else None       # Kaldi's -1: to the end of the file
@@ -726,15 +741,15 @@ def audio_item(row):
     return {"type": "audio", "audio_url": row["audio"], "offset": offset, "duration": duration}
 
 
-def chatml_of(row, reading, pool, paths):
-    """Raw ChatML sample of a row. pool: {speaker: rows for reference}. Raises BadSample."""
+def chatml_of(row, reading, candidates, paths):
+    """ChatML sample of a row. candidates: find_candidates. Raises BadSample."""
     task = row.get("task_type")
     if task in (None, "", "audio_generation"):      # JimmyMa99's converter writes it everywhere
         task = reading.task_type
     if task not in TASK_TYPES:
         raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
-    references, notes = references_of(row, task, reading, pool, paths)
-    if not all(isinstance(value, str) for *words, _ in references for value in words):
+    references, notes = references_of(row, task, reading, candidates, paths)
+    if not all(isinstance(text, str) for _, text, _ in references):
         raise BadSample(f"a reference's transcript is not text: {references!r}")
     scene, turns = row.get("scene"), []
     scene = f"Audio is recorded from {str(scene).replace('_', ' ')}." if scene else ""
@@ -745,13 +760,13 @@ def chatml_of(row, reading, pool, paths):
         system.append("\n<|scene_desc_end|>")
     else:
         voices = row.get("voices") if isinstance(row.get("voices"), dict) else {}
-        words, scene = system_parts(row["text"], scene, voices, bool(references))
-        system = [words] + ["\n\n" + SCENE.format(scene)] * bool(scene)
+        instruction, scene = system_parts(row["text"], scene, voices, bool(references))
+        system = [instruction] + ["\n\n" + SCENE.format(scene)] * bool(scene)
         for tag, transcript, audio in references:
             words = tag + transcript.strip()
             turns += [{"role": "user", "content": words}] * bool(words)
             turns.append({"role": "assistant", "content": audio})
-    system = [{"type": "text", "text": part} if isinstance(part, str) else part for part in system]
+    system = [{"type": "text", "text": item} if isinstance(item, str) else item for item in system]
     kept = {name: row.get(name) for name in ("speaker", "language", "split", "normalize_text")}
     misc = {"sample_id": row.get("id")} | ({"notes": notes} if notes else {})
     return {"messages": [{"role": "system", "content": system}, *turns,
@@ -759,28 +774,29 @@ def chatml_of(row, reading, pool, paths):
                          {"role": "assistant", "content": audio_item(row)}], **kept, "misc": misc}
 
 
-def references_of(row, task, reading, pool, paths):
+def references_of(row, task, reading, candidates, paths):
     """([(tag, transcript, audio item)] before the text of a row, [(check, note)])."""
     def clip(name):
         return {"type": "audio", "audio_url": paths.find(str(name))}
-    if reading.reference == "none" or share_of("share", row, reading) >= reading.reference_share:
+    if reading.reference == "none" or draw("share", row, reading) >= reading.reference_share:
         return [], []
     if reading.reference == "same_speaker":
-        others = [other for other in pool.get(str(row.get("speaker")), ())
+        others = [other for other in candidates.get(str(row.get("speaker")), ())
                   if (other["name"], other.get("offset")) != (row["name"], row.get("offset"))]
         if not others:
             return [], [("no_second_clip", f"its speaker {row.get('speaker')!r} has no other clip")]
-        other = others[int(share_of("reference", row, reading) * len(others))]
+        other = others[int(draw("reference", row, reading) * len(others))]
         return [("", other["text"], audio_item(other))], []
     audio, text, speakers = row.get("ref_audio"), row.get("ref_text"), row.get("ref_speakers")
     if task == "multi_speaker_voice_cloning":
         if not isinstance(speakers, list) or not speakers or not all(
-                isinstance(one, dict) and one.get("ref_audio_file") and one.get("ref_transcript")
-                for one in speakers):
+                isinstance(speaker, dict) and speaker.get("ref_audio_file")
+                and speaker.get("ref_transcript") for speaker in speakers):
             raise BadSample(f"{task} needs 'ref_speakers' of 'ref_audio_file' and 'ref_transcript'")
-        tags = [str(one.get("speaker_tag") or f"SPEAKER{i}") for i, one in enumerate(speakers)]
-        return [(f"[{tag.strip('[]')}] ", one["ref_transcript"], clip(one["ref_audio_file"]))
-                for tag, one in zip(tags, speakers)], []
+        tags = [str(speaker.get("speaker_tag") or f"SPEAKER{i}").strip("[]")
+                for i, speaker in enumerate(speakers)]
+        return [(f"[{tag}] ", speaker["ref_transcript"], clip(speaker["ref_audio_file"]))
+                for tag, speaker in zip(tags, speakers)], []
     if speakers is not None and task != "zero_shot_voice_cloning":      # a metadata.json's row
         note = "unused_reference", f"{task} uses no reference clips"
         return [], [note] * bool(audio or speakers)
@@ -789,137 +805,132 @@ def references_of(row, task, reading, pool, paths):
     unknown = [("no_reference_text", f"what its reference {audio!r} says is not known")]
     if not audio:
         return [], unknown * bool(row.get("voice_prompts"))
-    words = Path(clip(audio)["audio_url"]).with_suffix(".txt")
-    text = text or (json_files.read_text(words).strip() if words.is_file() else "")
+    sidecar = Path(clip(audio)["audio_url"]).with_suffix(".txt")
+    text = text or (json_files.read_text(sidecar).strip() if sidecar.is_file() else "")
     return ([("", text, clip(audio))], []) if text or reading.lone_reference else ([], unknown)
 
 
-def share_of(what, row, reading):
-    """Number from 0 to 1 that belongs to a row, whatever the order of the rows."""
-    key = f"{reading.seed}\0{what}\0{row['name']}\0{row.get('offset')}"
+def draw(purpose, row, reading):
+    """A random number from 0 to 1 that depends on the row and the seed, not on other rows."""
+    key = f"{reading.seed}\0{purpose}\0{row['name']}\0{row.get('offset')}"
     key = key.encode("utf-8", "backslashreplace")
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
+
+
+def find_candidates(rows, reading):
+    """{speaker: up to CANDIDATES rows for reference}; those of a good length come first."""
+    candidates = {}
+
+    def rank(row):
+        seconds = audio_item(row)["duration"]
+        is_good = not seconds or GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
+        return not is_good, draw("candidate", row, reading)
+
+    for row in sorted((row for row in rows if row.get("speaker")), key=rank):
+        clips = candidates.setdefault(str(row["speaker"]), [])
+        if len(clips) < CANDIDATES:
+            clips.append(row)
+    return candidates
 
 
 # ---- A whole source
 
 
 def is_held_out(row):
-    return str(row.get("split")).strip().lower() in HELD_OUT
+    """True if a row's split says that it is validation data."""
+    return isinstance(row, dict) and str(row.get("split")).strip().lower() in HELD_OUT
 
 
-def gather(at, rows, paths, scratch, reading, held_out, refuse):
-    """Write [name, row] of each row that can be used to the file `scratch`: all rows first: their
-    values decide whether columns are what they seem. Returns ({clause of ODD: [how many texts, an
-    example]}, {speaker: rows for reference}, rows of another split, whether to leave out others).
-    """
-    plain = Paths(paths.base)       # of ChatML's audio
-    odd, pool, texts, number, other, marked = {}, {}, Counter(), 0, 0, False
-    for place, row in rows:
-        name, label = f"{at} {place}", label_of(row) if isinstance(row, dict) else None
-        name += f" ({one_line(label, 80)})" if label else ""
-        held = isinstance(row, dict) and is_held_out(row)
-        marked = marked or held
-        if held and not held_out:
-            other += 1
-            continue
+def read_rows(source, rows, held_out, paths):
+    """([(name, checked row)], [(name, BadSample)], number of rows of another split). held_out:
+    whether validation data is asked for: rows whose `split` says so, or all if none does."""
+    usable, refused, skipped = [], [], 0
+    for location, row in rows:
+        name = sample_name(f"{source} {location}", row)
         try:
-            row = checked(row, paths, plain)
+            if is_held_out(row) and not held_out:
+                skipped += 1
+            else:
+                usable.append((name, check_row(row, paths)))
         except BadSample as error:
-            refuse(name, error)
-            continue
-        scratch.write(json.dumps([name, row], default=str) + "\n")
-        if "messages" in row:
-            continue
-        texts[row["text"]] += 1
-        number += 1
-        found = [(what, row["text"]) for what in ODD if ODD[what].search(row["text"])]
-        if not os.path.isabs(row["name"]) and not Path(row["audio"]).is_relative_to(paths.base):
-            found.append((OUTSIDE, row["audio"]))
-        for what, example in found:
-            odd.setdefault(what, [0, example])[0] += 1
-        if reading.reference == "same_speaker" and row.get("speaker"):
-            # CANDIDATES of each speaker, by the rows themselves: those of a good length first
-            seconds, heap = audio_item(row)["duration"], pool.setdefault(str(row["speaker"]), [])
-            good = not seconds or GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
-            heapq.heappush(heap, (good, -share_of("candidate", row, reading), number, row))
-            if len(heap) > CANDIDATES:
-                heapq.heappop(heap)
-    for text, most in texts.most_common(1):
-        require(number < 8 or most <= number / 2, f"{at}: {most} of {number} texts are equal, "
-                f"{text[:60]!r}: hardly the spoken words; name the column: --columns text=NAME")
-        require(not phonemes(list(itertools.islice(texts, 1000))),
-                f"{at}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
-    for heap in pool.values():
-        heap[:] = [row for *_, row in sorted(heap, reverse=True)]
-    return odd, pool, other, marked and held_out
+            refused.append((name, error))
+    marked = [(name, row) for name, row in usable if is_held_out(row)]
+    if held_out and marked:
+        return marked, refused, len(usable) - len(marked)
+    return usable, refused, skipped
 
 
-def to_chatml(source, out_path, problems, *, held_out=False, **how):
+def count_oddities(rows, folder):
+    """Lines that count the rows with an oddity, with an example."""
+    examples = {clause: [row["text"] for row in rows if pattern.search(row["text"])]
+                for clause, pattern in ODDITIES.items()}
+    examples[OUTSIDE] = [row["audio"] for row in rows if not os.path.isabs(row["name"])
+                         and not Path(row["audio"]).is_relative_to(folder)]
+    return [f"{plural(len(values), 'row' if clause == OUTSIDE else 'text')} {clause}, such as "
+            f"{one_line(values[0])[:60]!r}" for clause, values in examples.items() if values]
+
+
+def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
-    problems: a list that takes the Problems of rows that cannot be used. held_out: whether
-    validation data is asked for: rows whose `split` says so are that alone. how: of Reading."""
+    problems: a list that takes the Problems of rows that cannot be used. held_out: as in
+    read_rows. settings: of Reading."""
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
-    out_path, reading, refused = Path(out_path), Reading(**how), []
-    given = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
-    out_path.parent.mkdir(parents=True, exist_ok=True)
+    out_path, reading = Path(out_path), Reading(**settings)
     files = Path(source).rglob("*") if os.path.isdir(source) else map(Path, glob.glob(str(source)))
-    made = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
-            if file.suffix in (".parquet", ".arrow", ".tar")]
-    made, note = made and [*made, held_out, vars(reading)], out_path.with_suffix(".source")
-    if made and note.exists() and out_path.exists():        # sound is unpacked once
-        saved = json_files.read_object(note)
-        if saved["made"] == made:
+    origin = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
+              if file.suffix in (".parquet", ".arrow", ".tar")]
+    note_path = out_path.with_suffix(".source")     # audio is unpacked once
+    if origin and note_path.exists() and out_path.exists():
+        note = json_files.read_object(note_path)
+        if note["made"] == [*origin, held_out, vars(reading)]:
             print(f"converted  {one_line(source)}: as before, {out_path}", flush=True)
-            problems += [problem(*row, source) for row in saved["refused"]]
+            problems += [problem(*row, source) for row in note["refused"]]
             return
-    note.unlink(missing_ok=True)
-    at, about, rows = open_source(source, given)
-    rows, paths = unpacked(rows, out_path.with_suffix(".audio").resolve()), audio_paths(at)
-    kept, first = 0, ""
-
-    def refuse(name, error):
-        refused.append(problem(name, error.check, error, source))
-
-    def write(path):
-        nonlocal first, kept, other
-        with open(path, "w", encoding="utf-8") as out:
-            for name, row in map(json.loads, scratch):
-                if marked and not is_held_out(row):
-                    other += 1
-                    continue
-                try:
-                    row = row if "messages" in row else chatml_of(row, reading, pool, paths)
-                except BadSample as error:
-                    refuse(name, error)
-                    continue
-                misc = row.get("misc") if isinstance(row.get("misc"), dict) else {}
-                row["misc"] = misc | {"source": name}
-                if not kept:
-                    with contextlib.suppress(BadSample):
-                        first = sample_text(canonical_sample(name, row, paths))
-                out.write(json.dumps(row) + "\n")
-                kept += 1
-
-    with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
-        odd, pool, other, marked = gather(at, rows, paths, scratch, reading, held_out, refuse)
-        scratch.seek(0)
-        checkpoint.write_atomically(out_path, write)
-    if made:
-        rows = [[p.name, p.check, p.reason] for p in refused]
-        checkpoint.write_text(note, json.dumps({"made": made, "refused": rows}))
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    note_path.unlink(missing_ok=True)
+    columns = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
+    path, description, rows = open_source(source, columns)
+    rows, paths = unpack_audio(rows, out_path.with_suffix(".audio").resolve()), audio_paths(path)
+    rows, refused, skipped = read_rows(path, rows, held_out, paths)
+    table_rows = [row for _, row in rows if "messages" not in row]
+    texts = [row["text"] for row in table_rows]
+    for text, n in Counter(texts).most_common(1):
+        require(len(texts) < 8 or n <= len(texts) / 2, f"{path}: {n} of {len(texts)} texts are "
+                f"equal, {text[:60]!r}: hardly the spoken words; name the column: --columns "
+                "text=NAME")
+        require(not is_phonemic(texts[:1000]),
+                f"{path}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
+    candidates = find_candidates(table_rows, reading) if reading.reference == "same_speaker" else {}
+    entries = []
+    for name, row in rows:
+        try:
+            entry = row if "messages" in row else chatml_of(row, reading, candidates, paths)
+            misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
+            entries.append(entry | {"misc": misc | {"source": name}})
+        except BadSample as error:
+            refused.append((name, error))
+    checkpoint.write_text(out_path, "".join(json.dumps(entry, default=str) + "\n"
+                                            for entry in entries))
+    refused = [problem(name, error.check, error, source) for name, error in refused]
+    if origin:
+        note = {"made": [*origin, held_out, vars(reading)],
+                "refused": [[p.name, p.check, p.reason] for p in refused]}
+        checkpoint.write_text(note_path, json.dumps(note))
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())
-    counts = f" ({', '.join(f'{n} {check}' for check, n in counts)})" * bool(counts)
-    lines = [f"converted  {one_line(source)} ({one_line(about)}): "
-             f"{plural(kept + len(refused), 'row')} = {kept} kept + {len(refused)} refused"
-             f"{counts}; {out_path}" + f"; {other} are of another split" * bool(other)]
-    lines += [f"           first: {one_line(first)}"] if first else []
-    lines += [f"           {plural(n, 'row' if what == OUTSIDE else 'text')} {what}, such as "
-              f"{one_line(one)[:60]!r}" for what, (n, one) in odd.items()]
-    print("\n".join(lines), flush=True)
+    print(f"converted  {one_line(source)} ({one_line(description)}): "
+          f"{plural(len(entries) + len(refused), 'row')} = {len(entries)} kept + {len(refused)} "
+          "refused" + (f" ({', '.join(f'{n} {check}' for check, n in counts)})" if counts else "")
+          + f"; {out_path}" + (f"; {skipped} are of another split" if skipped else ""))
+    with contextlib.suppress(BadSample):
+        for entry in entries[:1]:
+            sample = canonical_sample(entry["misc"]["source"], entry, paths)
+            print(f"           first: {one_line(sample_text(sample))}")
+    for line in count_oddities(table_rows, paths.base):
+        print(f"           {line}")
+    sys.stdout.flush()
 
 
 def main(argv=None):

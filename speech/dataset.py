@@ -1,10 +1,8 @@
 """The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
 
-    table = Table(build(world, tokenizer, ids, sources, encode, output_dir, problems, finish))
-    train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
-
-Each sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder
-token here; data.py replaces it by the clip's rows.
+data.make_table() makes it: read_all(), then the codes of its clips, then TableBuilder.write(). Each
+sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder token
+here; data.py replaces it by the clip's rows.
 """
 import atexit
 import contextlib
@@ -28,15 +26,14 @@ from core import checkpoint, json_files
 from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, Lists, parallel_map_ordered, token_lists
-from core.problems import LIST, problem, settle
+from core.problems import LIST, Problem, problem, settle
 from speech import choices
 from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
 from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
-                                  canonical_sample, is_chatml, label_of, marks_speakers_otherwise,
+                                  canonical_sample, has_other_marks, is_chatml, sample_name,
                                   sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-LOOK = 20       # entries that are read to detect the format
 FLAGS = {"ref_in_system": "--ref_audio_in_system_message", "normalize": "--normalize_text"}
 NOTES = {       # checks whose samples are still used
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
@@ -51,6 +48,7 @@ FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.u
 
 
 def file_of(sources, i):
+    """Path of the source of sample i."""
     return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
 
 
@@ -72,7 +70,7 @@ class Sources:
         return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
-def of_flags(args, ids, codec_dir):
+def read_flags(args, ids, codec_dir):
     """(Sources, codes.Encoding) of the flags of the trainer or of prepare_tts.py."""
     reading = Reading(args.task_type, args.ref_audio_in_system_message, args.columns,
                       args.reference, args.reference_share, args.seed,
@@ -86,7 +84,6 @@ def of_flags(args, ids, codec_dir):
 class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
     path: Path
-    about: str          # where it comes from, for messages
     unit: str           # "line" or "sample", for messages
     read: object
 
@@ -94,45 +91,48 @@ class Source(NamedTuple):
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """Source of a path, the number-th of the run. Other formats than ChatML are converted first,
     into a file in `folder`. problems: list to which unusable rows are added."""
-    if Path(path).suffix in choices.CHATML and Path(path).is_file():
-        with contextlib.suppress(UserError):
-            given = Source(Path(path), "JSON samples", *json_files.read_entries(path))
-            first = [entry for _, entry in itertools.islice(given.read(lambda number: True), LOOK)]
-            talks = [e for e in first if isinstance(e, dict) and type(e.get("messages")) is list]
-            if talks and all(map(is_chatml, talks)):
-                changed = [FLAGS.get(name, f"--{name}") for name in (
-                    "task_type", "ref_in_system", "reference", "reference_share", "columns")
-                    if getattr(reading, name) != getattr(Reading(), name)]
-                if changed:
-                    print(f"notice     {one_line(path)}: ChatML has its prompts, in which "
-                          f"{', '.join(changed)} changes nothing", flush=True)
-                return given
+    if source := open_chatml(path):
+        changed = [FLAGS.get(name, f"--{name}") for name in (
+            "task_type", "ref_in_system", "reference", "reference_share", "columns")
+            if getattr(reading, name) != getattr(Reading(), name)]
+        if changed:
+            print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
+                  f"{', '.join(changed)} does not change", flush=True)
+        return source
     from speech import convert
     if folder is None:
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    made = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
-    convert.to_chatml(path, made, problems, held_out=held_out, **vars(reading))
-    if not made.stat().st_size:
-        return Source(made, "no rows", "row", lambda wanted: ())
-    return Source(made, f"as ChatML in {made}", *json_files.read_entries(made))
+    converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
+    convert.to_chatml(path, converted, problems, held_out=held_out, **vars(reading))
+    if not converted.stat().st_size:
+        return Source(converted, "line", lambda wanted: ())
+    return Source(converted, *json_files.read_entries(converted))
+
+
+def open_chatml(path):
+    """Source of a file whose first sample is ChatML; None for any other path."""
+    if Path(path).suffix in choices.CHATML and Path(path).is_file():
+        with contextlib.suppress(UserError):        # the converter says more
+            source = Source(Path(path), *json_files.read_entries(path))
+            for _, entry in itertools.islice(source.read(lambda number: True), 1):
+                return source if is_chatml(entry) else None
+    return None
 
 
 def entries_of(source, reading, wanted, make=canonical_sample):
-    """Yield (number, Sample or Problem, None if it is left out) for each entry."""
+    """Yield (number, Sample or Problem) for each entry whose number is wanted. make: function from
+    ChatML to Sample."""
     paths = Paths(source.path.parent.resolve())
     for number, entry in source.read(wanted):
         if entry is json_files.SKIPPED or not wanted(number):
-            yield number, None
             continue
-        name, misc, setting = f"{source.path} {source.unit} {number + 1}", {}, None
+        fields = entry if isinstance(entry, dict) else {}
+        misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
+        name, setting = misc.get("source"), fields.get("normalize_text")    # source: of convert.py
+        if not isinstance(name, str):
+            name = sample_name(f"{source.path} {source.unit} {number + 1}", entry)
         try:
-            if isinstance(entry, dict):
-                misc = entry["misc"] if isinstance(entry.get("misc"), dict) else {}
-                label, setting = label_of(entry), entry.get("normalize_text")
-                name += f" ({one_line(label, 80)})" if label else ""
-                if isinstance(misc.get("source"), str):     # of convert.py
-                    name = misc["source"]
             if setting not in (None, "", "on", "off"):
                 raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
             # off: the setting with which a take was spoken
@@ -146,85 +146,103 @@ def entries_of(source, reading, wanted, make=canonical_sample):
 
 def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
-    make: function from ChatML to Sample. reading: fields of Reading."""
+    make: as in entries_of. reading: fields of Reading."""
     reading = Reading(**reading)
-    for _, found in entries_of(open_source(path, reading, problems), reading, lambda n: True, make):
-        if isinstance(found, Sample):
-            yield found
-        elif found is not None:
-            problems.append(found)
+    source = open_source(path, reading, problems)
+    for _, sample in entries_of(source, reading, lambda number: True, make):
+        if isinstance(sample, Sample):
+            yield sample
+        else:
+            problems.append(sample)
 
 
-def read_all(builder, sources, problems, noted=None, folder=None):
+def make_chunks(builder, source, sources, start, step):
+    """Yield every step-th chunk of a Source's entries as (chunk of the builder, [Problem] of
+    entries that are refused, [Problem] of notes)."""
+    def is_mine(entry):
+        return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
+
+    entries = entries_of(source, sources.reading, is_mine)
+    for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+        samples, refused, notes = [], [], []
+        for _, sample in group:
+            if isinstance(sample, Sample):
+                dropped = [note for note in sample.notes if note[0] in sources.drop]
+                if dropped:
+                    sample = problem(sample.name, *dropped[0])
+                else:
+                    samples.append(sample)
+                    notes += [problem(sample.name, *note) for note in sample.notes]
+            if isinstance(sample, Problem):
+                refused.append(sample)
+        yield builder.chunk(samples, refused), refused, notes
+
+
+def read_source(builder, source, path, sources, problems, warnings):
+    """Tokenise a Source, the data of `path`, into a TableBuilder -> Counter of the checks of notes.
+    Other arguments: as in read_all."""
+    counts = Counter()
+
+    def take(result):
+        chunk, refused, notes = result
+        builder.append(chunk)
+        for p in [*refused, *notes]:
+            p.file = str(path)
+        problems.add(refused)
+        counts.update(p.check for p in notes)
+        if warnings is not None:
+            warnings.extend(notes)
+
+    parallel_map_ordered(lambda start, step: make_chunks(builder, source, sources, start, step),
+                         sources.processes, take)
+    return counts
+
+
+def read_all(builder, sources, problems, folder=None, warnings=None, stop=False):
     """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
-    problems: Problems that collects unusable samples, for the caller to settle; noted: a list, of
-    warnings about usable ones. folder: for data converted to ChatML."""
+    problems: Problems that collects unusable samples; the caller settles them, or with `stop` they
+    end this. folder: for data converted to ChatML. warnings: a list that takes Problems of usable
+    samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
-        first, lost = len(builder), []
-        source = open_source(path, sources.reading, lost, held_out, folder, number)
-        notes, refused, shown = Counter(), Counter(p.check for p in lost), []
-        problems.add(lost)
-
-        def chunks(start, step, source=source, path=path):
-            """Every step-th chunk; the lines of other processes' chunks are skipped."""
-            def wanted(entry):
-                return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
-            entries, due = entries_of(source, sources.reading, wanted), start
-            for chunk, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
-                if not wanted(chunk * CHUNK):
-                    continue
-                for _ in range(due, chunk, step):       # of blank lines alone: the order counts
-                    yield builder.chunk([], []), [], [], ""
-                due = chunk + step
-                kept, wrong, odd = [], [], []
-                for _, one in group:
-                    notes = one.notes if isinstance(one, Sample) else ()
-                    if unwanted := next((n for n in notes if n[0] in sources.drop), None):
-                        one = problem(one.name, *unwanted)
-                    if isinstance(one, Sample):
-                        kept.append(one)
-                        odd += [problem(one.name, *note, path) for note in notes]
-                    elif one is not None:
-                        wrong.append(one)
-                text = sample_text(kept[0]) if kept and start == 0 else ""
-                made = builder.chunk(kept, wrong)
-                made["left_out"].update(
-                    SHORTENED for one in kept if any(turn.shortened for turn in one.turns))
-                yield made, wrong, odd, text
-
-        def take(part, path=path, notes=notes, refused=refused, shown=shown):
-            chunk, wrong, odd, text = part
-            builder.append(chunk)
-            for p in wrong:
-                p.file = str(path)
-            refused.update(p.check for p in wrong)
-            problems.add(wrong)
-            notes.update(p.check for p in odd)
-            if noted is not None:
-                noted.extend(odd)
-            shown += [text] * bool(text)
-
-        parallel_map_ordered(chunks, sources.processes, take)
-        kept, lost = len(builder) - first, sum(refused.values())
+        start, before, unconverted = len(builder), problems.counts.copy(), []
+        source = open_source(path, sources.reading, unconverted, held_out, folder, number)
+        problems.add(unconverted)
+        notes = read_source(builder, source, path, sources, problems, warnings)
+        refused = problems.counts - before
+        kept, lost = len(builder) - start, refused.total()
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {one_line(path)}: chatml ({source.about}); "
+        print(f"source     {one_line(path)}: "
               f"{plural(kept + lost, 'row')} = {kept} kept + {lost} refused"
               f"{f' ({counts})' if counts else ''}", flush=True)
-        for text in shown[:1]:
-            print(f"           first: {one_line(text)}", flush=True)
+        samples = entries_of(source, sources.reading, lambda number: True)
+        for sample in itertools.islice((s for _, s in samples if isinstance(s, Sample)), 1):
+            print(f"           first: {one_line(sample_text(sample))}", flush=True)
         for check, n in sorted(notes.items()):
             print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.n_fatal:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
-                                "first": first, "stop": len(builder)})
-    for what, n in sorted(builder.left_out.items()):
-        print(f"data       {n} samples {what}", flush=True)
+                                "first": start, "stop": len(builder)})
+    for clause, n in sorted(builder.notices.items()):
+        print(f"data       {n} samples {clause}", flush=True)
+    if stop and problems.n_fatal:
+        problems.settle()
+    n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
+    print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
+          f"validation samples, {len(builder.clips)} distinct clips", flush=True)
 
 
 # ---- Writing
+
+
+def new_builder(world, tokenizer, ids, output_dir):
+    """(TableBuilder of a new table in output_dir, the list of its clips); None, [] on ranks > 0."""
+    if not world.is_main:
+        return None, []
+    builder = TableBuilder(tokenizer, ids, Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}")
+    return builder, builder.clips
 
 
 def facts_of(sample):
@@ -245,7 +263,7 @@ class TableBuilder:
         """folder: empty folder in which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
-        self.known, self.left_out, self.sources = {}, Counter(), []     # of read_all
+        self.known, self.notices, self.sources = {}, Counter(), []      # sources: of read_all
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -258,7 +276,7 @@ class TableBuilder:
         self.used = Lists(self.folder, "clips", "clip_offsets", np.int32)
         self.trained = Column(scratch / "trained.npy", bool)
         self.facts = Column(scratch / "facts.npy", FACTS)
-        self.clips, self.number_of = [], {}     # number_of: {Clip: its place in clips}
+        self.clips, self.number_of = [], {}     # number_of: {Clip: its index}
 
     def __len__(self):
         return len(self.tokens)
@@ -270,27 +288,29 @@ class TableBuilder:
     def chunk(self, samples, problems):
         """{name: array, or (array, lengths) of lists} of Samples for append(), possibly of another
         process's builder."""
-        good, facts, left_out = [], [], Counter()
+        good, facts, notices = [], [], Counter()
         for sample in samples:
             marked = [turn for turn in sample.turns if "<|" in turn.text]
             try:
                 for token in (t for turn in marked for t in self.control if t in turn.text):
                     raise BadSample(f"text contains the control token {token}",
                                     "control_token")
-                found, without = self.ids.streams(sample)
+                streams, losses = self.ids.streams(sample)
             except BadSample as error:
                 problems.append(problem(sample.name, error.check, str(error)))
                 continue
-            good += found
-            facts += [facts_of(sample)] * len(found)
+            good += streams
+            facts += [facts_of(sample)] * len(streams)
             # tags in a text to speak that this model does not know
             tags = {tag for turn in marked if turn.role != "system"
                     for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
-            left_out.update(without)
-            left_out.update(f"hold {tag}, which is not a control tag of this model: it is read "
+            notices.update(losses)
+            notices.update(f"hold {tag}, which is not a control tag of this model: it is read "
                             "aloud" for tag in tags)
-            left_out.update([OTHER_MARKS] * any(marks_speakers_otherwise(turn.text)
-                                                for turn in sample.turns if turn.role != "system"))
+            if any(has_other_marks(turn.text) for turn in sample.turns if turn.role != "system"):
+                notices[OTHER_MARKS] += 1
+            if any(turn.shortened for turn in sample.turns):
+                notices[SHORTENED] += 1
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
@@ -309,7 +329,7 @@ class TableBuilder:
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "clips": list(itertools.compress(pieces, spoken)),
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],
-                "facts": np.array(facts, FACTS), "left_out": left_out}
+                "facts": np.array(facts, FACTS), "notices": notices}
 
     def append(self, chunk):
         for clip in chunk["clips"]:
@@ -320,7 +340,7 @@ class TableBuilder:
             getattr(self, name).append(*chunk[name])
         for name in ("labelled", "text_targets", "trained", "facts"):
             getattr(self, name).append(chunk[name])
-        self.left_out.update(chunk["left_out"])
+        self.notices.update(chunk["notices"])
 
     def tokens_of(self, pieces):
         """[tokens] of the pieces of streams: a text gives its tokens, a Clip one token."""
@@ -329,11 +349,8 @@ class TableBuilder:
         # template pieces repeat in every sample, user texts do not
         self.known.update((text, known[text]) for text in new
                           if text.startswith("<|") and text.endswith(("|>", "\n\n")))
-        place = [self.ids.audio_placeholder_id]
-        return [known[piece] if type(piece) is str else place for piece in pieces]
-
-    def clips_of(self, i):
-        return self.used[i]
+        placeholder = [self.ids.audio_placeholder_id]
+        return [known[piece] if type(piece) is str else placeholder for piece in pieces]
 
     def name(self, i):
         """Place of sample i in the user's files."""
@@ -343,8 +360,16 @@ class TableBuilder:
         """((m,) clip numbers of all samples, (n + 1,) offsets of each sample in that array)."""
         return self.used.values.array(), self.used.offsets.array()
 
+    def samples_with(self, clips):
+        """[(sample, the first of these clips that it has)] of samples that have one."""
+        used, offsets = self.used_clips()
+        uses = np.flatnonzero(np.isin(used, clips))
+        samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
+        return list(zip(samples.tolist(), used[uses[first]].tolist()))
+
     def write(self, cache_folder, shards, where, left_out=False):
-        """Write the table to `folder`; ends the builder. left_out: (n,) bool, unused samples.
+        """Write the table to `folder`, and delete earlier tables next to it: a running job keeps
+        its mapped files. Ends the builder. left_out: (n,) bool, unused samples.
 
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
@@ -372,53 +397,22 @@ class TableBuilder:
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
+        checkpoint.remove_named(self.folder.parent, rf"(?!{self.folder.name})table-[0-9a-f]{{8}}")
 
 
-def build(world, tokenizer, ids, sources, encode, output_dir, problems, finish, noted=None,
-          check=lambda: None):
-    """A new table of Sources, on every rank: read, encode, finish. Then earlier tables are deleted;
-    a running job keeps its mapped files.
-
-    encode(clips): from codes.py. problems, noted: as in read_all. check(): called before audio is
-    encoded. finish(builder, cache folder, shards, where, measures, audio problems) writes the table
-    on rank 0; every rank gets its result."""
-    name, builder = f"table-{uuid.uuid4().hex[:8]}", None
-
-    def read():
-        nonlocal builder
-        builder = TableBuilder(tokenizer, ids, Path(output_dir) / name)
-        read_all(builder, sources, problems, noted, Path(output_dir) / "data")
-        check()
-        n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
-        print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
-              f"validation samples, {len(builder.clips)} distinct clips", flush=True)
-
-    def write():
-        cache, shards, where, measures, bad = codes     # bad: {number of a clip: why}
-        used, offsets = builder.used_clips()
-        trained = np.unique(used[builder.trained.array()])
-        for clip in trained[(where[trained, 2] > 0) & (where[trained, 2] < ids.min_frames)]:
-            bad[int(clip)] = (
+def find_bad_audio(builder, codes):
+    """[Problem] of samples with a clip without codes in ClipCodes. A trained clip that is too short
+    for the model loses its codes."""
+    errors, where, least = codes.errors, codes.where, builder.ids.min_frames
+    for clip in np.unique(builder.used_clips()[0][builder.trained.array()]).tolist():
+        if 0 < where[clip, 2] < least:
+            errors[clip] = (
                 f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
-                f"needs {ids.min_frames} ({ids.min_frames / FRAME_RATE:g} s) to end a clip")
+                f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
             where[clip, 2] = 0
-        at = np.flatnonzero(np.isin(used, list(bad)))
-        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
-        lost = [problem(builder.name(i), "audio", f"its audio {bad[clip]}",
-                        file_of(builder.sources, i), i)
-                for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
-        found = finish(builder, cache, shards, where, measures, lost)
-        checkpoint.remove_named(output_dir, rf"(?!{name})table-[0-9a-f]{{8}}")
-        return found
-
-    try:
-        rank0(world, read)
-        codes = encode(builder.clips if builder else [])
-        return rank0(world, write)
-    except BaseException:
-        if world.is_main:
-            shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
-        raise
+    return [problem(builder.name(i), "audio", f"its audio {errors[clip]}",
+                    file_of(builder.sources, i), i)
+            for i, clip in builder.samples_with(list(errors))]
 
 
 # ---- Mapping
@@ -433,8 +427,8 @@ class Table:
             empty = path.stat().st_size <= 128      # a header alone cannot be mapped
             setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
-        place = os.path.normpath(os.path.join(folder, codes["folder"]))
-        self.reader, self.sources = CodeReader(place, codes["shards"]), codes["sources"]
+        cache = os.path.normpath(os.path.join(folder, codes["folder"]))
+        self.reader, self.sources = CodeReader(cache, codes["shards"]), codes["sources"]
 
     def __len__(self):
         return len(self.lengths)
@@ -479,35 +473,42 @@ def split_samples(table, share, seed):
     used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
     draws that share of them by the seed."""
     def numbers(held_out):
-        found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
-                                for s in table.sources if s["held_out"] == held_out)])
-        return found[table.audible[found]]
+        samples = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
+                                  for s in table.sources if s["held_out"] == held_out)])
+        return samples[table.audible[samples]]
 
     train, held_out = numbers(False), numbers(True)
     if not len(held_out):
-        train, held_out = (train[part] for part in split_validation(len(train), share, seed))
+        of_train, of_held_out = split_validation(len(train), share, seed)
+        train, held_out = train[of_train], train[of_held_out]
     mixed = []
     for i, source in enumerate(table.sources):
         if not source["held_out"]:
-            mine = train[(train >= source["first"]) & (train < source["stop"])]
-            whole, part = divmod(source["weight"], 1)
-            drawn = np.random.default_rng((seed, 3, i)).permutation(mine)[:round(part * len(mine))]
-            mixed += [*[mine] * int(whole), drawn]
+            samples = train[(train >= source["first"]) & (train < source["stop"])]
+            whole, fraction = divmod(source["weight"], 1)
+            order = np.random.default_rng((seed, 3, i)).permutation(samples)
+            mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
     return np.sort(np.concatenate(mixed)), held_out
 
 
-def places(where, clips):
+def last_clips(clips, offsets):
+    """(n,) the value in `clips` of each sample's last clip; offsets: (n + 1,) index of each
+    sample's first."""
+    return clips[np.maximum(offsets[1:], 1) - 1]
+
+
+def audio_numbers(where, clips):
     """(n,) int64 for clip numbers, equal for clips of the same audio."""
     shard, row = where[clips, 0], where[clips, 1]
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
 
 
-def own_references(place, offsets):
-    """Numbers of the samples whose clip to speak (the last one) is also their reference. place:
-    places() of the clips of all samples. offsets: (n + 1,) index of each sample's first."""
-    last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
-    again = np.concatenate([[0], np.cumsum(place == last)])
-    return np.flatnonzero(np.diff(again[offsets]) > 1)
+def find_own_references(audio, offsets):
+    """Numbers of the samples whose clip to speak (the last one) is also their reference. audio:
+    audio_numbers() of the clips of all samples. offsets: as in last_clips."""
+    target = np.repeat(last_clips(audio, offsets), np.diff(offsets))
+    uses = np.concatenate([[0], np.cumsum(audio == target)])
+    return np.flatnonzero(np.diff(uses[offsets]) > 1)
 
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
@@ -517,17 +518,14 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     max_length: --max_length, or by default the model's positions. max_tokens:
     --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out, and count them if `say`;
     otherwise raise UserError. output_dir: where to list them; None: nowhere."""
-    def audio(numbers):
-        return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
-
-    twice = np.isin(audio(train), audio(held_out))
-    if len(train) and twice.all():
-        raise UserError("no training samples are left: all audio is in the validation data too")
+    audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
+    twice = np.isin(audio[train], audio[held_out])
     if say and twice.any():
         print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
               "in the validation data")
     train = train[~twice]
-    own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
+    own = find_own_references(audio_numbers(table.where, table.clips),
+                              table.clip_offsets) if say else []
     if len(own):
         print(f"data       {plural(len(own), 'sample')} with own_reference: the model learns to "
               f"copy a reference that is the clip to speak, as of {one_line(table.name(own[0]))}")
@@ -580,24 +578,24 @@ def tokenizer_fingerprint(tokenizer, ids):
 
 def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
     """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
-    folder, table = Path(folder), Path(table)
     codes = json.loads((table / "codes.json").read_text())
-    place, parts = Path(os.path.normpath(table / codes["folder"])), sorted(table.iterdir())
-    sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
-             path.stat().st_size for path in (*parts, *(place / name for name in codes["shards"]))}
-    about = {"table": table.name, "files": sizes,
-             "sha256": {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
-                        for path in parts},     # codes have separate checksums
-             "tokenizer": tokenizer_fingerprint(tokenizer, ids),
-             "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
-    checkpoint.write_text(folder / PREPARED, json.dumps(about, indent=1) + "\n")
+    columns, cache = sorted(table.iterdir()), Path(os.path.normpath(table / codes["folder"]))
+    files = [*columns, *(cache / name for name in codes["shards"])]
+    checkpoint.write_text(folder / PREPARED, json.dumps({
+        "table": table.name,
+        "files": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
+                  path.stat().st_size for path in files},
+        "sha256": {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
+                   for path in columns},        # codes have separate checksums
+        "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
+        "reading": asdict(reading), "report": report}, indent=1) + "\n")
 
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
     sources (Sources) are defaults or equal those of the preparation."""
     (path, weight, _), *others = sources.all()
-    reading = sources.reading
+    folder = Path(path)
 
     def need(fits, why):
         require(fits, f"{path}: is damaged, {why}; copy it again, or prepare it again")
@@ -606,32 +604,31 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
         if others:
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
                             "all data together (--train_data_file A B:0.5 --eval_data_file C)")
-        about = json_files.read_object(Path(path) / PREPARED)
+        contents = json_files.read_object(folder / PREPARED)
         for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
-            need(name in about, f"{PREPARED} has no {name!r}")
-        for name, size in {about["table"]: None, **about["files"]}.items():
-            file = Path(path) / name
-            need(file.exists(), f"{name} is not there")
-            found = file.stat().st_size
-            need(size in (None, found), f"{name} has {found} bytes, not {size}")
-        for name, digest in about["sha256"].items():
-            need(checkpoint.sha256(Path(path) / name) == digest, f"{name} has another checksum")
-        for what, mine, flag in (
+            need(name in contents, f"{PREPARED} has no {name!r}")
+        need((folder / contents["table"]).exists(), f"{contents['table']} is not there")
+        for name, expected in contents["files"].items():
+            size = (folder / name).stat().st_size if (folder / name).exists() else "no"
+            need(size == expected, f"{name} has {size} bytes, not {expected}")
+        for name, digest in contents["sha256"].items():
+            need(checkpoint.sha256(folder / name) == digest, f"{name} has another checksum")
+        for name, fingerprint, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
-            require(about[what] == mine, f"{path}: was prepared with another {what} than that of "
-                    f"{flag}; prepare it again")
+            require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
+                    f"that of {flag}; prepare it again")
         for name, default in asdict(Reading()).items():
-            value, was = getattr(reading, name), about["reading"].get(name, default)
-            # defaults match any value, except for the text setting, which checkpoints keep
-            fits = (was,) if name == "normalize" else (default, was)
+            value, expected = getattr(sources.reading, name), contents["reading"].get(name, default)
+            # a default fits any value, except for the text setting, which checkpoints keep
+            fits = (expected,) if name == "normalize" else (default, expected)
             if value not in fits and name not in ("seed", "lone_reference"):
-                was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
-                raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} {was}, "
-                                f"not {value}; drop the flag, or prepare it again")
+                value, expected = ({True: "on", False: "off"}.get(x, x) for x in (value, expected))
+                raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} "
+                                f"{expected}, not {value}; drop the flag, or prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         print(f"data       prepared: {path}", flush=True)
-        return str(Path(path) / about["table"])
+        return folder / contents["table"]
 
     table = Table(rank0(world, check))
     table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]

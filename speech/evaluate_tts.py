@@ -56,7 +56,7 @@ import torch
 from core import dist, json_files
 from core.checkpoint import lock_folder, write_json
 from speech import judges
-from speech.conversations import heard, normalise
+from speech.conversations import audible_text, normalise
 
 METRICS = {"wer": "errors/word", "wer_mean": "errors/word", "cer": "errors/char",      # name: unit
            "speaker_similarity": "cosine", "dnsmos": "1 to 5", "length_ratio": "1 = target",
@@ -136,7 +136,7 @@ def evaluate(folder, samples, by, settings):
     if by.hear:
         files = [audio for audio, *_ in samples]
         transcripts = by.hear(map(judges.read_audio, files), HZ, files, notes)
-        texts = [heard(facts["text"]) for _, facts, *_ in samples]
+        texts = [audible_text(facts["text"]) for _, facts, *_ in samples]
         rates, total = judges.word_rates(texts, transcripts, by.language)
         for row, found in zip(rows, rates):
             row |= found | {"wer_mean": found["wer"]}

@@ -73,7 +73,8 @@ from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems, problem
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import build, file_of, of_flags, own_references, places, write_prepared
+from speech.dataset import (audio_numbers, file_of, find_bad_audio, find_own_references, last_clips,
+                            new_builder, read_all, read_flags, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -82,13 +83,13 @@ SPREAD = 1.5                # Tukey's fences: interquartile ranges beyond the qu
 ENOUGH = 20                 # least samples of a language, for quartiles
 
 
-def find_problems(builder, where, measures, least, most):
+def find_problems(builder, codes, least, most):
     """[Problem] of samples; samples with an unencoded clip are skipped. builder: TableBuilder.
-    where, measures: from ensure_codes. least, most: seconds of a clip."""
-    numbers, offsets = builder.used_clips()
-    target = numbers[np.maximum(offsets[1:], 1) - 1]        # the last clip of each sample
+    codes: ClipCodes. least, most: seconds of a clip."""
+    where, (clips, offsets) = codes.where, builder.used_clips()
+    target = last_clips(clips, offsets)
     facts, sources = builder.facts.array(), builder.sources
-    seconds, _, rms, clipped, dc = measures.T
+    seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
         decibels = 20 * np.log10(rms)
@@ -101,50 +102,48 @@ def find_problems(builder, where, measures, least, most):
         ("clipping", clipped > CLIPPED, "{:.1%} of its samples are at full scale", clipped),
         ("dc_offset", np.abs(dc) > DC, "its mean is {:.3f}, not 0", dc))
     usable = np.diff(offsets) > 0
-    usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
+    usable &= np.add.reduceat(np.append(where[clips, 2] <= 0, False), offsets[:-1]) == 0
     low, high = np.full(len(builder), -np.inf), np.full(len(builder), np.inf)   # usual pace
     for language in np.unique(facts["language"]):
-        mine = usable & (facts["letters"] > 0) & (facts["language"] == language)
-        if mine.sum() >= ENOUGH:
-            quartiles = np.quantile(pace[mine], (0.25, 0.75))
-            low[mine], high[mine] = quartiles + np.diff(quartiles) * (-SPREAD, SPREAD)
-    place, held_out = places(where, target), np.zeros(len(builder), bool)
+        spoken = usable & (facts["letters"] > 0) & (facts["language"] == language)
+        if spoken.sum() >= ENOUGH:
+            quartiles = np.quantile(pace[spoken], (0.25, 0.75))
+            low[spoken], high[spoken] = quartiles + np.diff(quartiles) * (-SPREAD, SPREAD)
+    audio, held_out = audio_numbers(where, target), np.zeros(len(builder), bool)
     for source in sources:
         held_out[source["first"]:source["stop"]] = source["held_out"]
     own = np.zeros(len(builder), bool)
-    own[own_references(places(where, numbers), offsets)] = True
+    own[find_own_references(audio_numbers(where, clips), offsets)] = True
 
     def first_of(values):
         """(n,) for each sample, the first usable sample with the same value."""
         _, first, group = np.unique(values[usable], return_index=True, return_inverse=True)
-        found = np.arange(len(values))
-        found[usable] = np.flatnonzero(usable)[first[group]]
-        return found
+        numbers = np.arange(len(values))
+        numbers[usable] = np.flatnonzero(usable)[first[group]]
+        return numbers
 
     wordless, numbered = facts["letters"] == 0, np.arange(len(builder))
-    same_audio, same_text = first_of(place), first_of(facts["words"])
+    same_audio, same_text = first_of(audio), first_of(facts["words"])
     of_samples = (      # (check, which samples fail it, text about sample i)
         ("no_words", wordless, lambda i: "its text has no letter and no digit"),
         ("text_rate", ~wordless & ((pace < low) | (pace > high)), lambda i:
          "{:.1f} letters a second; usual are {:.1f} to {:.1f}".format(
              *np.exp((pace[i], low[i], high[i])))),
-        ("in_validation", ~held_out & np.isin(place, place[usable & held_out]), lambda i:
+        ("in_validation", ~held_out & np.isin(audio, audio[usable & held_out]), lambda i:
          "its audio is in the validation data as well"),
         ("own_reference", own, lambda i: "its reference is the clip itself"),
         ("duplicate_audio", same_audio < numbered, lambda i:
          f"has the same audio as {builder.name(same_audio[i])}"),
         ("duplicate_text", same_text < numbered, lambda i:
          f"has speaker and text of {builder.name(same_text[i])}"))
-    found = []
+    failures = []       # (sample, check, text)
     for check, wrong, text, value in of_clips:
-        at = np.flatnonzero(wrong[numbers])
-        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
-        found += [(i, check, f"{text.format(value[clip])}: {builder.clips[clip].path}")
-                  for i, clip in zip(samples.tolist(), numbers[at[first]].tolist()) if usable[i]]
+        failures += [(i, check, f"{text.format(value[clip])}: {builder.clips[clip].path}")
+                     for i, clip in builder.samples_with(np.flatnonzero(wrong)) if usable[i]]
     for check, wrong, text in of_samples:
-        found += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
+        failures += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
     return [problem(builder.name(i), check, text, file_of(sources, i), i)
-            for i, check, text in sorted(found, key=lambda one: one[0])]
+            for i, check, text in sorted(failures, key=lambda failure: failure[0])]
 
 
 # ---- The folder
@@ -155,38 +154,39 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
     lists all errors in the data, unless they are dropped."""
-    out, noted, drop = Path(output_dir), [], sources.drop
-    found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound, in one list
+    out, warnings, drop = Path(output_dir), [], sources.drop
+    problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
+    builder, clips = new_builder(world, tokenizer, ids, out)
+    dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
+    if problems.n_fatal:
+        print(f"notice     {problems.n_fatal} rows stop this; audio is checked first", flush=True)
+    codes = ensure_codes(world, clips, encoding)
 
-    def finish(builder, cache, shards, where, measures, lost):
-        refused = found.counts.total()
-        problems = lost + noted + find_problems(builder, where, measures, least, most)
-        found.add(problems)
-        found.settle("\nfix: correct them, or drop them with --drop_bad")
+    def write():
+        refused = problems.counts.total()
+        of_samples = [*find_bad_audio(builder, codes), *warnings,
+                      *find_problems(builder, codes, least, most)]
+        problems.add(of_samples)
+        problems.settle("\nfix: correct them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
-        left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
+        left_out[[p.sample for p in of_samples if p.sample is not None and p.check in drop]] = True
         require(not left_out.all(),
                 f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
-        numbers, offsets = builder.used_clips()
-        frames = where[numbers[np.maximum(offsets[1:], 1) - 1], 2]
+        frames = codes.where[last_clips(*builder.used_clips()), 2]
         report = {
             "samples": int((~left_out).sum()), "dropped": int(left_out.sum()) + refused,
             "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),
             "checks": {check: {"samples": n, "dropped": check in drop}
-                       for check, n in sorted(found.counts.items())}}
-        inside = out in Path(cache).parents
-        builder.write(os.path.relpath(cache, builder.folder) if inside else os.path.abspath(cache),
-                      shards, where, left_out)
+                       for check, n in sorted(problems.counts.items())}}
+        cache = os.path.abspath(codes.folder)
+        if out in codes.folder.parents:     # then the prepared folder can be moved
+            cache = os.path.relpath(codes.folder, builder.folder)
+        builder.write(cache, codes.shards, codes.where, left_out)
         write_prepared(out, builder.folder, tokenizer, ids, encoding.codec_dir, sources.reading,
                        report)
         return report
 
-    def check():
-        if found.n_fatal:
-            print(f"notice     {found.n_fatal} rows stop this; audio is checked first", flush=True)
-
-    return build(world, tokenizer, ids, sources, lambda clips: ensure_codes(
-        world, clips, encoding), out, found, finish, noted, check)
+    return dist.rank0(world, write)
 
 
 def main():
@@ -203,14 +203,14 @@ def main():
     tokenizer = module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, module.read_config(config_dict))
     try:
-        report = prepare(world, tokenizer, ids, *of_flags(args, ids, codec_dir), args.output_dir,
+        report = prepare(world, tokenizer, ids, *read_flags(args, ids, codec_dir), args.output_dir,
                          args.min_clip_seconds, args.max_clip_seconds)
     except watchdog.Stopped as why:
         raise UserError(f"{why}; rerun the same command to resume")
     if world.is_main:
-        for check, about in report["checks"].items():
-            print(f"check      {check}: {about['samples']} samples, "
-                  f"{'dropped' if about['dropped'] else 'kept'}")
+        for check, counts in report["checks"].items():
+            print(f"check      {check}: {counts['samples']} samples, "
+                  f"{'dropped' if counts['dropped'] else 'kept'}")
         print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, "
               f"{report['dropped']} dropped; train_v2_ddp.py --train_data_dir {args.output_dir}")
     dist.finish()

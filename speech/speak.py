@@ -32,10 +32,10 @@ from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          filled, load_codec, open_sound, read_codes, readable)
+                          load_codec, open_bytes, open_sound, pad_wave, read_codes)
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
-                                  heard, mark_trained, normalise, normalise_requests, system_parts,
-                                  trimmed)
+                                  audible_text, mark_trained, normalise, normalise_requests,
+                                  system_parts, trim_turn)
 from speech.dataset import TableBuilder, read_samples
 
 from core import adapters  # isort: skip      # after weights
@@ -124,7 +124,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
             turns[-1].parts.pop()
     else:
         turns.append(Turn("assistant", [Clip("")], None))
-    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""))
+    sample = Sample(name, [trim_turn(t) for t in turns], str(entry.get("speaker") or ""))
     if not spoken_text(sample):
         raise BadSample("has no text to speak: no user text precedes the clip to generate")
     if normalize:
@@ -151,11 +151,11 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
     builder.add(samples, problems)
-    for what, n in sorted(builder.left_out.items()):
+    for what, n in sorted(builder.notices.items()):
         print(f"notice     {n} prompts {what}")
     require(not problems, problem_text(problems))
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
-        *before, target = (builder.clips[clip] for clip in builder.clips_of(i))
+        *before, target = (builder.clips[clip] for clip in builder.used[i])
         tokens = builder.tokens[i].astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
@@ -168,12 +168,12 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                     codes[clip] = found
                 else:
                     wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-                    wave = filled(wave) if clip.filled else wave
+                    wave = pad_wave(wave) if clip.filled else wave
                     codes[clip] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
             clip = target
             target = clip if clip.path and not clip.path.endswith(SAVED) else None
             if target:      # whoever compares with it would find out after hours of speaking
-                with readable(clip.path) as file, open_sound(file) as sound:
+                with open_bytes(clip.path) as file, open_sound(file) as sound:
                     if sound.frames / sound.samplerate <= (clip.offset or 0):
                         raise ValueError(f"ends before its offset of {clip.offset} s")
         except (ValueError, torch.OutOfMemoryError) as error:
@@ -339,7 +339,7 @@ def listen(prompts, waves, listeners):
     from speech import judges
     facts, voices = [{} for _ in prompts], {}       # voices: of clips, as one may serve all
     if listeners.hear:
-        texts = [heard(prompt.text) for prompt in prompts]
+        texts = [audible_text(prompt.text) for prompt in prompts]
         transcripts = listeners.hear(waves, SAMPLE_RATE, [p.name for p in prompts], [])
         rates, _ = judges.word_rates(texts, transcripts, listeners.language)
         facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
@@ -458,7 +458,7 @@ def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, w
         if listeners and listeners.hear:
             from speech import judges
             about["heard"] = " ".join(found["heard"] for found in facts)
-            text = heard(" ".join(prompt.text for prompt in asked))
+            text = audible_text(" ".join(prompt.text for prompt in asked))
             about |= judges.word_rates([text], [about["heard"]], listeners.language)[0][0]
         ended_by = next((end for end in ends if end != "eos"), "eos")
         whole.append((np.concatenate(codes), ended_by, join(waves), about))

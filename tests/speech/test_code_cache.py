@@ -21,7 +21,7 @@ def fill(folder, values):
         (folder / f"{i}.wav").write_bytes(b"x" * i)
     keys = [bytes([65 + i] * 16) for i in range(len(values))]
     write_shard(folder, {key: (codes, [np.nan] * 5) for key, codes in zip(keys, values)},
-                dict(zip([file_keys([clip])[1].tobytes() for clip in clips], keys)))
+                dict(zip([file_keys([clip])[0][-1] for clip in clips], keys)))
     return clips
 
 
@@ -38,7 +38,7 @@ def read_all(folder, clips):
     """(numbers of clips that are not found, codes of the others by number)."""
     shards, where, _, missing = look_up(folder, clips)
     reader = CodeReader(folder, shards)
-    return missing[:, 0].tolist(), {i: reader.codes(*row.tolist()) for i, row in enumerate(where) if row[0] >= 0}
+    return list(missing), {i: reader.codes(*row.tolist()) for i, row in enumerate(where) if row[0] >= 0}
 
 
 def test_codes_survive_the_way_through_a_shard(tmp_path):
@@ -80,18 +80,6 @@ def test_no_flipped_bit_of_a_shard_changes_a_code(cache):
             assert re.match(f"{shard}: is damaged .*; delete it and start again, and its clips are encoded again", str(error))
             damaged += 1
     assert damaged > 250
-
-
-@pytest.mark.parametrize("code", [-1, 1024])
-def test_codes_that_no_codebook_has_are_refused_whoever_wrote_them(cache, code):
-    """With right checksums: begin and end of stream are no codes of audio either."""
-    folder, shard, clips, codes = cache
-    shard.unlink()
-    clips = fill(folder, [np.where(one == one[0, 0], code, one).astype(np.int16) for one in codes])
-    name, = (path.name for path in folder.glob("codes-*"))
-    for read in (lambda: read_all(folder, clips), lambda: CodeReader(folder, [name]).codes(0, 0, 4, 0)):
-        with pytest.raises(UserError, match=f"{name}: is damaged .codes beyond 0 to 1023"):
-            read()
 
 
 def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache):

@@ -117,7 +117,7 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
         with pytest.raises(ValueError, match="600 are decoded"):
             header_frames(Clip(path, *cut), config, 8)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
-    monkeypatch.setattr("speech.codes.PIECE", 1 << 12)
+    monkeypatch.setattr("speech.codes.BLOCK", 1 << 12)
     cuts = [(600.0, 1.0), (3.5, 4.25), (0.25, 0.5), (599.0, None)]
     whole = soundfile.read(path, dtype="float32")[0]
     for part, (start, length) in zip(decode_file(path, cuts)[2], cuts):

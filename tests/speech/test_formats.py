@@ -173,7 +173,7 @@ def test_speech_to_understand_is_not_trained_as_speech(folder):
         ([{"role": "assistant", "content": "<audio>a<audio>b"}], ["a.wav", "b.wav"]),
         ([{"role": "assistant", "content": "Bare text."}], ["a.wav"])))))
     assert spoken(samples) == [("a.wav", "Bare text.")]
-    assert "speech to understand" in problems[0] and "2 <audio> and 2 audios" in problems[1]
+    assert "1 <audio> and 1 audios, not one spoken clip; the user's are speech to understand" in problems[0] and "2 <audio> and 2 audios" in problems[1]
 
 
 def test_quotes_are_text_in_ljspeech_and_quotes_in_what_pandas_writes(folder):
@@ -474,7 +474,7 @@ def test_a_full_disk_is_not_the_fault_of_a_sample(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(UserError, match="sound cannot be written"):
-            list(convert.unpacked([("row 1", {"text": "a", "audio": sound})], tmp_path))
+            list(convert.unpack_audio([("row 1", {"text": "a", "audio": sound})], tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -86,7 +86,7 @@ def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
     builder, problems = TableBuilder(tokenizer3, ids3, tmp_path / "t"), []
     builder.add([spoken(("user", text, False), ("assistant", A, True)) for text in texts], problems)
     what = "which is not a control tag of this model: it is read aloud"
-    assert builder.left_out == {f"hold <|emotion:elaton|>, {what}": 2, f"hold <|laugh|>, {what}": 1,
+    assert builder.notices == {f"hold <|emotion:elaton|>, {what}": 2, f"hold <|laugh|>, {what}": 1,
                                 f"hold <| 3 |>, {what}": 1} and not problems
 
 

@@ -223,5 +223,5 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     said = capsys.readouterr().out
     assert "dropped from training: 1 sample whose audio is in the validation data" in said
     assert "eval\\x1b[31m.jsonl (JSON)" in said and "\x1b" not in said
-    with pytest.raises(UserError, match="all audio is in the validation data too"):
+    with pytest.raises(UserError, match="no training samples are left"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)

@@ -37,7 +37,7 @@ def test_normalised_as_boson_does_whatever_the_text():
 @pytest.mark.parametrize("text, heard", [("《三体》[laugh] 好", "三体 好."), ("[SPEAKER0] Hi [music start] la [music end]",
                                                                       "Hi la"), ("20°F", "20 degrees " "Fahrenheit.")])
 def test_what_can_be_heard_of_a_text(text, heard):
-    assert " ".join(conversations.heard(text).split()) == heard
+    assert " ".join(conversations.audible_text(text).split()) == heard
 
 
 def test_speech_follows_the_checkpoint(tmp_path):
