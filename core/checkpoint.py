@@ -338,8 +338,6 @@ class CheckpointManager:
         states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
         if self.world.rank < len(states):
             rng = states[self.world.rank]
-            if isinstance(rng, bytes):      # as they were saved before December 2026
-                rng = torch.load(io.BytesIO(rng), weights_only=True)
             torch.set_rng_state(rng["torch"])
             if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
                 torch.cuda.set_rng_state(rng["cuda"], self.world.device)
