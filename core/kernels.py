@@ -11,13 +11,11 @@ outputs of attention (not FlexAttention) and of products, but for the wide ones 
 for their size. Gradients are the same bits.
 """
 import functools
-import importlib.util
 import inspect
 import sys
 
 import torch
 import torch.nn.functional as F
-from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -62,33 +60,6 @@ def compiles(kind):
                f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
         return False
     return True
-
-
-def grouped_attention():
-    """Output and gradients of packed attention with fewer key heads on a GPU, from fixed draws."""
-    like = {"generator": torch.Generator("cuda").manual_seed(0), "dtype": torch.bfloat16,
-            "device": "cuda", "requires_grad": True}
-    q, k, v = (torch.randn(8, heads, 64, **like) for heads in (4, 2, 2))
-    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
-    out = varlen_attn(q, k, v, ends, ends, 5, 5, window_size=(-1, 0), **GROUPED)
-    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
-
-
-@functools.cache
-def use_flash3():
-    """Use FlashAttention 3 for packed attention if its package is installed and a trial has the
-    results of torch's own kernel; a notice says which. It was never run on a GPU here.
-    """
-    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
-        return
-    own = grouped_attention()
-    try:
-        attention.activate_flash_attention_impl("FA3")
-        torch.testing.assert_close(grouped_attention(), own, rtol=0.05, atol=0.05)
-        notice("FlashAttention 3 is used")
-    except Exception as error:      # of a package that is too old for this torch, or for this GPU
-        attention.restore_flash_attention_impl()
-        notice(f"FlashAttention 3 is installed but fails ({printable(error, 80)})")
 
 
 def kernel(function, *args):
@@ -211,7 +182,6 @@ def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
-    use_flash3()
     some = torch.linspace(-1, 1, 9, device="cpu")
     for module in model.modules():
         kind, place = type(module), sys.modules[type(module).__module__]
