@@ -76,12 +76,6 @@ class Layout:
                                                   f"{size}: a block would be cut")
 
 
-def read_layout(found):
-    """Layout of a checkpoint's config.json. UserError for a removed layout."""
-    require(found.get("hdp_layout") != "flat", "--hdp_layout flat is gone: train with --system hdp")
-    return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
-
-
 def bound_range(layout):
     """Range of t for which the loss is a bound: full; for single tokens t = 1, which is exact."""
     return (1.0, 1.0) if layout.block_sizes == {1} else FULL
