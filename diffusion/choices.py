@@ -81,7 +81,7 @@ def bound_range(layout):
     return (1.0, 1.0) if layout.block_sizes == {1} else FULL
 
 
-def enforced(t_range):
+def enforced_limits(t_range):
     """(low, high) limits for the share of masked tokens in a block, under a clipped range."""
     low, high = t_range
     clipped = tuple(t_range) != FULL
@@ -90,7 +90,7 @@ def enforced(t_range):
 
 def range_fits(t_range, block_size):
     """True if a full block can have a number of masked tokens, above 0, in the range."""
-    low, high = enforced(t_range)
+    low, high = enforced_limits(t_range)
     return max(1, math.ceil(low * block_size - 1e-9)) <= math.floor(high * block_size + 1e-9)
 
 
