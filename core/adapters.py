@@ -102,7 +102,7 @@ def full_weight(weight, shape, dtype):
     return quantized.unpack(weight, shape, dtype)
 
 
-def joins(layer):
+def is_joinable(layer):
     """True if outputs() can compute a layer: an enabled adapter on a frozen weight, no bias."""
     base = getattr(layer, "base_layer", None)
     return (hasattr(layer, "adds_in_place") and not (layer.disable_adapters or layer.merged)
@@ -112,7 +112,7 @@ def joins(layer):
 
 def outputs(x, *layers):
     """[layer(x)] of linear layers. AddingLinear layers are computed together."""
-    if not all(map(joins, layers)) or len({layer.scaling["default"] for layer in layers}) > 1:
+    if not all(map(is_joinable, layers)) or len({layer.scaling["default"] for layer in layers}) > 1:
         return [layer(x) for layer in layers]
     first, rows = layers[0], x.flatten(0, -2)
     rate = getattr(first.lora_dropout["default"], "p", 0.0) * first.training
@@ -134,7 +134,7 @@ class AddingLinear(Linear):
 
     def forward(self, x, *args, **kwargs):
         """x (..., in) -> (..., out)."""
-        if args or kwargs or not joins(self):
+        if args or kwargs or not is_joinable(self):
             return super().forward(x, *args, **kwargs)
         return outputs(x, self)[0]
 
@@ -210,7 +210,7 @@ def add_saved(model, folder, whole=()):
 
 
 @contextlib.contextmanager
-def switched_off(model):
+def disable(model):
     """In this context the model computes as its base. Unlike PEFT's disable_adapter(), it does not
     change requires_grad.
     """

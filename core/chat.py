@@ -203,7 +203,7 @@ def check_messages(record):
         raise ValueError(f"message {number}{why}")
 
 
-def as_question(record):
+def split_question(record):
     """(messages up to the last question, tools or None, True if it had an answer). ValueError."""
     record = normalize_record(record, answered=False)
     messages = record["messages"]
@@ -221,7 +221,7 @@ def question(messages):
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
 
 
-def plain(message):
+def answer_text(message):
     """The text of a message, without thoughts."""
     return message["content"].split("</think>")[-1].strip()
 
@@ -358,11 +358,11 @@ def check_rendered(messages, tools, turns):
         calls = [function_of(call) for call in message.get("tool_calls") or ()]
         prompt, whole = turns.get(i, ("-", ""))
         if whole.startswith(prompt):        # else _mask names the tokens
-            words = [plain(message), (message.get("reasoning_content") or "").strip()]
+            words = [answer_text(message), (message.get("reasoning_content") or "").strip()]
             words += [word for c in calls for word in (c["name"], *c.get("arguments", {}))]
             check(f"the answer, the reasoning or a tool call of message {i + 1}", words,
                   whole[len(prompt):])
         subject = f"the text of message {i + 1} ({message['role']})"
-        check(subject, [plain(message)], conversation)
+        check(subject, [answer_text(message)], conversation)
         # the tools' schemas have these names as well
         check(subject, [call["name"] for call in calls], conversation, dumped(tools or ""))

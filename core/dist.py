@@ -335,7 +335,7 @@ def reshard(model):
 
 
 @contextlib.contextmanager
-def gathered(module):
+def gather_weights(module):
     """In this context every rank holds the whole weights of a sharded module, so its forward needs
     no other rank. FSDP2's hooks are off: they would record forwards that the other ranks did not
     run, and the next backward would prefetch layers on this rank alone and hang.

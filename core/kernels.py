@@ -36,7 +36,7 @@ FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; optim
 RECOMPILE = 32      # shapes that a function is compiled for; then dynamo silently runs it eagerly
 
 
-def wanted(x):
+def can_fuse(x):
     """True if the kernels of this file apply to x."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
@@ -214,7 +214,7 @@ def mlp_forward(mlp, x):
 def subclass_with(kind, forward, compiled_too=False):
     """A subclass of `kind` with another forward on a GPU."""
     def choose_forward(self, x):
-        fast = wanted(x) or compiled_too and x.is_cuda
+        fast = can_fuse(x) or compiled_too and x.is_cuda
         return forward(self, x) if fast else kind.forward(self, x)
     return type(kind.__name__, (kind,), {"forward": choose_forward, "__module__": kind.__module__})
 
@@ -223,7 +223,7 @@ def wrap_rotary(original):
     """A module's apply_rotary_pos_emb that calls rotate() on a GPU."""
     @functools.wraps(original)
     def apply_rotary(q, k, cos, sin, unsqueeze_dim=1):
-        if not wanted(q) or cos.shape[-1] != q.shape[-1]:       # only a part of each head rotates
+        if not can_fuse(q) or cos.shape[-1] != q.shape[-1]:       # only a part of each head rotates
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotate(q, cos, sin), rotate(k, cos, sin)

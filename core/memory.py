@@ -163,7 +163,7 @@ def gpu_kernels(live, more):
         return torch.native_dropout(x, p, training)[0] if p and training else x
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
-                (kernels, "wanted", lambda x: True), (kernels, "kernel", live.kernel),
+                (kernels, "can_fuse", lambda x: True), (kernels, "kernel", live.kernel),
                 (kernels, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
                 (kernels, "_attention_by_document", varlen), *more):
@@ -309,7 +309,7 @@ LARGE = 4096        # tokens of a micro-step that keep the GPU, not the host, bu
 EPOCH_STEPS = 10    # least optimizer steps of an epoch, if no flag gives the size of a step
 
 
-def ways(args, setup):
+def list_ways(args, setup):
     """Setups with every recomputation and sharding that the flags allow, the fastest first."""
     modes, flags = [None, "selective", "all"], vars(args)
     if args.compile is True:        # "selective" cannot look into a compiled layer
@@ -323,7 +323,7 @@ def ways(args, setup):
 
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
-    """choose() among packs of tokens: large ones in all ways(), then smaller ones in the last way.
+    """choose() among packs of tokens: large ones in all of list_ways(), smaller ones in the last.
     A step has the samples of --global_batch_size; without it, an epoch has EPOCH_STEPS steps.
 
     lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of the
@@ -346,7 +346,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          group_by_length=getattr(args, "group_by_length", False))
 
     def setups():
-        *faster, last = ways(args, setup)
+        *faster, last = list_ways(args, setup)
         for way in (*faster, last):
             for budget in budgets:
                 if budget < min(LARGE, budgets[0]) and way is not last:

@@ -64,7 +64,9 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
         seq_index=numbers(rows), audio_rows=numbers(audio_rows),
         audio_targets=numbers(audio_rows, codebooks), text_rows=numbers(text_rows),
         text_targets=numbers(text_rows), longest=rows, seqlens=(rows,), samples=(), counts={})
-    return model(batch, keep=True).sum() if keep else sum(part.sum() for part in model(batch)[:2])
+    if keep:
+        return model(batch, keep=True).sum()
+    return sum(losses.sum() for losses in model(batch)[:2])     # of audio and text
 
 
 def layers_of(model):

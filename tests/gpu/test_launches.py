@@ -42,7 +42,7 @@ def launches(step, pack, ours):
     found = []
     for count in (2, 4):
         live = Launches()
-        theirs = () if ours else ((kernels, "wanted", lambda x: False),)
+        theirs = () if ours else ((kernels, "can_fuse", lambda x: False),)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = memory.fake_copy(step, count)
             with live, memory.gpu_kernels(live, (*step.kernels, *theirs)):
