@@ -211,9 +211,7 @@ def add_saved(model, folder, whole=()):
 
 @contextlib.contextmanager
 def disable(model):
-    """In this context the model computes as its base. Unlike PEFT's disable_adapter(), it does not
-    change requires_grad.
-    """
+    """Compute as the base in this context. PEFT's disable_adapter() also changes requires_grad."""
     layers = [(module, module._disable_adapters) for module in model.modules()
               if isinstance(module, BaseTunerLayer)]
     for layer, _ in layers:

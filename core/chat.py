@@ -100,9 +100,8 @@ def read_records(path, problems, numbers=None):
 
 
 def normalize_record(record, answered=True):
-    """A record in any known form with the "messages" and "tools" that templates take.
-
-    answered: it must have an answer; messages after the last answer are dropped. ValueError.
+    """A record in any known form with the "messages" and "tools" that templates take. answered: it
+    must have an answer, and messages after the last one are dropped. ValueError.
     """
     messages = record.get("messages")
     if not isinstance(messages, list):
@@ -253,10 +252,8 @@ def attempt(function, *args):
 
 
 class Encoder:
-    """Turns conversations into (ids, mask of the trained ids), proven.
-
-    turns: "all" or the "last" answer. thinking: the template's enable_thinking. split: return a
-    list of samples, one per answer, if one sample cannot hold all.
+    """Turns conversations into (ids, mask of the trained ids), proven. turns: "all" or the "last"
+    answer. thinking: the template's enable_thinking. split: a list if one sample cannot hold all.
     """
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
@@ -344,7 +341,6 @@ class Encoder:
 
 def check_rendered(messages, tools, turns):
     """ValueError if the chat template leaves out a tool or a part of a message.
-
     turns: {index of a trained message: (text of its prompt, text of prompt and answer)}.
     """
     def check(subject, words, text, elsewhere=""):

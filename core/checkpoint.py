@@ -428,12 +428,10 @@ def damage(path):
 
 
 def rotate(output_dir, newest, keep, best_step=None):
-    """Delete the oldest complete checkpoints up to step `newest`, except the best one and the last
-    `keep` (0 = all).
-    """
+    """Delete complete checkpoints up to step `newest`, except the last `keep` and the best one."""
     complete = [(step, path) for step, path in list_checkpoints(output_dir)
                 if step <= newest and (path / MANIFEST).is_file()]
-    for step, path in complete[:-keep] if keep else ():
+    for step, path in complete[:-keep] if keep else ():     # 0 keeps all
         if step != best_step:
             # renamed first: a kill leaves no partial checkpoint under this name
             doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")

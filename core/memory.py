@@ -212,8 +212,8 @@ def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
 
 
 def fake_copy(step, count, dtype=None):
-    """A copy of a Step's model with new tensors and `count` of its layers, the last among them.
-    dtype: of its parameters, None: as they are. Called under FakeTensorMode.
+    """A copy, under FakeTensorMode, of a Step's model with `count` of its layers, the last among
+    them. dtype: of its parameters, None: as they are.
     """
     dropped = set(step.layers(step.model)[count - 1:-1])
     copies = {id(layer): layer for layer in dropped}        # deepcopy() takes these, once for each
@@ -447,6 +447,17 @@ def pack_sums(order, epochs, values):
     """Sums (packs, ...) int64 of values (samples, ...) over each pack in epochs of a PackOrder."""
     return np.concatenate([np.add.reduceat(values[plan.samples].astype(np.int64), plan.offsets[:-1])
                            for plan in map(order.epoch, epochs)])
+
+
+def largest_pack(order, epochs, rows, budget=0, columns=1):
+    """Size of the largest pack, whose first `columns` kinds of rows add up to its tokens, and then
+    the most rows of each other kind in any pack. rows: (samples, kinds). Packs are padded to the
+    budget by rows of the first kind.
+    """
+    packs = pack_sums(order, epochs, rows)
+    packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1:columns].sum(1))
+    largest = packs[packs[:, :columns].sum(1).argmax(), :columns]
+    return *largest.tolist(), *packs[:, columns:].max(0).tolist()
 
 
 def data_lines(args, setup, model, order, lengths):

@@ -116,7 +116,6 @@ def to_nf4(layers):
 
 def load_nf4(model, load, weights, parts, world):
     """load(weights, parts, world), one weight at a time, packing the weights of NF4Linear layers.
-
     weights: {name: parameter} of the base in `model`. load: the load_weights of the model's module.
     """
     layers = {module.weight: module for module in model.modules() if isinstance(module, NF4Linear)}
@@ -149,9 +148,7 @@ rounded = kernels.define_operator(
 
 
 def product(rows, weight, scales):
-    """rows (n, width) @ weight.T in bf16 (n, m). weight: float8 stored as uint8 (m, width); scales:
-    (m, 1).
-    """
+    """rows (n, width) @ weight.T -> bf16 (n, m). weight: float8 as uint8; scales: (m, 1)."""
     (rows, row_scales), weight = rounded(rows.contiguous()), weight.view(FLOAT8)
     # use_fast_accum has less precision, but scaling by rows is slow on Hopper without it
     if rows.is_cuda and len(rows):

@@ -145,9 +145,7 @@ def shape_of(slices):
 
 
 def mismatch(wanted, slices):
-    """Describes how files differ from a model; "" if they fit. wanted: {name: shape}; slices:
-    {name: [Slice, ...]}.
-    """
+    """Describes how slices {name: [Slice, ...]} differ from the wanted {name: shape}, or ""."""
     both = wanted.keys() & slices.keys()
     faults = {"missing keys": wanted.keys() - slices.keys(),
               "unexpected keys": slices.keys() - wanted.keys(),

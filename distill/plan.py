@@ -30,23 +30,18 @@ def step_of(model):
     return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
 
 
-def largest_pack(order, epochs, lengths, targets, budget=0):
-    """(tokens, trained tokens): the most of any pack. budget: packs are padded to it."""
-    tokens, trained = plans.pack_sums(order, epochs, np.stack([lengths, targets], 1)).max(0)
-    return max(int(tokens), budget), int(trained)
-
-
 def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
     """memory.Memory of the pack with the highest peak in these epochs.
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens and trained tokens of each
     sample. kept: ChatTable of --keep, or None.
     """
-    packs = [largest_pack(order, epochs, lengths, targets, setup.budget)]
+    packs = [plans.largest_pack(order, epochs, np.stack([lengths, targets], 1), setup.budget)]
     if kept is not None:
         kept_order = PackOrder(kept.lengths, tokens_per_pack=setup.budget,
                                samples_per_pack=setup.batch_size, seed=order.seed)
-        packs.append((*largest_pack(kept_order, range(20), kept.lengths, kept.targets), model.lora))
+        rows = np.stack([kept.lengths, kept.targets], 1)
+        packs.append((*plans.largest_pack(kept_order, range(20), rows), model.lora))
     needed = max((plans.estimate(step_of(model), setup, pack) for pack in packs),
                  key=lambda needed: needed.peak)
     if not model.frozen:

@@ -37,16 +37,6 @@ def rows_by_kind(table, ids):
     return np.stack(kinds, axis=1).astype(np.int64)
 
 
-def largest_pack(order, epochs, rows, budget=0):
-    """(text, audio) rows of the largest pack, and the most rows of any pack that predict (audio,
-    text). rows: of rows_by_kind. Packs are padded with text up to the budget.
-    """
-    packs = plans.pack_sums(order, epochs, rows)
-    packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1])
-    text, audio, *_ = packs[packs[:, :2].sum(1).argmax()].tolist()
-    return text, audio, *packs[:, 2:].max(0).tolist()
-
-
 def kept_rows(keeper):
     """rows_by_kind of the --keep prompts with the longest speech that they may get."""
     most = keeper.settings.max_new_tokens
@@ -93,15 +83,15 @@ def memory(args, model, setup, data, order, epochs=range(1)):
     """Memory of the pack with the highest peak in these epochs. model: empty, as trained."""
     rows, held_out = rows_by_kind(data.table, data.ids), None
     if len(data.held_out):
-        held_out = largest_pack(
-            PackOrder(data.table.lengths[data.held_out], shuffle=False,
-                      samples_per_pack=args.per_device_eval_batch_size), [0], rows[data.held_out])
-    packs = [largest_pack(order, epochs, rows[data.train], setup.budget)]
+        held_out_order = PackOrder(data.table.lengths[data.held_out], shuffle=False,
+                                   samples_per_pack=args.per_device_eval_batch_size)
+        held_out = plans.largest_pack(held_out_order, [0], rows[data.held_out], columns=2)
+    packs = [plans.largest_pack(order, epochs, rows[data.train], setup.budget, columns=2)]
     if data.keeper:
         kept = kept_rows(data.keeper)
         kept_order = PackOrder(kept[:, :2].sum(1), tokens_per_pack=setup.budget,
                                samples_per_pack=setup.batch_size, seed=args.seed)
-        packs.append((*largest_pack(kept_order, range(20), kept, setup.budget), True))
+        packs.append((*plans.largest_pack(kept_order, range(20), kept, setup.budget, 2), True))
     needed = max((plans.estimate(step_of(model), setup, pack, held_out) for pack in packs),
                  key=lambda needed: needed.peak)
     if speakers := [speaker for speaker in (data.prompts, data.keeper) if speaker]:
