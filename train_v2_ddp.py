@@ -339,7 +339,7 @@ def save():
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
         "scaler": scaler and scaler.saved(), "unlogged": unlogged,
-        "data": data_facts(table, train_ids), "args": cli.stored(args)})
+        "data": data_facts(table, train_ids), "args": cli.safe_flags(args)})
 
 
 # ---- Loop
@@ -447,4 +447,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")
+        f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch.distributed import HashStore
 
 from core import dist, json_files, optim, tensor_io
-from core.cli import UserError, notice, printable, require
+from core.cli import UserError, notice, one_line, require
 from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
@@ -178,7 +178,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
     while (lock := try_lock(path)) is None:
         owner = f"see {path}"
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            owner = printable(file.read(500).decode(errors="replace").strip())
+            owner = one_line(file.read(500).decode(errors="replace").strip())
         require(time.monotonic() < end, f"{flag} {folder}: another run is using it ({owner}); end "
                                         f"that one, or give another {flag}")
         if wait_s > WAIT_S:

@@ -69,7 +69,7 @@ def require(condition, message):
 # ---- Text: a name in a data file may hold line feeds and terminal escapes, and be megabytes long
 
 
-def printable(text, limit=500):
+def one_line(text, limit=500):
     """str(text) as one line of about `limit` characters, no control characters, no passwords."""
     text = PASSWORD.sub("***", str(text))       # first: the cut may remove the sign that ends one
     if len(text) > limit:
@@ -80,7 +80,7 @@ def printable(text, limit=500):
 
 def error_text(message):
     """A message for the terminal: each line printable, all but the first indented."""
-    lines = (printable(line, 2000) for line in str(message).split("\n"))
+    lines = (one_line(line, 2000) for line in str(message).split("\n"))
     return "\n  ".join(line.removeprefix("  ") for line in lines)
 
 
@@ -115,7 +115,7 @@ def first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def counted(number, noun):
+def plural(number, noun):
     """1 rank, 2 ranks."""
     return f"{number} {noun if number == 1 else noun + 's'}"
 
@@ -133,12 +133,12 @@ def require_package(name, purpose, install=None):
             f"{purpose}: the package {name} is missing: pip install {install or name}")
 
 
-def without_secrets(value):
+def remove_secrets(value):
     """A JSON value as it may be stored: URLs in it lose names, passwords and keys."""
     if isinstance(value, dict):
-        return {name: without_secrets(part) for name, part in value.items()}
+        return {name: remove_secrets(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_secrets(part) for part in value]
+        return [remove_secrets(part) for part in value]
     return SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value
 
 
@@ -190,13 +190,13 @@ class Args(argparse.Namespace):
     __slots__ = ("given", "named")
 
 
-def named(args):
+def named_flags(args):
     return getattr(args, "named", set())
 
 
-def stored(args):
+def safe_flags(args):
     """{name: value} of all flags, without passwords: what every file and board gets."""
-    return without_secrets(vars(args))
+    return remove_secrets(vars(args))
 
 
 def parse(parser, check=None, argv=None):
@@ -220,7 +220,7 @@ def parse(parser, check=None, argv=None):
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        args.given, status = stored(args), 1
+        args.given, status = safe_flags(args), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
         if check:
             check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
@@ -242,7 +242,7 @@ def prepare_process(words):
         faulthandler.enable()       # a crash in native code prints where each thread was
     if sys.stdout:      # a log file shows each line at once
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
+    sys.argv[1:] = map(remove_secrets, words)      # W&B keeps the command line of a run
     gc.disable()        # a quarter of the time of imports; dist.init() turns it on again
     sys.excepthook = report_interrupt
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -471,7 +471,7 @@ def check_trainer(args, world_size, parser):
         require(usual or args.use_lora, f"--{name} needs --use_lora")
     limit = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > limit and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {counted(local_ranks(world_size), 'rank')} on "
+        notice(f"--num_workers {args.num_workers}: {plural(local_ranks(world_size), 'rank')} on "
                f"{usable_cpus()} CPUs, so {limit} each")
         args.num_workers = limit
 
@@ -488,7 +488,7 @@ def check_parallel(args, world_size):
             "--gradient_checkpointing selective does not go with --compile; drop one of the two")
     if hsdp:
         args.shard_size = args.shard_size or local_ranks(world_size)
-        require(world_size % args.shard_size == 0, f"--parallel hsdp: {counted(world_size, 'rank')}"
+        require(world_size % args.shard_size == 0, f"--parallel hsdp: {plural(world_size, 'rank')}"
                 f" cannot be cut into groups of {args.shard_size}")
 
 
@@ -528,7 +528,7 @@ def set_intervals(args, total_steps, before, validates, **own):
     for flag, steps in usual.items():
         if getattr(args, flag, 0) is None:
             setattr(args, flag, before.get(flag, steps))
-    saves, evals = (f"every {counted(steps, 'step')}" if steps else "at the end"
+    saves, evals = (f"every {plural(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     lines = [f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates]
     late = {"warmup_steps": "the learning rate never reaches its peak",

@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import kernels, lifetime
-from core.cli import UserError, counted, error_text, notice, print_error, printable, require
+from core.cli import UserError, plural, error_text, notice, print_error, one_line, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
@@ -78,7 +78,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     if cuda:
         gpus = torch.cuda.device_count()
         require(world.local_size <= gpus, f"{world.local_size} processes on this node but "
-                f"{counted(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
+                f"{plural(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
         world.device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(world.device)
     require(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -152,7 +152,7 @@ def report_error(kind, error, trace):
     elif kind is not KeyboardInterrupt:
         text = "".join(traceback.format_exception(kind, error, trace))
         text = error_text(f"rank {rank} failed:\n{text}")
-        short = f"rank {rank} failed: {kind.__name__}: {printable(error)}"
+        short = f"rank {rank} failed: {kind.__name__}: {one_line(error)}"
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
         quiet = lost_peer and bool(lifetime.stop_requested())   # torchrun reports the failed rank

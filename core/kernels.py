@@ -21,7 +21,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
-from core.cli import UserError, notice, printable
+from core.cli import UserError, notice, one_line
 
 # A class or function of transformers is replaced only if its source code contains these lines
 NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -56,7 +56,7 @@ def compiles(kind):
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
         why = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
-        notice(f"torch.compile fails here ({printable(why, 80)}), so nothing is compiled; it needs "
+        notice(f"torch.compile fails here ({one_line(why, 80)}), so nothing is compiled; it needs "
                f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
         return False
     return True

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, counted, local_ranks, named, require
+from core.cli import UserError, plural, local_ranks, named_flags, require
 from core.packing import PackOrder
 from core.problems import collect
 
@@ -314,9 +314,9 @@ def list_ways(args, setup):
     modes, flags = [None, "selective", "all"], vars(args)
     if args.compile is True:        # "selective" cannot look into a compiled layer
         modes.remove("selective")
-    if "gradient_checkpointing" in named(args):
+    if "gradient_checkpointing" in named_flags(args):
         modes = [setup.recompute]
-    fixed = setup.ranks == 1 or "parallel" in named(args) or any(
+    fixed = setup.ranks == 1 or "parallel" in named_flags(args) or any(
         flags.get(name) for name in ("fp16", "float8", "base_dtype"))       # these need ddp
     kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
@@ -329,7 +329,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of the
     longest sample that is not among them.
     """
-    setup, flags = setup_of(args, ranks), named(args)
+    setup, flags = setup_of(args, ranks), named_flags(args)
     fixed = "gradient_accumulation_steps" in flags
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
     step_tokens = step_samples * lengths.mean() / (ranks * (setup.accumulation if fixed else 1))
@@ -395,9 +395,9 @@ def read_choice(args, ranks):
             # not verified: these flags are the same in all checkpoints of a run
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break
-    flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named(args)}
+    flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named_flags(args)}
     packs = earlier.get("packs_per_step")
-    if packs and "gradient_accumulation_steps" not in named(args):
+    if packs and "gradient_accumulation_steps" not in named_flags(args):
         require(packs % ranks == 0,
                 f"--auto: this run has {packs} packs a step, not a multiple of {ranks} ranks; "
                 "take another number of ranks, or give --gradient_accumulation_steps")
@@ -463,7 +463,7 @@ def largest_pack(order, epochs, rows, budget=0, columns=1):
 def data_lines(args, setup, model, order, lengths):
     """[line] about GPUs, the model, and packs of samples of lengths (n,), in tokens."""
     dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if setup.bf16 else "fp32"
-    return [f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
+    return [f"plan       {plural(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
             metrics.model_text(model, args.use_lora),
             f"packs      {order.packs_per_epoch:,} an epoch, {lengths.sum():,} tokens, "
             f"{len(lengths) / order.packs_per_epoch:.1f} samples a pack; longest sample "
@@ -481,7 +481,7 @@ def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=(
     seconds = flops / RATES[gpu]
     time = f"{seconds:.0f} s" if seconds < 120 else metrics.duration(seconds)
     print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {needed.peak / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
+          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}"
           + f" · at least {time} on {gpu}" * bool(flops), *lines, sep="\n")
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.parts.items() if used)
     print(f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the peak "
@@ -497,4 +497,4 @@ def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=(
     print(f"disk       {size(saved)} a checkpoint, at most {most} at once")
     more = most - len(checkpoint.list_checkpoints(args.output_dir))
     collect(True, lambda: check_memory(needed, args), *checks,
-            lambda: check_disk(args.output_dir, saved * more, counted(more, 'checkpoint')))
+            lambda: check_disk(args.output_dir, saved * more, plural(more, 'checkpoint')))

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from core import dist
-from core.cli import UserError, printable, problem_text
+from core.cli import UserError, one_line, problem_text
 
 LIST = "problems.jsonl"     # in OUTPUT_DIR
 SHOWN = 20                  # problems in an error
@@ -18,7 +18,7 @@ def problem(name, check, what, file="", sample=None):
     """Problem of the sample at `name`, which begins with its file; texts are made printable. check:
     one of --drop_bad. sample: its number in a table of all, if there is one already.
     """
-    name, what = printable(name), printable(what)
+    name, what = one_line(name), one_line(what)
     made = Problem(f"{name}: {what}")
     made.name, made.what, made.check, made.file, made.sample = name, what, check, str(file), sample
     return made
@@ -41,7 +41,7 @@ class Problems:
             if p.check not in self.drop and len(self.shown) < SHOWN:
                 self.shown.append(p)
             if self.path:
-                entry = p.name.removeprefix(printable(p.file)).strip(" :")
+                entry = p.name.removeprefix(one_line(p.file)).strip(" :")
                 row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.what}
                 with dist.error_names_file(self.path):
                     if not (self.file or self.more):

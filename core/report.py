@@ -50,7 +50,7 @@ def read_evaluations(run):
     """[{"name", "metrics", ...}] of the evaluation.json files in a folder. Raises UserError."""
     found = []
     for path in filter(Path.is_file, sorted(run.rglob("evaluation.json"))):
-        about = cli.without_secrets(json_files.read_object(path))
+        about = cli.remove_secrets(json_files.read_object(path))
         require(isinstance(about.get("metrics"), dict),
                 f"{path}: has no metrics; see evaluate_tts.py")
         found.append(about | {"name": str(about.get("name", path.parent.name))})
@@ -119,7 +119,7 @@ def read_samples(folder, label):
     waves = sorted(filter(is_ours, folder.glob("*.wav")), key=lambda path: natural(path.stem))
     for path in waves[:SAMPLES]:
         notes = path.with_suffix(".json")
-        about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
+        about = cli.remove_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
         words = [f"{name} {found:.3g}" if isinstance(found, float) else f"{name} {found}"
                  for name in FACTS if (found := about.get(name)) is not None]
         sound = base64.b64encode(path.read_bytes()).decode()
@@ -155,7 +155,7 @@ def write_report(run, rows, folders):
     evaluations, (n_samples, samples) = read_evaluations(run), spoken(run, folders)
     saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
     config = run / cli.CONFIG
-    flags = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
+    flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
     clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
                       for clause in metrics.verdict(rows, evaluations))
     last = max((row["step"] for row in rows), default=0)

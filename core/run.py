@@ -60,9 +60,9 @@ def enough_memory(what):
 def schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals):
     """[line] of the steps of a run, its intervals, and where it starts."""
     packs = ranks * args.gradient_accumulation_steps
-    return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(packs, 'pack')} "
-            f"a step = {cli.counted(ranks, 'rank')} x "
-            f"{cli.counted(args.gradient_accumulation_steps, 'micro-step')}; ", intervals,
+    return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.plural(packs, 'pack')} "
+            f"a step = {cli.plural(ranks, 'rank')} x "
+            f"{cli.plural(args.gradient_accumulation_steps, 'micro-step')}; ", intervals,
             start_line(step, total_steps, resume)]
 
 
@@ -79,7 +79,7 @@ def open_log(args, world, step, eval_due):
     folder = Path(args.output_dir)
     checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
     return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
-                              args.report_to, cli.stored(args), step, args.wandb_project, eval_due)
+                              args.report_to, cli.safe_flags(args), step, args.wandb_project, eval_due)
 
 
 def end(args, watch, checkpoints, log, step, total_steps, stopping, words):

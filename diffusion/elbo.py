@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from core import dist, tensor_io
-from core.cli import named
+from core.cli import named_flags
 from diffusion import blocks, dit
 from diffusion.choices import FULL, bound_range, range_fits
 from diffusion.dit import trained
@@ -201,7 +201,7 @@ def setups(args, setup, rows, row_tokens):
     while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
         accumulation = 2 * splits[-1][1]
         splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
-    if named(args) & {"per_device_train_batch_size", "problems_per_batch",
+    if named_flags(args) & {"per_device_train_batch_size", "problems_per_batch",
                       "gradient_accumulation_steps"}:
         splits = [(setup.batch_size, setup.accumulation)]
     return [replace(way, batch_size=each, accumulation=accumulation)

@@ -181,7 +181,7 @@ def main(argv=None):
     name, found = (bound_file if args.bound else run_tasks)(args, folder, solver)
     path = Path(args.output or folder.parent / name)
     checkpoint.prepare_folder(path.parent, "--output")
-    checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.stored(args), **found})
+    checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.safe_flags(args), **found})
     print(f"results    {path}")
 
 

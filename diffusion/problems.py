@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from core import json_files
-from core.cli import UserError, first_line, printable, require
+from core.cli import UserError, first_line, one_line, require
 from core.problems import problem, settle
 
 END = "<|endoftext|>"
@@ -102,7 +102,7 @@ def read_entries(path, split):
         for number, entry in entries:
             label = entry.get("id") if unit == "sample" and isinstance(entry, dict) else None
             yield (f"{file} {unit} {number + (unit == 'line')}"
-                   + (f" ({printable(label, 80)})" if label else "")), entry
+                   + (f" ({one_line(label, 80)})" if label else "")), entry
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
-from core.cli import UserError, printable, problem_text, require
+from core.cli import UserError, one_line, problem_text, require
 from diffusion import choices
 
 
@@ -315,10 +315,10 @@ def main(argv=None):
     total |= {"problems": n, "too_long": len(wrong), "seconds": seconds,
               "tokens_per_second": total["tokens"] * n / max(seconds, 1e-9)}
     if output:
-        checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
+        checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.safe_flags(args),
                                        "summary": total, "answers": answers})
     for found in answers[:3] if args.test_file else answers:
-        print(f"-- {found['name']}\n   question  {printable(found['question'], 2000)}")
+        print(f"-- {found['name']}\n   question  {one_line(found['question'], 2000)}")
         print("".join(f"   {part:<9} {found[part]!r}\n" for part in ("plan", "text", "answer")
                       if found.get(part)), end="")
     if "strict" in total:       # the problems came with answers

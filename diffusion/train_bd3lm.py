@@ -187,7 +187,7 @@ print0(f"{size}, {kind}",
        f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled",
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
-       f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
+       f"{cli.plural(ranks, 'rank')} x {cli.plural(accumulation, 'micro-step')} x {batch_rows}; "
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
        run.start_line(step, total_steps, resume, weights_text))
 if dry:
@@ -268,7 +268,7 @@ def save():
         "validation": validation, "best_step": best_step, "best_tie": best_tie,
         "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,
         "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
-        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.stored(args)},
+        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.safe_flags(args)},
         files=tensor_io.stage(world, "ema", average.shadow))
 
 
@@ -387,4 +387,4 @@ while step < total_steps and not stopping and stale < patience:
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
 run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
-        f"{cli.counted(monitor.skipped, 'step')} skipped; best at step {best_step}")
+        f"{cli.plural(monitor.skipped, 'step')} skipped; best at step {best_step}")

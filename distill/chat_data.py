@@ -191,7 +191,7 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
         found = write_table(folder, paths, reading, list_in)
         print(f"data       read in {time.monotonic() - start:.1f} s"
-              + f"; {cli.counted(found['split'], 'chat')} with a sample for each answer: the "
+              + f"; {cli.plural(found['split'], 'chat')} with a sample for each answer: the "
               "template rewrites earlier turns" * bool(found["split"])
               + f"\ndata       dropped: {found['bad']}" * bool(found["bad"]), flush=True)
         return folder, found["samples"][0], sorted(reading.encoder.ends)

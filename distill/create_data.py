@@ -127,7 +127,7 @@ import time
 from collections import Counter
 
 from core import chat, checkpoint, dist, json_files
-from core.cli import printable
+from core.cli import one_line
 from distill.chat_data import LINES
 
 # ---- Requests
@@ -152,7 +152,7 @@ def read_input(path, prompt):
             messages, tools, had_answer = chat.split_question(record)
             asked.append((teachers.with_prompt(prompt, messages), tools))
         except ValueError as error:
-            raise UserError(f"--input_file {path}: line {number} {printable(error)}")
+            raise UserError(f"--input_file {path}: line {number} {one_line(error)}")
         lines.append((messages, tools))
         answered += had_answer
     if answered:
@@ -211,7 +211,7 @@ def read_journals(folder, header):
                     continue
                 found = dict(entry["header"])
             except (ValueError, LookupError, TypeError) as error:
-                raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
+                raise UserError(f"{path}: line {number} cannot be read ({one_line(error, 200)}); "
                                 "repair it, or move the file away: its lines are labelled again")
             other = [f"{name} was {found.get(name)!r}, is {header[name]!r}"
                      for name in header if found.get(name) != header[name]]
@@ -325,7 +325,7 @@ def write_results(output, lines, records):
     other = output.with_suffix(".rejected.jsonl")
     for path, rows in ((other, rejected), (output, chats)):
         checkpoint.write_text(path, "".join(chat.dumped(row) + "\n" for row in rows))
-    words, why = (", ".join(f"{printable(name, 60)} {n:,}" for name, n in found.most_common(13))
+    words, why = (", ".join(f"{one_line(name, 60)} {n:,}" for name, n in found.most_common(13))
                   for found in (labels, reasons))
     retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
     print(f"labels     {len(chats):,} of {len(lines):,} lines: {words}\n"

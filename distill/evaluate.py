@@ -424,7 +424,7 @@ def main(argv=None):
     if gone := about["leaked_lines_left_out"]:
         shown.append(f"note       {gone:,} lines left out: their text was trained as well")
     shown.append(metrics.verdict_line(clauses))
-    report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.stored(args),
+    report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.safe_flags(args),
               "data": about, "verdict": "; ".join(clauses),
               "samples": [{"id": row["id"], "question": questions[i], "held out": given[i],
                            **{name: some[i].text for name, some in answers.items()}}

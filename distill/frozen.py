@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from core import checkpoint, dist, tensor_io
-from core.cli import UserError, printable, require
+from core.cli import UserError, one_line, require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import collate, kept
@@ -122,7 +122,7 @@ class Scorer:
                     for row, token in zip(rows, ids[1:], strict=True)]
         except (UserError, *MALFORMED) as error:
             raise UserError(f"{self.server.name}/completions: its prompt_logprobs are not those of "
-                            f"vLLM's server: {printable(error)}")
+                            f"vLLM's server: {one_line(error)}")
 
     def rows(self, batch):
         ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()

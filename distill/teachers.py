@@ -21,7 +21,7 @@ from concurrent.futures import wait
 from typing import NamedTuple
 
 from core import json_files
-from core.cli import UserError, first_line, printable, require, require_package
+from core.cli import UserError, first_line, one_line, require, require_package
 
 PLACE = "{text}"        # where the line goes in the prompt
 LONGEST = 32768         # tokens of prompt and answer: 262,144 positions would fill a GPU's memory
@@ -353,7 +353,7 @@ class Server:
             fail(str(error) or type(error).__name__)
         if not response.is_success:
             words = found[:2000].decode("utf-8", "replace").split() or [response.reason_phrase]
-            fail(printable(f"HTTP {response.status_code} {' '.join(words)}"), response.status_code)
+            fail(one_line(f"HTTP {response.status_code} {' '.join(words)}"), response.status_code)
         try:
             return read(bytes(found))
         except MALFORMED as error:
@@ -371,7 +371,7 @@ class Server:
                     raise
                 if time.monotonic() - self.noticed > NOTICE_S:
                     self.noticed = time.monotonic()
-                    print(printable(f"notice     waiting for {self.url}: {error.why}"))
+                    print(one_line(f"notice     waiting for {self.url}: {error.why}"))
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30)
 

@@ -109,7 +109,7 @@ def check_flags(args, world_size):
             "give one of --eval_data_file and --validation_split, not both")
     require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
             "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
-    planned = args.auto and "per_device_train_batch_size" not in cli.named(args)
+    planned = args.auto and "per_device_train_batch_size" not in cli.named_flags(args)
     if args.gradient_accumulation_steps:
         require(not args.global_batch_size,
                 "give one of --global_batch_size and --gradient_accumulation_steps")
@@ -334,7 +334,7 @@ def save():
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
         "skipped": monitor.skipped, "scaler": scaler and scaler.saved(), "unlogged": unlogged,
-        "args": cli.stored(args)}, split=causal_lm.published)
+        "args": cli.safe_flags(args)}, split=causal_lm.published)
 
 
 # ---- Loop
@@ -450,4 +450,4 @@ while step < total_steps and not stopping:
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{cli.counted(monitor.skipped, 'step')} skipped{best}")
+        f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

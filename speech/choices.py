@@ -3,7 +3,7 @@ import os
 import re
 
 from core import cli
-from core.cli import counted, require
+from core.cli import plural, require
 
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
@@ -66,7 +66,7 @@ def check_trainer(args, world_size):
             (args.global_batch_size and args.gradient_accumulation_steps != 1,
              "give one of --global_batch_size and --gradient_accumulation_steps")):
         require(not wrong, why)
-    by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
+    by_tokens = args.auto and "per_device_train_batch_size" not in cli.named_flags(args)
     if args.max_tokens_per_batch or by_tokens:
         for name in ("group_by_length", *["global_batch_size"][args.auto:]):
             require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
@@ -74,7 +74,7 @@ def check_trainer(args, world_size):
         samples = args.per_device_train_batch_size * world_size
         require(args.global_batch_size % samples == 0,
                 f"--global_batch_size {args.global_batch_size} is not a multiple of {samples}, "
-                f"--per_device_train_batch_size times {counted(world_size, 'rank')}")
+                f"--per_device_train_batch_size times {plural(world_size, 'rank')}")
         args.gradient_accumulation_steps = args.global_batch_size // samples
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli, json_files
-from core.cli import UserError, counted, error_text, first_line, printable, require
+from core.cli import UserError, plural, error_text, first_line, one_line, require
 from speech import choices
 from speech.choices import COLUMNS, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
@@ -598,7 +598,7 @@ def open_files(paths, given):
                     ValueError, NotImplementedError) as error:
                 raise UserError(f"{one}: cannot be read, it may be cut off ({first_line(error)})")
     if read:
-        return f"{counted(len(paths), 'file')} with audio", rows_of(path, entries(), given)
+        return f"{plural(len(paths), 'file')} with audio", rows_of(path, entries(), given)
     require(len(paths) == 1, f"{path}: is one of {len(paths)} lists; give one")
     require(path.suffix not in (".parquet", ".arrow", ".tar"),
             f"{path}: is not a parquet, arrow or tar file")
@@ -628,7 +628,7 @@ def open_folder(folder, given):
     first = next(read_sidecar(folder), None)
     if any(not isinstance(row, BadSample) for _, row in read_sidecar(folder)):
         return folder, "audio files with their texts next to them", read_sidecar(folder)
-    why = f"has audio, such as {printable(first[0], 80)}, but no list of texts; it {first[1]}" \
+    why = f"has audio, such as {one_line(first[0], 80)}, but no list of texts; it {first[1]}" \
         if first else f"has neither a list nor audio files ({', '.join(AUDIO_FILES)})"
     raise UserError(f"{folder}: {why}" + "".join(f"; {error}" for error in refused[:1]))
 
@@ -817,7 +817,7 @@ def gather(at, rows, paths, scratch, reading, held_out, refuse):
     odd, pool, texts, number, other, marked = {}, {}, Counter(), 0, 0, False
     for place, row in rows:
         name, label = f"{at} {place}", label_of(row) if isinstance(row, dict) else None
-        name += f" ({printable(label, 80)})" if label else ""
+        name += f" ({one_line(label, 80)})" if label else ""
         held = isinstance(row, dict) and is_held_out(row)
         marked = marked or held
         if held and not held_out:
@@ -872,7 +872,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     if made and note.exists() and out_path.exists():        # sound is unpacked once
         saved = json_files.read_object(note)
         if saved["made"] == made:
-            print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
+            print(f"converted  {one_line(source)}: as before, {out_path}", flush=True)
             problems += [problem(*row, source) for row in saved["refused"]]
             return
     note.unlink(missing_ok=True)
@@ -913,12 +913,12 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())
     counts = f" ({', '.join(f'{n} {check}' for check, n in counts)})" * bool(counts)
-    lines = [f"converted  {printable(source)} ({printable(about)}): "
-             f"{counted(kept + len(refused), 'row')} = {kept} kept + {len(refused)} refused"
+    lines = [f"converted  {one_line(source)} ({one_line(about)}): "
+             f"{plural(kept + len(refused), 'row')} = {kept} kept + {len(refused)} refused"
              f"{counts}; {out_path}" + f"; {other} are of another split" * bool(other)]
-    lines += [f"           first: {printable(first)}"] if first else []
-    lines += [f"           {counted(n, 'row' if what == OUTSIDE else 'text')} {what}, such as "
-              f"{printable(one)[:60]!r}" for what, (n, one) in odd.items()]
+    lines += [f"           first: {one_line(first)}"] if first else []
+    lines += [f"           {plural(n, 'row' if what == OUTSIDE else 'text')} {what}, such as "
+              f"{one_line(one)[:60]!r}" for what, (n, one) in odd.items()]
     print("\n".join(lines), flush=True)
 
 

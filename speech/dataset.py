@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core import checkpoint, json_files
-from core.cli import UserError, counted, printable, require
+from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, Lists, parallel_map_ordered, token_lists
 from core.problems import LIST, problem, settle
@@ -104,7 +104,7 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
                     "task_type", "ref_in_system", "reference", "reference_share", "columns")
                     if getattr(reading, name) != getattr(Reading(), name)]
                 if changed:
-                    print(f"notice     {printable(path)}: ChatML has its prompts, in which "
+                    print(f"notice     {one_line(path)}: ChatML has its prompts, in which "
                           f"{', '.join(changed)} changes nothing", flush=True)
                 return given
     from speech import convert
@@ -130,7 +130,7 @@ def entries_of(source, reading, wanted, make=canonical_sample):
             if isinstance(entry, dict):
                 misc = entry["misc"] if isinstance(entry.get("misc"), dict) else {}
                 label, setting = label_of(entry), entry.get("normalize_text")
-                name += f" ({printable(label, 80)})" if label else ""
+                name += f" ({one_line(label, 80)})" if label else ""
                 if isinstance(misc.get("source"), str):     # of convert.py
                     name = misc["source"]
             if setting not in (None, "", "on", "off"):
@@ -208,13 +208,13 @@ def read_all(builder, sources, problems, noted=None, folder=None):
         parallel_map_ordered(chunks, sources.processes, take)
         kept, lost = len(builder) - first, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {printable(path)}: chatml ({source.about}); "
-              f"{counted(kept + lost, 'row')} = {kept} kept + {lost} refused"
+        print(f"source     {one_line(path)}: chatml ({source.about}); "
+              f"{plural(kept + lost, 'row')} = {kept} kept + {lost} refused"
               f"{f' ({counts})' if counts else ''}", flush=True)
         for text in shown[:1]:
-            print(f"           first: {printable(text)}", flush=True)
+            print(f"           first: {one_line(text)}", flush=True)
         for check, n in sorted(notes.items()):
-            print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
+            print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.stopping:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
@@ -524,13 +524,13 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     if len(train) and twice.all():
         raise UserError("no training samples are left: all audio is in the validation data too")
     if say and twice.any():
-        print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is "
+        print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
               "in the validation data")
     train = train[~twice]
     own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
     if len(own):
-        print(f"data       {counted(len(own), 'sample')} with own_reference: the model learns to "
-              f"copy a reference that is the clip to speak, as of {printable(table.name(own[0]))}")
+        print(f"data       {plural(len(own), 'sample')} with own_reference: the model learns to "
+              f"copy a reference that is the clip to speak, as of {one_line(table.name(own[0]))}")
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "

@@ -179,7 +179,7 @@ for folder in args.folders:
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
                         args.language, args.batch_size, args.device)
-settings = {key: value for key, value in cli.stored(args).items() if key != "folders"}
+settings = {key: value for key, value in cli.safe_flags(args).items() if key != "folders"}
 runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
 for folder, run in zip(args.folders, runs):
     write_json(Path(folder) / "evaluation.json", run)

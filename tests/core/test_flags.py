@@ -131,7 +131,7 @@ def settled(total, before=None, validates=True, **given):
 def test_a_run_saves_and_validates_by_its_length(total, wanted):
     args, lines = settled(total)
     assert (args.save_steps, args.eval_steps, args.warmup_steps) == wanted
-    saves, evals = (cli.counted(steps, "step") for steps in wanted[:2])
+    saves, evals = (cli.plural(steps, "step") for steps in wanted[:2])
     assert lines == [f"intervals  checkpoints every {saves}; validation every {evals}"]
     again, _ = settled(2 * total, vars(args), eval_steps=7)     # a resumed run keeps those of its first start
     assert (again.save_steps, again.eval_steps, again.warmup_steps) == (wanted[0], 7, wanted[2])

@@ -30,7 +30,7 @@ FLAGS = {"model_path": "voices/" + "big-model" * 9, "max_steps": STEPS, "note": 
 def make_run(folder):
     """A run's files, resumed at step 20, best at 20, its last line cut off."""
     folder.mkdir()
-    args = argparse.Namespace(given=cli.stored(argparse.Namespace(**FLAGS)))
+    args = argparse.Namespace(given=cli.safe_flags(argparse.Namespace(**FLAGS)))
     (folder / cli.CONFIG).write_text(cli.config_text(args, "train.py"))
     for start, end in ((0, 20), (20, STEPS)):
         log = MetricsLog(folder, folder / "logs", "none", FLAGS, start)
