@@ -11,11 +11,13 @@ outputs of attention (not FlexAttention) and of products, except the wide output
 are cheap to compute again. Gradients are bit-equal.
 """
 import functools
+import importlib.util
 import inspect
 import sys
 
 import torch
 import torch.nn.functional as F
+from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -60,6 +62,33 @@ def compiles(kind):
                f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
         return False
     return True
+
+
+def grouped_attention():
+    """Output and gradients of packed attention with fewer key heads, on a GPU with fixed inputs."""
+    like = {"generator": torch.Generator("cuda").manual_seed(0), "dtype": torch.bfloat16,
+            "device": "cuda", "requires_grad": True}
+    q, k, v = (torch.randn(8, heads, 64, **like) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+    out = varlen_attn(q, k, v, ends, ends, 5, 5, window_size=(-1, 0), **GROUPED)
+    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
+@functools.cache
+def use_flash3():
+    """Switch packed attention to FlashAttention 3 if its package is installed and a trial agrees
+    with torch's kernel. A notice says what happened. This has never run on a GPU here.
+    """
+    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
+        return
+    own = grouped_attention()
+    try:
+        attention.activate_flash_attention_impl("FA3")
+        torch.testing.assert_close(grouped_attention(), own, rtol=0.05, atol=0.05)
+        notice("FlashAttention 3 is used")
+    except Exception as error:      # of a package that is too old for this torch, or for this GPU
+        attention.restore_flash_attention_impl()
+        notice(f"FlashAttention 3 is installed but fails ({one_line(error, 80)})")
 
 
 def kernel(function, *args):
@@ -182,6 +211,7 @@ def use(model):
     """Replace layers of a transformers model by the ones here where its code is known; returns it.
     Rotary embeddings are functions of transformers' modules, replaced for all models of a type.
     """
+    use_flash3()
     samples = torch.linspace(-1, 1, 9, device="cpu")
     for layer in model.modules():
         kind, module = type(layer), sys.modules[type(layer).__module__]

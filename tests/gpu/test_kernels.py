@@ -2,6 +2,7 @@
 
 Needs triton, whose compiler needs no GPU: installed, or in the folder that TRITON names.
 """
+import functools
 import importlib.util
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from core import dist
+from core import dist, kernels
 from tests.helpers.trainer import ROOT
 
 HAVE_TRITON = bool(importlib.util.find_spec("triton") or os.environ.get("TRITON"))
@@ -23,6 +24,27 @@ def test_no_kernel_reduces_rows_and_columns_at_once():
     """
     dist.compile_layers([])
     assert torch._inductor.config.triton.mix_order_reduction is False
+
+
+@pytest.mark.parametrize("trial, said", [(0.0, "is used"), (1.0, "fails"), (None, "fails (no kernel here)")])
+def test_flash_attention_3_is_tried_once_and_left_where_it_is_wrong(trial, said, monkeypatch, capsys):
+    """trial: what its results are off by; None: it raises."""
+    state = []
+
+    def results():
+        if state and trial is None:
+            raise RuntimeError("no kernel here")
+        return torch.ones(3) + (trial if state else 0),
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(kernels.attention, "activate_flash_attention_impl", state.append)
+    monkeypatch.setattr(kernels.attention, "restore_flash_attention_impl", state.clear)
+    monkeypatch.setattr(kernels, "grouped_attention", results)
+    monkeypatch.setattr(kernels, "use_flash3", functools.cache(kernels.use_flash3.__wrapped__))
+    for _ in range(2):
+        kernels.use(torch.nn.Linear(2, 2))
+    output = capsys.readouterr().out
+    assert output.count("notice") == 1 and said in output and state == ["FA3"] * (trial == 0)
 
 
 @pytest.mark.slow
