@@ -1,10 +1,9 @@
-"""LoRA adapters in any model, plain or sharded: add, compute, fill, save, load; files are PEFT's.
+"""LoRA adapters in any model, plain or sharded: add, compute, fill, save, load. Files are PEFT's.
 
-Frozen linear layers of one input and their adapters are one operation with its gradient: each
-product is added to the sum so far, and the adapters' halves that read the input are one matrix.
-Layer by layer, autograd would make and add up a gradient as wide as the layer for each weight and
-each adapter. Same sums but for rounding. Dropout draws one mask for all adapters of an input, where
-PEFT draws one each.
+Frozen linear layers that share an input, and their adapters, are one autograd operation. Each
+product is accumulated into the output, and the A matrices of the adapters are one matrix. Autograd
+on single layers would allocate and add a gradient as wide as the input for every weight and every
+adapter. Results differ by rounding only. Dropout draws one mask per input, PEFT one per adapter.
 """
 import contextlib
 import copy
@@ -21,10 +20,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from core import checkpoint, dist, json_files, kernels, tensor_io
 from core.cli import UserError, require
 
-WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
-MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
-# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. Any
-# other one (modules_to_save, bias, what a newer PEFT adds) would be computed wrongly, or in part.
+WHOLE = ".modules_to_save."             # in the names of modules that are trained without LoRA
+MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's magnitudes
+# Fields of PEFT's LoraConfig that this code supports, or that only matter in training. An adapter
+# that sets another one (modules_to_save, bias, a field of a newer PEFT) would be computed wrongly.
 FIELDS = set("""r lora_alpha target_modules exclude_modules use_rslora use_dora rank_pattern
     alpha_pattern layers_to_transform layers_pattern init_lora_weights lora_dropout eva_config
     peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
@@ -36,15 +35,15 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change 
 
 
 def add_products(lefts, rights):
-    """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., summed by the kernels; 2-d, one dtype."""
+    """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., accumulated in place; 2-d, one dtype."""
     out = lefts[0] @ rights[0]
     for left, right in zip(lefts[1:], rights[1:]):
         out.addmm_(left, right)
     return out
 
 
-# One operator in compiled layers: torch 2.11's compiler gives no gradient to an output of an
-# autograd.Function that was changed in place, and Inductor copies what a product is added to.
+# An operator for compiled layers: torch 2.11's compiler gives no gradient to an output of an
+# autograd.Function that was changed in place, and Inductor copies the accumulator of each product.
 compiled_add_products = kernels.define_operator(
     "add_products", "(Tensor[] lefts, Tensor[] rights) -> Tensor", add_products,
     lambda lefts, rights: lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1]))
@@ -66,7 +65,7 @@ class _Outputs(torch.autograd.Function):
         bases, downs, ups = weights[:n], weights[n:2 * n], [up.to(dtype) for up in weights[2 * n:]]
         x, down = x.to(dtype), torch.cat(downs).to(dtype)
         rows, *mask = torch.native_dropout(x, rate, True) if rate else (x,)
-        lows = (rows @ down.t() * scale).split([len(part) for part in downs], dim=1)
+        lows = (rows @ down.t() * scale).split(list(map(len, downs)), dim=1)
         outputs = []
         for base, up, low in zip(bases, ups, lows):
             base = full_weight(base, (len(up), x.shape[1]), dtype).t()
@@ -96,15 +95,15 @@ class _Outputs(torch.autograd.Function):
 
 
 def full_weight(weight, shape, dtype):
-    """A frozen weight in the dtype computed in; one in NF4 is bytes."""
+    """A frozen weight in the compute dtype; NF4 weights are uint8."""
     if weight.dtype != torch.uint8:
         return weight.to(dtype)
     from core import quantized
-    return quantized.whole(weight, shape, dtype)
+    return quantized.unpack(weight, shape, dtype)
 
 
-def joins(layer):
-    """True if this module can compute a layer's adapter and frozen weight."""
+def is_joinable(layer):
+    """True if outputs() can compute a layer: an enabled adapter on a frozen weight, no bias."""
     base = getattr(layer, "base_layer", None)
     return (hasattr(layer, "adds_in_place") and not (layer.disable_adapters or layer.merged)
             and (type(base) is torch.nn.Linear or hasattr(base, "nf4")) and base.bias is None
@@ -112,30 +111,30 @@ def joins(layer):
 
 
 def outputs(x, *layers):
-    """[layer(x)] of linear layers; AddingLinear ones are computed together."""
-    if not all(map(joins, layers)) or len({layer.scaling["default"] for layer in layers}) > 1:
+    """[layer(x)] of linear layers. AddingLinear layers are computed together."""
+    if not all(map(is_joinable, layers)) or len({layer.scaling["default"] for layer in layers}) > 1:
         return [layer(x) for layer in layers]
     first, rows = layers[0], x.flatten(0, -2)
     rate = getattr(first.lora_dropout["default"], "p", 0.0) * first.training
-    found = _Outputs.apply(
+    flat = _Outputs.apply(
         rows, kernels.stream_dtype(rows), first.scaling["default"], rate, first.adds_in_place,
         *(layer.base_layer.weight for layer in layers),
         *(layer.lora_A["default"].weight for layer in layers),
         *(layer.lora_B["default"].weight for layer in layers))
-    return [out.view(*x.shape[:-1], out.shape[-1]) for out in found]
+    return [out.view(*x.shape[:-1], out.shape[-1]) for out in flat]
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer whose update is added by the product that makes it: PEFT's forward
-    passes three more times over memory as wide as the output, longer than products of rank 16.
+    """PEFT's LoRA linear layer, computed by outputs(). PEFT's forward makes three more passes over
+    memory as wide as the output, which take longer than products of rank 16.
     """
-    # False copies the base's output first: recomputation may have kept it
+    # False copies the base's output first: selective recomputation may keep it
     adds_in_place = True
-    together = staticmethod(outputs)        # looked for by kernels.outputs
+    together = staticmethod(outputs)        # kernels.outputs calls it
 
     def forward(self, x, *args, **kwargs):
         """x (..., in) -> (..., out)."""
-        if args or kwargs or not joins(self):
+        if args or kwargs or not is_joinable(self):
             return super().forward(x, *args, **kwargs)
         return outputs(x, self)[0]
 
@@ -145,8 +144,9 @@ class AddingLinear(Linear):
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
              **settings):
-    """Wrap the linear modules in a model's decoder layers in fp32 adapters; the base is frozen.
-    targets: "all-linear" or endings of module names, with commas; UserError when one matches none.
+    """Wrap linear modules of a model's decoder layers in fp32 adapters; the base is frozen.
+
+    targets: "all-linear" or comma-separated endings of module names; UserError if one matches none.
     base_name, rslora, dora, settings: as in PEFT's config; task_type None: no transformers model.
     """
     linear = {name for layer in layers for name, module in layer.named_modules()
@@ -154,7 +154,7 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
     endings = sorted({name.rpartition(".")[2] for name in linear})
     names = endings if targets == "all-linear" else list(
         filter(None, map(str.strip, targets.split(","))))
-    for name in names or [targets]:     # commas alone match nothing
+    for name in names or [targets]:     # targets may be only commas
         require(any(f".{other}".endswith(f".{name}") for other in linear),
                 f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out "
                 f"of: {', '.join(endings) or 'none, this model has no linear layers'}")
@@ -164,53 +164,54 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model as a LoraConfig says; fp32 adapters. autocast: PEFT need not cast inputs."""
-    with warnings.catch_warnings():     # PEFT asks transformers in a way that newer ones find old
+    """Wrap a model by a LoraConfig, in fp32 adapters. autocast: the model runs under autocast."""
+    with warnings.catch_warnings():     # PEFT calls transformers in a deprecated way
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)     # which overwrites the base's name
     is_folder = base_name and os.path.isdir(base_name)
     config.base_model_name_or_path = os.path.abspath(base_name) if is_folder else base_name
     for module in wrapped.modules():
-        # DoRA's own forward is PEFT's
+        # DoRA layers keep PEFT's forward
         if autocast and type(module) is Linear and not config.use_dora:
-            module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first
+            module.cast_input_dtype_enabled = False     # autocast casts inputs, not to fp32
             module.__class__ = AddingLinear
     return wrapped
 
 
 def add_saved(model, folder, whole=()):
-    """Wrap a model in the adapters of a PEFT folder, weights not yet loaded; PEFT's own forward
-    computes them. whole: modules that may be saved with adapters. UserError for another config.
+    """Wrap a model in the adapters of a PEFT folder, without loading weights; PEFT's own forward
+    computes them. whole: modules that modules_to_save may name. UserError for other settings.
     """
     path = Path(folder).absolute() / "adapter_config.json"
     if not path.is_file():
-        found = [p for f in (path.parent, path.parents[1]) for p in checkpoint.list_checkpoints(f)]
-        hint = f"; the newest checkpoint is {found[-1][1]}" if found else ""
+        checkpoints = [pair for parent in (path.parent, path.parents[1])
+                       for pair in checkpoint.list_checkpoints(parent)]
+        hint = f"; the newest checkpoint is {checkpoints[-1][1]}" if checkpoints else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
     require(saved.get("peft_type") == "LORA" and {"r", "lora_alpha", "target_modules"} <= {*saved},
             f"{path}: is not the configuration of a LoRA adapter: peft_type "
             f"{saved.get('peft_type')!r}; it needs 'LORA', r, lora_alpha and target_modules")
-    odd = [name for name, value in saved.items()
-           if name not in FIELDS and value and value != getattr(usual, name, None)]
+    unsupported = [name for name, value in saved.items()
+                   if name not in FIELDS and value and value != getattr(usual, name, None)]
     if set(map(str, saved.get("modules_to_save") or ())) <= set(whole):
-        odd = [name for name in odd if name != "modules_to_save"]
+        unsupported = [name for name in unsupported if name != "modules_to_save"]
     if saved.get("init_lora_weights") not in INITS:
-        odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
-    require(not odd, f"{path}: the adapter has {', '.join(odd)}, which is not supported; merge it "
-            "into its base with PEFT")
+        unsupported.append(f"init_lora_weights {saved['init_lora_weights']!r}")
+    require(not unsupported, f"{path}: the adapter has {', '.join(unsupported)}, which is not "
+            "supported; merge it into its base with PEFT")
     try:
         config = LoraConfig.from_pretrained(folder)
-        config.base_model_name_or_path = None   # PEFT would warn that this base has another name
+        config.base_model_name_or_path = None   # else PEFT warns if this base has another name
         config.init_lora_weights = True         # the weights come from the file
         return attach(model, config, autocast=False)
-    except Exception as error:      # PEFT's checks raise a dozen kinds
+    except Exception as error:      # PEFT's checks raise a dozen types
         raise UserError(f"{path}: is not a LoRA configuration for this model ({error!r:.200})")
 
 
 @contextlib.contextmanager
-def switched_off(model):
-    """The model computes as its base. PEFT's disable_adapter would change requires_grad, too."""
+def disable(model):
+    """Compute as the base in this context. PEFT's disable_adapter() also changes requires_grad."""
     layers = [(module, module._disable_adapters) for module in model.modules()
               if isinstance(module, BaseTunerLayer)]
     for layer, _ in layers:
@@ -226,7 +227,7 @@ def switched_off(model):
 
 
 def base_weights(model):
-    """{the base's own name: parameter} of the base inside a PeftModel."""
+    """{name in the base model: parameter} of the base inside a PeftModel."""
     named = model.get_base_model().named_parameters()
     return {name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
             for name, parameter in named if ".lora_" not in name and WHOLE not in name}
@@ -240,10 +241,10 @@ def adapter_weights(model):
 
 
 def init_adapters(model, seed):
-    """Fill new adapters, alike for any sharding: A as PEFT does (Kaiming uniform), B with zeros,
-    DoRA's magnitudes and whole modules from the base's weights, which must be there already.
+    """Fill new adapters, the same for any sharding: A as PEFT does (Kaiming uniform), B with zeros,
+    DoRA's magnitudes and modules_to_save from the base's weights, which must be loaded.
     """
-    def local(tensor):      # this rank's part of a tensor that may be sharded
+    def local(tensor):      # this rank's shard
         return getattr(tensor, "_local_tensor", tensor).detach()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
@@ -254,26 +255,26 @@ def init_adapters(model, seed):
             tensor_io.fill(parameter, whole)
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
-            for ours, base in zip(whole.parameters(), module.original_module.parameters()):
-                local(ours).copy_(local(base))
+            for parameter, base in zip(whole.parameters(), module.original_module.parameters()):
+                local(parameter).copy_(local(base))
         for magnitude in getattr(module, MAGNITUDE, {}).values():
             rows = local(module.base_layer.weight)      # shards have the same rows
             local(magnitude.weight).copy_(torch.linalg.norm(rows.float(), dim=1))
 
 
 def save_config(model, folder):
-    """adapter_config.json, which PEFT loads with adapter_weights in adapter_model.safetensors."""
+    """Write adapter_config.json, which PEFT loads with adapter_model.safetensors."""
     config = copy.copy(model.peft_config["default"])
     config.inference_mode = True
     config.save_pretrained(folder)
 
 
 def load_adapters(model, folder):
-    """Copy a saved adapter into a freshly wrapped model, sharded or not. UserError if unlike."""
+    """Load a saved adapter into a wrapped model, sharded or not. UserError for other settings."""
     saved = json_files.read_object(Path(folder) / "adapter_config.json")
-    ours = model.peft_config["default"]
+    config = model.peft_config["default"]
     for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):
-        value, stored = getattr(ours, key), saved.get(key, False)
+        value, stored = getattr(config, key), saved.get(key, False)
         if key.endswith(("modules", "save")):
             value, stored = set(value or ()), set(stored or ())
         require(stored == value, f"{folder}: adapter has {key} {stored}, this run {value}; give "

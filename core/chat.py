@@ -1,13 +1,13 @@
 """Chats -> token ids and which of them are trained, proven against the chat template.
 
-One JSON object a line, or a row of .parquet: {"messages": [{"role": "user", "content": "..."},
-{"role": "assistant", ...}]}, ShareGPT's "conversations", or "prompt" and "completion" (or
-"response"). Only assistant turns are trained, but for "weight" 0. Where one begins is proven with
-the tokenizer's own template: the ids of the prompt (all before it, with the generation prompt) must
-be the first ids of the whole. Where only its text begins the whole (an opened think block may share
-a token with what follows), the last answer is tokenised apart, as generation writes it. A template
-that rewrites earlier turns, such as their thoughts, gives each answer a sample (split); one for
-which nothing holds is refused.
+A chat is one JSON object per line, or a row of .parquet: {"messages": [{"role": "user", "content":
+"..."}, {"role": "assistant", ...}]}, ShareGPT's "conversations", or "prompt" and "completion" (or
+"response"). Only assistant turns are trained, unless their "weight" is 0. The tokenizer's own
+template proves where an answer begins: the ids of the prompt (the messages before the answer, with
+the generation prompt) must be the first ids of the whole chat. If this holds for their texts only
+(an opened think block may share a token with what follows), the last answer is tokenised
+separately, as generation writes it. If a template rewrites earlier turns, such as their thoughts,
+each answer becomes a sample (split). All other chats are refused.
 """
 import copy
 import functools
@@ -36,20 +36,20 @@ dumped = functools.partial(json.dumps, ensure_ascii=False)
 
 @functools.cache
 def files_of(name):
-    """[paths] of a file, a pattern, or a folder's one set of .jsonl or .parquet. UserError."""
+    """[paths] of a file, a pattern, or a folder's only set of .jsonl or .parquet. UserError."""
     path = Path(name)
     if not path.is_dir():
-        found = [str(name)] if path.is_file() else sorted(glob.glob(str(name)))
-        require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf "
+        files = [str(name)] if path.is_file() else sorted(glob.glob(str(name)))
+        require(files, f"{name}: cannot be read (No such file or directory); from the Hub: hf "
                        "download OWNER/NAME --repo-type dataset --local-dir FOLDER")
-        return found
-    found = sorted(str(file) for file in (*path.glob("*"), *path.glob("data/*"))
+        return files
+    files = sorted(str(file) for file in (*path.glob("*"), *path.glob("data/*"))
                    if file.suffix in (".jsonl", ".parquet"))
-    # shards of one set have one word before the numbers
-    sets = sorted({re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in found})
+    # the shards of a set have the same word before their numbers
+    sets = sorted({re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in files})
     require(len(sets) == 1, f"{path}: needs one set of .jsonl or .parquet, in it or its data/; it "
             f"holds {', '.join(sets[:12]) or 'none'}; give one in quotes")
-    return found
+    return files
 
 
 def lines_of(path):
@@ -60,23 +60,24 @@ def lines_of(path):
                         else json_files.lines(file, name))
 
 
-def parsed(value):
+def parse_json(value):
     """The value of a JSON text; anything else is a value already. ValueError."""
     return json_files.loads(value) if isinstance(value, (str, bytes)) else value
 
 
-def usable(path, lines, problems):
-    """Yield (number, record) of numbered lines; `problems` takes the faults of the others."""
+def parse_lines(path, lines, problems):
+    """Yield (number, record) of numbered lines; append the faults of the others to `problems`."""
     for number, line in lines:
         if not isinstance(line, dict) and not line.strip():
             continue
         check = "unreadable"
         try:
-            if not isinstance(record := parsed(line), dict):
+            record = parse_json(line)
+            if not isinstance(record, dict):
                 raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
                                  "read; of a list: jq -c '.[]' LIST > LINES.jsonl")
             check = "invalid"
-            record = as_messages(record)
+            record = normalize_record(record)
         except ValueError as error:
             problems.append(problem(f"{path}:{number}", check, error, path))
         else:
@@ -89,29 +90,25 @@ def read_chunks(path, size, first=0, step=1):
     chunks = iter(lambda: list(itertools.islice(lines, size)), [])
     for chunk in itertools.islice(chunks, first, None, step):
         problems = []
-        yield list(usable(path, chunk, problems)), problems
+        yield list(parse_lines(path, chunk, problems)), problems
 
 
 def read_records(path, problems, numbers=None):
-    """Yield (line number, record), of all lines or of these numbers; see usable. UserError."""
-    return usable(path, (line for line in enumerate(lines_of(path), 1)
-                         if numbers is None or line[0] in numbers), problems)
+    """parse_lines() of a data set, of all its lines or of these numbers. UserError."""
+    return parse_lines(path, (line for line in enumerate(lines_of(path), 1)
+                              if numbers is None or line[0] in numbers), problems)
 
 
-def as_messages(record, answered=True):
-    """A record of a known form with the "messages" and "tools" that templates want. answered: it
-    has to have an answer, and what follows the last is left out. ValueError: fault and remedy.
+def normalize_record(record, answered=True):
+    """A record in any known form with the "messages" and "tools" that templates take. answered: it
+    must have an answer, and messages after the last one are dropped. ValueError.
     """
-    messages, turns, system = map(record.get, ("messages", "conversations", "system"))
+    messages = record.get("messages")
     if not isinstance(messages, list):
-        sides = record.get("prompt"), record.get("completion", record.get("response"))
-        messages = turns if isinstance(turns, list) else [] if None in sides else [
-            message for role, side in zip(("user", "assistant"), sides) for message in
-            (side if isinstance(side, list) else [{"role": role, "content": side}])]
-        messages = [{"role": "system", "content": system}] * bool(system and messages) + messages
-    record = record | {"messages": list(map(as_message, messages))}
+        messages = convert_turns(record)
+    record = record | {"messages": list(map(normalize_message, messages))}
     if "tools" in record:
-        record["tools"] = parsed(record["tools"])
+        record["tools"] = parse_json(record["tools"])
     check_messages(record)
     group_key(record)
     if answered and all(message["role"] != "assistant" for message in record["messages"]):
@@ -122,32 +119,48 @@ def as_messages(record, answered=True):
     return record
 
 
-def as_message(message):
-    """A message as templates take it: keys of ShareGPT become ours, one that only has calls gets an
-    empty text, and arguments of calls, which servers send as text, JSON values. ValueError.
+def convert_turns(record):
+    """Messages of ShareGPT's "conversations", or of a prompt and its completion; [] if neither."""
+    messages, prompt = record.get("conversations"), record.get("prompt")
+    answer = record.get("completion", record.get("response"))
+    if not isinstance(messages, list):
+        messages = []
+        if prompt is not None and answer is not None:
+            for role, side in ("user", prompt), ("assistant", answer):
+                messages += side if isinstance(side, list) else [{"role": role, "content": side}]
+    if messages and record.get("system"):
+        messages = [{"role": "system", "content": record["system"]}, *messages]
+    return messages
+
+
+def normalize_message(message):
+    """A message as templates take it. ShareGPT's keys become ours; a message with only tool calls
+    gets an empty text; arguments of calls, which servers send as text, become JSON. ValueError.
     """
-    if isinstance(message, dict) and message.keys() - {"weight"} == {"from", "value"}:
+    if not isinstance(message, dict):
+        return message      # check_messages refuses it
+    if message.keys() - {"weight"} == {"from", "value"}:
         names = {"from": "role", "value": "content"}
         message = {names.get(key, key): value for key, value in message.items()}
         message["role"] = SHAREGPT.get(str(message["role"]), message["role"])
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         calls = copy.deepcopy(calls)
-        for call in map(called, calls):
+        for call in map(function_of, calls):
             if "arguments" in call:
-                call["arguments"] = parsed(call["arguments"])
+                call["arguments"] = parse_json(call["arguments"])
         message = message | {"content": message.get("content") or "", "tool_calls": calls}
     return message
 
 
-def called(tool):
-    """The dict that has a tool's, or a tool call's, name: the tool, or its "function"."""
+def function_of(tool):
+    """The dict with the name of a tool or a tool call: its "function" or, without one, itself."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else {}
     return inner if isinstance(inner, dict) else {}
 
 
 def group_key(record):
-    """The record's integer "id", or None for another kind. ValueError for one out of range."""
+    """The record's "id" if it is an integer, else None. ValueError if it is out of range."""
     key = record.get("id")
     if type(key) is int and not 0 <= key < 2**63:
         raise ValueError(f'has the "id" {key}; give a whole number from 0 to 2**63 - 1, or none')
@@ -155,13 +168,13 @@ def group_key(record):
 
 
 def check_messages(record):
-    """ValueError for messages or tools of a record that cannot be used."""
+    """ValueError unless the messages and tools of a record can be used."""
     messages, tools = record.get("messages"), record.get("tools") or []
     if not messages or not isinstance(messages, list):
         raise ValueError('has no list "messages", so it is not a chat; give {"messages": [{"role": '
                          '"user", "content": ...}, {"role": "assistant", "content": ...}]}')
-    if not isinstance(tools, list) or not all(
-            called(tool).get("name") and isinstance(called(tool)["name"], str) for tool in tools):
+    names = [function_of(tool).get("name") for tool in tools] if isinstance(tools, list) else [None]
+    if not all(name and isinstance(name, str) for name in names):
         raise ValueError('its "tools" are no list of {"function": {"name": ..., ...}}')
     for number, message in enumerate(messages, 1):
         fields = message if isinstance(message, dict) else {}
@@ -175,12 +188,12 @@ def check_messages(record):
             why = " holds half a character (\\ud800 to \\udfff)"
         elif role == "assistant" and not content.strip() and not calls:
             why = " is an empty answer; drop the line"
-        elif other := message.keys() - KEYS[role]:
-            why = (f" has {', '.join(sorted(other))}, which no chat template is sure to write; "
+        elif unknown := message.keys() - KEYS[role]:
+            why = (f" has {', '.join(sorted(unknown))}, which no chat template is sure to write; "
                    f"remove it, known are {', '.join(sorted(KEYS[role]))}")
         elif not isinstance(calls, list) or not all(
-                isinstance(called(call).get("name"), str)
-                and isinstance(called(call).get("arguments", {}), dict) for call in calls):
+                isinstance(function_of(call).get("name"), str)
+                and isinstance(function_of(call).get("arguments", {}), dict) for call in calls):
             why = ': its tool_calls are no list of {"name": "...", "arguments": {...}}'
         elif message.get("weight", 1) not in (0, 1):
             why = f" has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
@@ -189,12 +202,13 @@ def check_messages(record):
         raise ValueError(f"message {number}{why}")
 
 
-def as_question(record):
-    """(messages up to a question, tools or None, whether its answer was left out). ValueError."""
-    record = as_messages(record, answered=False)
+def split_question(record):
+    """(messages up to the last question, tools or None, True if it had an answer). ValueError."""
+    record = normalize_record(record, answered=False)
     messages = record["messages"]
     answered = messages[-1]["role"] == "assistant"
-    messages = messages[:-1] if answered else messages
+    if answered:
+        messages = messages[:-1]
     if (not messages or messages[-1]["role"] not in ("user", "tool")
             or not question(messages).strip()):
         raise ValueError("has no user message with text before the answer that is asked for")
@@ -206,7 +220,7 @@ def question(messages):
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
 
 
-def plain(message):
+def answer_text(message):
     """The text of a message, without thoughts."""
     return message["content"].split("</think>")[-1].strip()
 
@@ -238,8 +252,8 @@ def attempt(function, *args):
 
 
 class Encoder:
-    """Conversations -> (ids, mask of the trained ones), proven. turns: "all" or the "last" answer.
-    thinking: the template's enable_thinking. split: a list of samples where one cannot hold all.
+    """Turns conversations into (ids, mask of the trained ids), proven. turns: "all" or the "last"
+    answer. thinking: the template's enable_thinking. split: a list if one sample cannot hold all.
     """
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
@@ -254,25 +268,28 @@ class Encoder:
         self.ends = Counter()   # ids that trained turns ended with
 
     def encode(self, chats, tools=None):
-        """[messages], [tools or None] -> [(ids, mask) or the ValueError that says why not]."""
-        found = [attempt(self._turns, *pair) for pair in zip(chats, tools or [None] * len(chats))]
-        turns = [turn for some in found if isinstance(some, list) for turn in some]
-        texts = list(set(itertools.chain.from_iterable(turns)))
+        """[messages], [tools or None] -> [(ids, mask), or the ValueError that explains why not]."""
+        rendered = [attempt(self._render, *pair)
+                    for pair in zip(chats, tools or [None] * len(chats))]
+        texts = list({text for turns in rendered if not isinstance(turns, ValueError)
+                      for turn in turns for text in turn})
         ids = dict(zip(texts, self.lists(texts)))
-        for i, turns in enumerate(found):
-            if isinstance(turns, list):
-                found[i] = attempt(self._mask, turns, ids)
-                if isinstance(found[i], ValueError) and self.split and len(turns) > 1:
-                    found[i] = attempt(lambda ts=turns: [self._mask([turn], ids) for turn in ts])
-        return found
+        return [turns if isinstance(turns, ValueError) else self._sample(turns, ids)
+                for turns in rendered]
 
-    def _turns(self, messages, tools):
-        """[(prompt, prompt and answer)]: texts of the trained turns. ValueError."""
-        schemas = dumped(tools or "")
+    def _sample(self, turns, ids_of):
+        """(ids, mask) of rendered turns, a list of them if they are split, or a ValueError."""
+        sample = attempt(self._mask, turns, ids_of)
+        if isinstance(sample, ValueError) and self.split and len(turns) > 1:
+            return attempt(lambda: [self._mask([turn], ids_of) for turn in turns])
+        return sample
+
+    def _render(self, messages, tools):
+        """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
         texts = {f"message {number} contains": dumped(m) for number, m in enumerate(messages, 1)}
-        for what, text in (texts | {"its tools contain": schemas}).items():
-            if found := self.control.search(text):
-                raise ValueError(f"{what} the control token {found[0]}; remove it")
+        for subject, text in (texts | {"its tools contain": dumped(tools or "")}).items():
+            if match := self.control.search(text):
+                raise ValueError(f"{subject} the control token {match[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers[0 if self.turns == "all" else -1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
@@ -283,48 +300,33 @@ class Encoder:
             turns = [tuple(self.tokenizer.apply_chat_template(
                 messages[:end], tokenize=False, add_generation_prompt=end == i, tools=tools,
                 **self.options) for end in (i, i + 1)) for i in answers]
-        except Exception as error:      # Jinja's, and whatever a template's expressions raise
+        except Exception as error:      # of Jinja, or of an expression in the template
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
-        # words that a text must have, and more often than another has them
-        needed = [(f"the tool {name}", [name], turns[0][0], "")
-                  for name in (called(tool)["name"] for tool in tools or ())]
-        for i, message in enumerate(messages[:answers[-1] + 1]):
-            calls = [called(call) for call in message.get("tool_calls") or ()]
-            prompt, whole = turns[answers.index(i)] if i in answers else ("-", "")
-            if whole.startswith(prompt):        # else _mask names the tokens
-                words = [plain(message), (message.get("reasoning_content") or "").strip()]
-                words += [word for c in calls for word in (c["name"], *c.get("arguments", {}))]
-                needed.append((f"the answer, the reasoning or a tool call of message {i + 1}",
-                               words, whole[len(prompt):], ""))
-            text = f"the text of message {i + 1} ({message['role']})"
-            needed += [(text, [plain(message)], turns[-1][1], ""),
-                       (text, [call["name"] for call in calls], turns[-1][1], schemas)]
-        for what, words, text, other in needed:
-            if any(text.count(word) <= other.count(word) for word in words):
-                raise ValueError(f"the chat template leaves out {what}; give another with "
-                                 "--chat_template FILE, or drop the line")
+        check_rendered(messages[:answers[-1] + 1], tools, dict(zip(answers, turns)))
         return turns
 
     def _mask(self, turns, ids_of):
-        """_turns' turns, {text: ids} -> (ids, mask) of the last turn's text. ValueError."""
+        """(ids, mask) of the last turn's text. ids_of: {text: ids}. ValueError."""
         parts = [[ids_of[prompt], ids_of[text]] for prompt, text in turns]
         (prompt, text), (first, ids) = turns[-1], parts[-1]
         if ids[:len(first)] != first and text.startswith(prompt):
-            # tokenised apart, if both give the same text
-            apart = [*first, *self.lists([text[len(prompt):]])[0]]
+            # tokenise the answer separately, if that decodes to the same text
+            separate = [*first, *self.lists([text[len(prompt):]])[0]]
             decode = functools.partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-            parts[-1][1] = ids = apart if decode(apart) == decode(ids) else ids
+            if decode(separate) == decode(ids):
+                parts[-1][1] = ids = separate
         mask = [False] * len(ids)
-        for number, (before, upto) in enumerate(parts, 1):
-            for part, whole, what in ((before, upto, "prompt"), (upto, ids, "conversation so far")):
-                if whole[:len(part)] != part:
-                    at = len(os.path.commonprefix([part, whole]))
-                    theirs, ours = (self.tokenizer.decode(b[at:at + 1]) for b in (part, whole))
+        for number, (before, through) in enumerate(parts, 1):
+            for name, prefix, longer in (
+                    ("prompt", before, through), ("conversation so far", through, ids)):
+                if longer[:len(prefix)] != prefix:
+                    n = len(os.path.commonprefix([prefix, longer]))
+                    alone, whole = (self.tokenizer.decode(b[n:n + 1]) for b in (prefix, longer))
                     raise ValueError(
-                        f"trained turn {number}: by this chat template the {what} is not how the "
-                        f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole. Try "
+                        f"trained turn {number}: by this chat template the {name} is not how the "
+                        f"whole begins: token {n} is {alone!r} there, {whole!r} in the whole. Try "
                         "another --enable_thinking, --train_turns last, or --chat_template FILE")
-            stop = len(upto)
+            stop = len(through)
             while stop > len(before) and ids[stop - 1] not in self.special \
                     and not self.tokenizer.decode([ids[stop - 1]]).strip():     # white space
                 stop -= 1
@@ -335,3 +337,28 @@ class Encoder:
             self.ends[ids[stop - 1]] += 1
             mask[len(before):stop] = [True] * (stop - len(before))
         return ids, mask
+
+
+def check_rendered(messages, tools, turns):
+    """ValueError if the chat template leaves out a tool or a part of a message.
+    turns: {index of a trained message: (text of its prompt, text of prompt and answer)}.
+    """
+    def check(subject, words, text, elsewhere=""):
+        if any(text.count(word) <= elsewhere.count(word) for word in words):
+            raise ValueError(f"the chat template leaves out {subject}; give another with "
+                             "--chat_template FILE, or drop the line")
+    first_prompt, conversation = turns[min(turns)][0], turns[max(turns)][1]
+    for name in (function_of(tool)["name"] for tool in tools or ()):
+        check(f"the tool {name}", [name], first_prompt)
+    for i, message in enumerate(messages):
+        calls = [function_of(call) for call in message.get("tool_calls") or ()]
+        prompt, whole = turns.get(i, ("-", ""))
+        if whole.startswith(prompt):        # else _mask names the tokens
+            words = [answer_text(message), (message.get("reasoning_content") or "").strip()]
+            words += [word for c in calls for word in (c["name"], *c.get("arguments", {}))]
+            check(f"the answer, the reasoning or a tool call of message {i + 1}", words,
+                  whole[len(prompt):])
+        subject = f"the text of message {i + 1} ({message['role']})"
+        check(subject, [answer_text(message)], conversation)
+        # the tools' schemas have these names as well
+        check(subject, [call["name"] for call in calls], conversation, dumped(tools or ""))

@@ -1,8 +1,9 @@
-"""Checkpoints: whole or not there, written in the background, with all that exact resume needs.
+"""Checkpoints: atomic, written in the background, with everything that exact resume needs.
 
-OUTPUT_DIR/checkpoint-STEP/ holds what people load (adapter or model), trainer_state/ (optimizer,
-random states of every rank, position) and manifest.json, written last, with every file's SHA-256.
-It is built under a .tmp name, synced and renamed, so a kill at any instant costs no older one.
+OUTPUT_DIR/checkpoint-STEP/ holds the adapter or model, trainer_state/ (optimizer, random states of
+every rank, position in the data) and manifest.json, which is written last and has the SHA-256 of
+every file. The folder is built under a .tmp name, synced and renamed, so a kill at any instant
+leaves all older checkpoints intact.
 """
 import contextlib
 import errno
@@ -32,8 +33,8 @@ from core.cli import UserError, notice, one_line, require
 from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
-STATE = "trainer_state"     # apart, so that from_pretrained and PEFT do not see it
-# Whole names of what a killed process may leave: nothing else is deleted.
+STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
+# Only files and folders with these whole names, left by a killed process, are deleted.
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 
@@ -62,7 +63,7 @@ def write_atomically(path, write):
     try:
         with error_names_file(path):
             write(temporary)
-            # before the rename, or a crash of the machine may leave an empty file of that name
+            # before the rename: else a crash of the machine may leave an empty file of that name
             fsync(temporary)
             os.replace(temporary, path)
             fsync(path.parent)
@@ -81,30 +82,30 @@ def write_json(path, value):
 
 
 def remove_named(folder, *patterns):
-    """Delete what has a whole name that matches a pattern; [names gone]. NFS keeps open files."""
+    """Delete entries whose whole name matches a pattern -> [their names]. NFS keeps open files."""
     gone = []
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
         if any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            else:       # of a link only the link
+            else:       # a link is removed, not its target
                 path.unlink(missing_ok=True)
             gone += [path.name] * (not path.exists())
     return gone
 
 
-def move_aside(path, why, what="damaged"):
-    """Rename a file or folder to NAME.what-TIME, and print why. Nothing is deleted."""
-    aside = path.with_name(f"{path.name}.{what}-{time.time_ns()}")
+def move_aside(path, why, suffix="damaged"):
+    """Rename a file or folder to NAME.suffix-TIME, and print why. Nothing is deleted."""
+    aside = path.with_name(f"{path.name}.{suffix}-{time.time_ns()}")
     os.rename(path, aside)
     print(f"{path} {why}; it is kept as {aside.name}", flush=True)
 
 
 def prepare_folder(folder, flag="--output_dir"):
-    """Make a folder and prove that it can be written; UserError naming the flag that gave it."""
+    """Make a folder and try to write into it; UserError that names its flag."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:    # rights and quotas show only now
+        with tempfile.TemporaryFile(dir=folder) as file:    # permissions and quotas fail here
             file.write(b"ok")
             file.flush()
     except OSError as error:
@@ -112,7 +113,7 @@ def prepare_folder(folder, flag="--output_dir"):
 
 
 def claim_output(output_dir):
-    """prepare_folder; from here on no other run may use it, and what a killed one left is gone."""
+    """Prepare and lock a run's output folder, and remove what a killed run left in it."""
     prepare_folder(output_dir)
     lock_folder(output_dir)
     if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
@@ -121,14 +122,15 @@ def claim_output(output_dir):
 
 @contextlib.contextmanager
 def new_folder(output_dir, size=0, flag="--output_dir"):
-    """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
+    """Yields a folder to fill, which is renamed to output_dir once all its files are on disk.
 
-    UserError: a folder with files, or a full disk. A kill leaves NAME.unfinished-...
+    size: its approximate bytes. UserError if output_dir has files, or the disk is full. A killed
+    process leaves NAME.unfinished-...
     """
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
             f"{output_dir}: is there already and not empty; give another name or move it away")
-    # in the same folder, so on one disk: a renaming is enough
+    # in the same folder, so on the same disk: it can be renamed
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
         building.mkdir(parents=True)
@@ -140,7 +142,7 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
             fsync(path)
         building.rename(final)
         fsync(final.parent)
-    except Exception as error:      # tokenizers raise nothing else for a full disk
+    except Exception as error:      # tokenizers raise a bare Exception for a full disk
         if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
             raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
         raise
@@ -148,24 +150,24 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         shutil.rmtree(building, ignore_errors=True)
 
 
-# ---- One process at a time owns a folder: an output folder, a code cache in the making, a journal.
-# It holds an flock on FOLDER/NAME.lock, which the kernel drops when the process ends. The file has
-# the owner's name, and stays.
+# ---- Locks. One process at a time owns an output folder, a code cache that is being written, or a
+# journal. It holds an flock on FOLDER/NAME.lock, which the kernel releases when the process ends.
+# The file names the owner and is never deleted.
 
-WAIT_S = 3              # a run that is restarted at once waits for ranks that are about to end
-LEASE_S = 120           # a file server keeps the locks of a node that is gone for about 90 s
+WAIT_S = 3              # a restarted run waits for ranks of the last one that are about to end
+LEASE_S = 120           # a file server keeps the locks of a lost node for about 90 s
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _held = {}              # {path of a lock: its open file} of this process
-# else a lock would last as long as any child
+# else a lock would be held until the last child ends
 os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.values()])
 
 
 def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
-    """Own a folder until the file that is returned is closed, or the process ends.
+    """Lock a folder until the returned file is closed, or the process ends.
 
-    UserError, naming the flag, when another process owns it after wait_s seconds (None: a few, and
-    longer in a job that Slurm queued again). waiting: called meanwhile; it may raise.
+    UserError that names the flag if another process still holds the lock after wait_s seconds
+    (None: WAIT_S, or LEASE_S in a job that Slurm requeued). waiting: called meanwhile; may raise.
     """
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
@@ -194,17 +196,17 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
 
 
 def try_lock(path):
-    """The open file, locked, which is made if need be; None: another process has it."""
-    # to open a pipe could hang
+    """The locked open file, created if missing; None if another process holds the lock."""
+    # opening a pipe could hang
     require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
             f"{path}: is not a file; move it away, a run locks a file of this name")
-    # another user's file may be locked all the same
+    # another user's file can be locked even if it cannot be written
     lock = io.FileIO(path, "a" if os.access(path, os.W_OK) or not os.path.exists(path) else "r")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
             return lock
-    except (BlockingIOError, FileNotFoundError):        # the latter: removed since it was opened
+    except (BlockingIOError, FileNotFoundError):        # locked, or removed since it was opened
         pass
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -225,19 +227,19 @@ class CheckpointManager:
         """On every rank. keep: how many of the newest stay besides the best, 0 = all."""
         self.world, self.output_dir = world, Path(output_dir)
         self.keep, self.timeout_s = keep, timeout_s
-        self.thread = self.error = None         # of the write under way, or the last one
-        # a call that waits holds a store for all other threads
+        self.thread = self.error = None         # of the current or last write
+        # a blocking call on a store blocks its other threads: this one is the writer's
         self.store = world.store.clone() if world.store is not None else HashStore()
         # in the folder's name: ranks of an earlier run that still run never write into this one
         self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
 
     def save(self, step, model, optimizer, stem, weights, save_config, state, files=None,
              split=lambda name, tensor: {name: tensor}):
-        """Copy everything off the device and start writing checkpoint-STEP. On every rank.
+        """Copy everything off the device and start writing checkpoint-STEP. Collective.
 
-        weights: {name: parameter}, plain or sharded, for STEM.safetensors; named after
-        dist.reshard(model), or FSDP2's are the gathered ones. save_config(folder): writes the small
-        files, on rank 0, at once. state: JSON-able; rotation keeps the one of its "best_step".
+        weights: {name: parameter}, plain or sharded, for STEM.safetensors; take them after
+        dist.reshard(model), or FSDP2 gives the gathered ones. save_config(folder): writes the small
+        files at once, on rank 0. state: JSON-able; rotation keeps the checkpoint of "best_step".
         files: {relative path: write(path)} of more files. split: as in tensor_io.stage.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
@@ -249,15 +251,15 @@ class CheckpointManager:
                 building.mkdir(parents=True)
                 save_config(building)
                 return os.listdir(building)
-            except Exception as error:      # of the tokenizers' kind, too
+            except Exception as error:      # tokenizers raise a bare Exception for a full disk
                 raise self.failure(step, error)
 
         configs = dist.rank0(self.world, begin)
         dist.reshard(model)
-        rng = {"torch": torch.get_rng_state()}      # nothing else draws numbers in training
+        rng = {"torch": torch.get_rng_state()}      # training uses no other generator
         if self.world.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        states = io.BytesIO()       # torch's writer of files has one error for all that a disk does
+        states = io.BytesIO()       # torch.save to a file has the same error for all disk faults
         torch.save(dist.all_gather(self.world, rng), states)
         share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
         moments = optim.state_tensors(optimizer, model.named_parameters())
@@ -266,23 +268,23 @@ class CheckpointManager:
             text = json.dumps(state, indent=1)
             share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(states.getvalue()),
                       f"{STATE}/state.json": lambda path: path.write_text(text),
-                      **dict.fromkeys(configs, lambda path: None)}        # are there already
-        # not a daemon: the interpreter's end waits for a checkpoint under way
+                      **dict.fromkeys(configs, lambda path: None)}        # already written
+        # not a daemon: the interpreter waits at exit until the checkpoint is written
         self.thread = threading.Thread(
             target=self._write, args=(step, building, share, state.get("best_step")))
         self.thread.start()
 
     def wait(self):
-        """Wait for the write under way; raises its error. On every rank."""
+        """Wait for the current write; raises its error. Collective."""
         if self.thread is None:
             return
         if not self.world.is_main:
             self.thread.join()      # this rank's share is written
-        dist.barrier(self.world)    # breaks when a rank has died before; rank 0's thread waits on
+        dist.barrier(self.world)    # fails if a rank has died, for which rank 0's thread waits
         dist.rank0(self.world, lambda: self.thread.join() or self.check())
 
     def check(self):
-        """Raise UserError when the last write failed; rank 0 knows of every rank's. Cheap."""
+        """Raise UserError if the last write failed; rank 0 sees failures of all ranks. Cheap."""
         if self.error:
             raise self.error
 
@@ -292,10 +294,10 @@ class CheckpointManager:
                          "earlier checkpoints are intact")
 
     def _write(self, step, building, share, best_step):
-        """The thread: write this rank's share, report to rank 0, which then completes the whole."""
+        """Thread: write this rank's files and report to rank 0, which completes the checkpoint."""
         try:
             report = write_files(building, share), None
-        except Exception as error:      # rank 0 would wait for this share otherwise
+        except Exception as error:      # reported, because rank 0 waits for this rank
             report = {}, str(error)
         keys = [f"checkpoint/{step}/{rank}" for rank in range(self.world.size)]
         try:    # through the store: a collective of this thread would mix with training's
@@ -308,14 +310,14 @@ class CheckpointManager:
             self.error = self.failure(step, error)
 
     def _complete(self, step, building, best_step, reports):
-        """Every rank has written its files, or failed: manifest, the real name, rotation."""
+        """Once every rank has reported: write the manifest, rename the folder, rotate."""
         if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
-            shutil.rmtree(building, ignore_errors=True)     # the next needs room
-            raise OSError("; ".join(failed))        # disks of nodes differ
+            shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
+            raise OSError("; ".join(failed))
         final = self.output_dir / f"checkpoint-{step}"
         files = {name: facts for written, _ in reports for name, facts in written.items()}
         text = json.dumps({"step": step, "files": files}, indent=1)
-        # last: it is the proof that all others are there
+        # last: it proves that all other files are complete
         write_files(building, {MANIFEST: lambda path: path.write_text(text)})
         for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
             fsync(folder)
@@ -323,15 +325,15 @@ class CheckpointManager:
             move_aside(final, "was passed over when the run resumed", "passed-over")
         os.rename(building, final)
         fsync(final.parent)
-        # only now: an old one goes when a newer whole one has its name
+        # only now that a newer checkpoint is complete
         rotate(self.output_dir, step, self.keep, best_step)
 
     def latest(self, resume="auto"):
-        """(path, state) of the newest whole checkpoint, or (None, {}). Collective."""
+        """(path, state) of the newest intact checkpoint, or (None, {}). Collective."""
         return dist.rank0(self.world, find_newest, self.output_dir, resume)
 
     def restore(self, path, model, optimizer):
-        """Fill the optimizer and this rank's random states; new ranks keep theirs. Collective."""
+        """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
         moments = optim.state_tensors(optimizer, model.named_parameters())
         tensor_io.load(self.world, Path(path) / STATE, "optimizer", moments)
         # weights_only: a checkpoint from somebody else must not run code
@@ -344,11 +346,11 @@ class CheckpointManager:
 
 
 def find_newest(output_dir, resume):
-    """(path, state) of the newest whole one or (None, {}). resume: auto | none | FOLDER."""
+    """(path, state) of the newest intact checkpoint or (None, {}). resume: auto | none | FOLDER."""
     named = resume not in ("auto", "none")
     require(not named or Path(resume).exists(), f"--resume {resume}: no such folder")
     listed = list_checkpoints(output_dir)
-    # new checkpoints among old ones: --resume auto would be ambiguous
+    # else new checkpoints would mix with old ones, and --resume auto would be ambiguous
     require(resume != "none" or not listed,
             f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
             "them away, or use --resume auto")
@@ -360,25 +362,25 @@ def find_newest(output_dir, resume):
         state = json_files.read_object(path / STATE / "state.json")
         require("step" in state, f"{path}: {STATE}/state.json has no step")
         later = ", ".join(str(step) for step, _ in listed if step > state["step"])
-        # else the next --resume auto would continue the abandoned ones
+        # else the next --resume auto would continue from the abandoned later ones
         require(not named or not later, f"--resume {path}: later checkpoints are in --output_dir "
                 f"(step {later}); move them away or give another one")
         return path, state
-    # starting over would throw away what may still be repaired
+    # starting over could overwrite checkpoints that can still be repaired
     require(not listed, f"{output_dir}: every checkpoint is damaged; to start over, give another "
                         "--output_dir or move them away")
     return None, {}
 
 
 def check_identity(path, state, identity, *keys):
-    """UserError unless a checkpoint has these keys, and the same {name: value} as this run."""
+    """UserError unless a checkpoint has these keys and the `identity` of this run, a dict."""
     usual = "epoch", "first", "identity", "validation", "best_step", "best_loss"
     missing = [key for key in (*usual, *keys) if key not in state]
     require(not missing, f"{path}: is not a checkpoint of this trainer: {STATE}/state.json has no "
                          f"{', '.join(missing)}")
     for name, value in identity.items():
         before = state["identity"].get(name)
-        # a dry run knows the texts of the data, but not the codes, which end the fingerprint
+        # a dry run, which encodes no audio, knows only the first part of the data's fingerprint
         short, long = sorted((str(before), str(value)), key=len)
         require(before == value or long.startswith(f"{short} audio "),
                 f"{path}: was made with another {name} ({before}, this run {value}); give the same "
@@ -386,52 +388,52 @@ def check_identity(path, state, identity, *keys):
 
 
 def write_files(folder, files):
-    """Call each write(path), sync; {relative path: facts()}. OSError, which names the file."""
+    """Call each write(path), sync -> {relative path: facts()}. OSError names the file."""
     for name, write in files.items():
         with error_names_file(folder / name):
             (folder / name).parent.mkdir(exist_ok=True)
             write(folder / name)
-            fsync(folder / name)        # some disks say only now that they are full
+            fsync(folder / name)        # some disks report only here that they are full
     return {name: facts(folder / name) for name in files}
 
 
 def facts(path):
-    """{"bytes", "sha256"} of a file as it can be read back; None if there is none."""
+    """{"bytes", "sha256"} of a file, read back from disk; None if it is missing."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)} if path.is_file() else None
 
 
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
     paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()
-    found = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
 def damage(path):
-    """Damage in words, or "" when all files have their checksums. OSError: one may not be read."""
+    """Describes the damage to a checkpoint; "" if all checksums match. OSError: unreadable file."""
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
+        return f"no {MANIFEST}"     # the folder was made by hand, or copied in part
     try:
         listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
     except (ValueError, TypeError, KeyError):
         return f"unreadable {MANIFEST}"
-    if f"{STATE}/state.json" not in listed:     # an empty list would verify any folder
+    if f"{STATE}/state.json" not in listed:     # an empty list would match any folder
         return f"{MANIFEST} does not list {STATE}/state.json"
-    with ThreadPoolExecutor(16) as pool:        # hashing needs no GIL
-        for name, found in zip(listed, pool.map(lambda name: facts(path / name), listed)):
-            if found != listed[name]:
-                return f"{name} {'has changed since it was written' if found else 'is missing'}"
+    with ThreadPoolExecutor(16) as pool:        # hashing releases the GIL
+        for name, present in zip(listed, pool.map(lambda name: facts(path / name), listed)):
+            if present != listed[name]:
+                return f"{name} {'has changed since it was written' if present else 'is missing'}"
     return ""
 
 
 def rotate(output_dir, newest, keep, best_step=None):
-    """Delete the oldest whole ones up to step `newest` beyond `keep` (0 = all), never the best."""
-    found = [(step, path) for step, path in list_checkpoints(output_dir)
-             if step <= newest and (path / MANIFEST).is_file()]
-    for step, path in found[:-keep] if keep else ():
+    """Delete complete checkpoints up to step `newest`, except the last `keep` and the best one."""
+    complete = [(step, path) for step, path in list_checkpoints(output_dir)
+                if step <= newest and (path / MANIFEST).is_file()]
+    for step, path in complete[:-keep] if keep else ():     # 0 keeps all
         if step != best_step:
-            # it loses its name first, so that a kill leaves no half of one under it
+            # renamed first: a kill leaves no partial checkpoint under this name
             doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
             os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)       # on NFS open files go later
+            shutil.rmtree(doomed, ignore_errors=True)       # NFS deletes open files later

@@ -1,14 +1,14 @@
-"""Ranks, device, collectives, DDP and FSDP2 wrapping, and how a run fails: together, with one line.
+"""Ranks, device, collectives, DDP and FSDP2 wrapping. A run fails as a whole, with one message.
 
-Global rank decides data, logs and saves; local rank picks the GPU and nothing else. One process
-without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) for gradients,
-and a gloo group with a long limit for waits that may honestly take hours (encoding audio, slow
-disks), where NCCL's watchdog would fire.
+The global rank decides data, logs and saves; the local rank only picks the GPU. One process without
+torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) for gradients, and a
+gloo group with a long time limit for waits that may take hours (encoding audio, slow disks), where
+NCCL's watchdog would fire.
 
-The first rank that raises prints why (sys.excepthook), notes that in the run's store and exits;
-torchrun ends the other ranks of its node. A rank that only lost the failed one finds the note and
-prints nothing. core/watchdog.py ends ranks that torchrun cannot: a main thread that waits in a
-collective takes no signal.
+The first rank that raises prints the error (sys.excepthook), records its failure in the run's store
+and exits; torchrun then ends the other ranks of its node. A rank whose error only follows from that
+failure finds the record and prints nothing. core/watchdog.py ends ranks that torchrun cannot: a
+main thread that waits in a collective handles no signal.
 """
 import contextlib
 import errno
@@ -35,13 +35,12 @@ from core import kernels, lifetime
 from core.cli import UserError, plural, error_text, notice, print_error, one_line, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
-LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
-FAILED = "ranks that have failed"       # key in the store: a counter
-# Words of errors that say nothing but that another rank is gone
+LATER_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
+FAILED = "ranks that have failed"       # key of a counter in the store
+# Words of errors that only mean that another rank has ended
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
-
-NO_SHM = "unable to allocate shared memory", "No space left on device"      # of torch, no errno
+NO_SHM = "unable to allocate shared memory", "No space left on device"      # torch's, no errno
 
 _world = None   # this process's World, for the error message
 
@@ -54,9 +53,9 @@ class World:
     size: int = 1
     local_size: int = 1
     device: object = "cpu"          # torch.device
-    store: object = None            # key-value store of the run: progress without collectives
-    slow_group: object = None       # gloo, CPU, long limit
-    limit: timedelta = timedelta(seconds=600 + LATER_S)     # of a gradient collective
+    store: object = None            # key-value store of the run, used outside of collectives
+    slow_group: object = None       # gloo on the CPU, with a long time limit
+    limit: timedelta = timedelta(seconds=600 + LATER_S)     # of gradient collectives
 
     @property
     def is_main(self):
@@ -66,9 +65,9 @@ class World:
 def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     """Join the process group that torchrun describes -> World.
 
-    timeout_s: limit of one gradient collective. wait_timeout_s: limit of a wait in rank0(),
-    all_gather() or barrier(). fsdp: a single process gets a process group as well. cpu_offload:
-    collectives on CPU tensors too. UserError: more processes on a node than GPUs, or a used store.
+    timeout_s: limit of a gradient collective. wait_timeout_s: limit of a wait in rank0(),
+    all_gather() or barrier(). fsdp: make a process group for a single process, too. cpu_offload:
+    collectives on CPU tensors, too. UserError: more processes on a node than GPUs, or a used store.
     """
     global _world
     world = _world = single_process()
@@ -94,7 +93,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         store = dist.PrefixStore("trainer", world.store) if world.size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
                                 timeout=limit, device_id=world.device if cuda else None)
-        # torch has put another there, which prints nothing of a hook that ends the process
+        # torch has replaced it by a hook that prints nothing if ours ends the process
         sys.excepthook = report_error
     if world.size > 1:      # new_group ignores the default group's limit
         world.slow_group = dist.new_group(
@@ -103,10 +102,10 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
 
 
 def single_process():
-    """World of a script that joins no other process, such as a dry run; errors are one line."""
+    """World of a script that joins no other process, such as a dry run. Sets report_error."""
     sys.excepthook = report_error
-    if not gc.isenabled():      # since cli.parse
-        gc.freeze()     # what was imported stays: no collection scans it, forks share its pages
+    if not gc.isenabled():      # cli.parse turned it off
+        gc.freeze()     # never scan the imported modules: forks then share their pages
         gc.enable()
     return World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -115,13 +114,13 @@ def finish():
     """Leave the process group and end loader processes; the last call of a script."""
     kill_children()
     if dist.is_initialized():
-        time.sleep(0.1)     # a gloo thread still dropping its last work needs the GIL once more
+        time.sleep(0.1)     # a gloo thread that releases its last work needs the GIL once more
         dist.destroy_process_group()
 
 
 def check_device(device, args):
-    """Raise UserError where this device cannot compute in the precision that the flags ask for."""
-    if device.type == "cuda":       # a CPU can do all, slowly
+    """Raise UserError if the device cannot compute in the precision that the flags ask for."""
+    if device.type == "cuda":       # a CPU supports all of them, slowly
         name, has = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         require(has >= (8, 0) or not args.bf16,
                 f"--bf16: {name} has no bfloat16; give --fp16, or drop the flag")
@@ -134,14 +133,14 @@ def check_device(device, args):
 
 def report_error(kind, error, trace):
     """sys.excepthook: one line for a UserError or an OSError that names its file, else a traceback.
-    Ends with os._exit where there is a process group: a clean exit could wait for lost peers.
+    With a process group it ends by os._exit, since a clean exit could wait for lost peers.
     """
     rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
     text, short, lost_peer, quiet = "interrupted", "", False, False
     ignore_loaders()
     if isinstance(error, UserError):
         text = error_text(f"error: {error}")
-        if rank != 0:       # mostly all ranks raise it alike: rank 0 reports it
+        if rank != 0:       # usually all ranks raise the same error: rank 0 reports it
             wait_for_torchrun()
     elif isinstance(error, OSError) and error.filename:
         read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
@@ -156,9 +155,9 @@ def report_error(kind, error, trace):
         short = f"rank {rank} failed: {kind.__name__}: {one_line(error)}"
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
-        quiet = lost_peer and bool(lifetime.stop_requested())   # by torchrun, which names that rank
+        quiet = lost_peer and bool(lifetime.stop_requested())   # torchrun reports the failed rank
         if lost_peer and not quiet:
-            wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, says more
+            wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, is better
     if not quiet and claim_error_report(store, bool(short) and not lost_peer):
         print_error(text, short)
     sys.stdout.flush()
@@ -176,34 +175,34 @@ def kill_children():
 
 
 def claim_error_report(store, if_store_is_gone=False):
-    """Note in the store that this rank failed; True when it is the first, and so has to say why."""
+    """Record in the store that this rank failed; True if it is the first, which must report."""
     try:
         return store is None or store.add(FAILED, 1) == 1
-    except Exception:       # the store's host is gone
+    except Exception:       # the process that hosts the store has ended
         return if_store_is_gone
 
 
 def ignore_loaders():
-    """From now on the end of a loader process raises and prints nothing."""
-    sys.unraisablehook = lambda found: None
-    for _ in range(2):      # torch's SIGCHLD handler may raise once more for one that has ended
+    """From now on the end of a loader process neither raises nor prints anything."""
+    sys.unraisablehook = lambda unraisable: None
+    for _ in range(2):      # torch's SIGCHLD handler may raise once for a process that has ended
         with contextlib.suppress(Exception):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def wait_for_torchrun(seconds=GRACE_S):
     """Wait for torchrun, which ends this rank by SIGTERM when another one has failed."""
-    with contextlib.suppress(ValueError):       # only a main thread may
+    with contextlib.suppress(ValueError):       # only a main thread may set handlers
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        with contextlib.suppress(Exception):        # of torch, when a loader ends meanwhile
+        with contextlib.suppress(Exception):        # torch's, if a loader ends meanwhile
             time.sleep(left)
 
 
 @contextlib.contextmanager
 def error_names_file(path):
-    """An OSError in this context is about `path`; that of a full disk comes without a name."""
+    """Name `path` in any OSError of this context: the one of a full disk names no file."""
     try:
         yield
     except OSError as error:
@@ -217,32 +216,32 @@ def error_names_file(path):
 
 
 def rank0(world, function, *args):
-    """function(*args) on rank 0; every rank gets its (picklable) result. An error there ends all.
-    The others wait on the slow group, for at most its limit.
+    """Call function(*args) on rank 0 and return its (picklable) result on every rank. An error ends
+    all ranks. The others wait on the slow group, for at most its limit.
     """
-    box, error = [None], None       # one value, or none where it failed
+    message, error = [None], None       # broadcast as [(result,)], or as [None] after an error
     if world.is_main:
         try:
-            box = [(function(*args),)]
-        except Exception as caught:     # raised below, once every rank knows
+            message = [(function(*args),)]
+        except Exception as caught:     # raised below, once the other ranks have the message
             error = caught
     if world.size > 1:
-        dist.broadcast_object_list(box, src=0, group=world.slow_group)
+        dist.broadcast_object_list(message, src=0, group=world.slow_group)
     if error is not None:
         raise error
-    if box[0] is None:      # ends quietly: rank 0 says why
+    if message[0] is None:      # rank 0 reports the error
         ignore_loaders()
         wait_for_torchrun()
         os._exit(1)
-    return box[0][0]
+    return message[0][0]
 
 
 def all_gather(world, value):
-    """Every rank's (picklable) value as a list in rank order, on every rank."""
-    found = [value] * world.size
+    """The (picklable) values of all ranks as a list in rank order, on every rank."""
+    values = [value] * world.size
     if world.size > 1:
-        dist.all_gather_object(found, value, group=world.slow_group)
-    return found
+        dist.all_gather_object(values, value, group=world.slow_group)
+    return values
 
 
 def barrier(world):
@@ -267,13 +266,13 @@ def all_max(world, number):
 
 
 def autocast(device, dtype):
-    """Context of a forward pass in dtype (torch.bfloat16 or float16), or in fp32 if None."""
+    """Context for a forward pass in a dtype (torch.bfloat16 or float16); None: in fp32."""
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def choose_compile(world, args, against=""):
-    """--compile as True or False, the same on all ranks. against: a reason for auto to be off.
-    A notice on rank 0 says what auto chose. Collective.
+    """Resolve --compile to True or False, the same on all ranks. against: why auto should be off.
+    Rank 0 prints what auto chose. Collective.
     """
     if getattr(args, "gradient_checkpointing", None) == "selective":
         against = "selective recomputation cannot look into a compiled layer"
@@ -291,13 +290,13 @@ def choose_compile(world, args, against=""):
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile."""
     import torch._inductor.config
-    # on by default since torch 2.10; gradients of chunked modulations (the DiT's) come back with
-    # memory that nothing was written to (pytorch issue 193061; seen on an H200 with 2.11)
+    # on by default since torch 2.10; with it, gradients of chunked modulations (the DiT's) contain
+    # uninitialized memory (pytorch issue 193061; seen on an H200 with 2.11)
     torch._inductor.config.triton.mix_order_reduction = False
-    # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
+    # else graphs are split at DDP's buckets; single layers are too small to gain from that
     torch._dynamo.config.optimize_ddp = False
-    # torch's key of a compiled graph has no vector width: code made for 16 floats at a time,
-    # found by a machine with 8, leaves half of its results unwritten (torch 2.13)
+    # torch's cache key lacks the vector width: code for 16 floats at a time leaves half of its
+    # results unwritten on a machine with 8 that shares the cache (torch 2.13)
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     torch.compiler.config.cache_key_tag = f"{tag} {torch.backends.cpu.get_cpu_capability()}".strip()
     for layer in layers:
@@ -308,14 +307,14 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
           shard_size=0):
     """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay.
 
-    Call it before weights are loaded and the optimizer is built; every rank must build the same
-    model, nothing is broadcast. bf16: compute dtype, weights stay as stored. shard_size: HSDP, the
-    number of neighbouring ranks that share a copy of the model; 0: all ranks share one.
+    Call it before weights are loaded and the optimizer is built. Every rank must build the same
+    model: nothing is broadcast. bf16: compute dtype; weights keep theirs. shard_size: under
+    HSDP, the number of neighbouring ranks that share a copy of the model; 0: all ranks share one.
     """
     shape = (world.size // shard_size, shard_size) if shard_size else (world.size,)
     mesh = init_device_mesh(world.device.type, shape,
                             mesh_dim_names=("replicate", "shard")[-len(shape):])
-    for group in mesh.get_all_groups():     # have 10 minutes, whatever the default group has
+    for group in mesh.get_all_groups():     # new groups ignore the limit of the default group
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
     unit = partial(fsdp2.fully_shard, mesh=mesh, mp_policy=fsdp2.MixedPrecisionPolicy(
         torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False))
@@ -324,22 +323,22 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
             pin_memory=world.device.type == "cuda")
     for layer in layers:
         unit(layer, reshard_after_forward=reshard_after_forward)
-    # the root is needed again at once, by the backward pass
+    # the backward pass needs the root again at once
     unit(model, reshard_after_forward=False)
 
 
 def reshard(model):
-    """Free weights that a validation left gathered: named_parameters() are the shards again."""
+    """Free gathered weights, as after a validation: named_parameters() are shards again."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 @contextlib.contextmanager
-def gathered(module):
-    """Within this context every rank holds a sharded module's whole weights, and its forward needs
-    no other rank. FSDP2's hooks are off meanwhile: they would note forwards that the other ranks
-    did not run, and the next backward would prefetch layers on this rank alone and hang.
+def gather_weights(module):
+    """In this context every rank holds the whole weights of a sharded module, so its forward needs
+    no other rank. FSDP2's hooks are off: they would record forwards that the other ranks did not
+    run, and the next backward would prefetch layers on this rank alone and hang.
     """
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     hooks = [(table, dict(table)) for unit in units
@@ -362,18 +361,18 @@ def gathered(module):
 
 def wrap_ddp(model, world):
     """DistributedDataParallel for several ranks, the model itself for one. Call only its forward.
-    No static_graph: it asserts when the first backward runs under no_sync, as accumulation does.
+    static_graph is off: it fails if the first backward runs under no_sync, as accumulation does.
     """
     if world.size == 1:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False       # before each forward; the argument's name has changed
+    ddp.broadcast_buffers = False       # set here, as the name of the argument has changed
     return ddp
 
 
 def gradient_sync(model, enabled):
-    """Context of one micro-step: gradients are reduced over the ranks only if enabled."""
+    """Context for a micro-step: gradients are reduced over the ranks only if enabled."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
         return contextlib.nullcontext()

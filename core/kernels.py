@@ -1,14 +1,14 @@
 """Fast layers: fused operations, attention inside packed documents, recomputation of layers.
 
-As transformers writes them, a norm is 8 kernels forward and 12 backward, a rotary embedding 5 and 8
-for q and the same for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a
-norm is torch's own, and the others, with cross-entropy, are one kernel each way, which
-torch.compile makes of a function of a few lines. They round once, at the end, and keep only their
-inputs. On a CPU, and in compiled layers, which fuse by themselves, transformers' code runs.
+In transformers a norm launches 8 kernels forward and 12 backward, a rotary embedding 5 and 8 for
+each of q and k, a SwiGLU 2 and 4. Each is a pass over memory as wide as the layer. Here a norm is
+torch's own kernel; the others, and cross-entropy, are one kernel in each direction, which
+torch.compile builds from a short function. They round once, at the end, and keep only their inputs.
+On a CPU, and in compiled layers, which are fused anyway, transformers' code runs.
 
 Recomputation: "all" keeps a layer's input and computes the layer again. "selective" also keeps the
-outputs of attention (not FlexAttention) and of products, but for the wide ones of adapters, cheap
-for their size. Gradients are the same bits.
+outputs of attention (not FlexAttention) and of products, except the wide outputs of adapters, which
+are cheap to compute again. Gradients are bit-equal.
 """
 import functools
 import importlib.util
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 from core.cli import UserError, notice, one_line
 
-# What a class or function of transformers must contain to be replaced, by the code of its modules
+# A class or function of transformers is replaced only if its source code contains these lines
 NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)"""
@@ -35,25 +35,25 @@ ROTATED = """q_embed = (q * cos) + (rotate_half(q) * sin)
     return q_embed, k_embed"""
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.build_scaler
-RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo silently runs it eagerly
+RECOMPILE = 32      # shapes that a function is compiled for; then dynamo silently runs it eagerly
 
 
-def wanted(x):
-    """True if the kernels here can take x."""
+def can_fuse(x):
+    """True if the kernels of this file apply to x."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
 @functools.cache
 def _compiled(function):
-    # sizes are symbolic once they have changed; were all, Triton could not prove that rows are
-    # aligned, and would read 2 bytes at a time instead of 16 (tests/gpu/test_kernels.py)
+    # only sizes that change become symbolic. With dynamic=True all would be, and Triton, unable to
+    # prove that rows are aligned, would read 2 bytes at a time, not 16 (tests/gpu/test_kernels.py)
     torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
     return torch.compile(function)
 
 
 @functools.cache
 def compiles(kind):
-    """True if torch.compile can build for devices of a kind; one small kernel is tried."""
+    """True if torch.compile works for a kind of device; compiles one small function."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
@@ -65,7 +65,7 @@ def compiles(kind):
 
 
 def grouped_attention():
-    """Output and gradients of packed attention with fewer key heads on a GPU, from fixed draws."""
+    """Output and gradients of packed attention with fewer key heads, on a GPU with fixed inputs."""
     like = {"generator": torch.Generator("cuda").manual_seed(0), "dtype": torch.bfloat16,
             "device": "cuda", "requires_grad": True}
     q, k, v = (torch.randn(8, heads, 64, **like) for heads in (4, 2, 2))
@@ -76,8 +76,8 @@ def grouped_attention():
 
 @functools.cache
 def use_flash3():
-    """Use FlashAttention 3 for packed attention if its package is installed and a trial has the
-    results of torch's own kernel; a notice says which. It was never run on a GPU here.
+    """Switch packed attention to FlashAttention 3 if its package is installed and a trial agrees
+    with torch's kernel. A notice says what happened. This has never run on a GPU here.
     """
     if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
         return
@@ -92,17 +92,17 @@ def use_flash3():
 
 
 def kernel(function, *args):
-    """function(*args), on a GPU as one kernel."""
+    """function(*args), compiled into one kernel on a GPU."""
     compiled = args[0].is_cuda and has_triton() and compiles("cuda")
     return (_compiled(function) if compiled else function)(*args)
 
 
 def define_operator(name, schema, function, fake):
-    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole. fake: its outputs
-    without their values. torch.library.custom_op would check each call, three times its cost.
+    """torch.ops.flat_trainers.NAME, an operator that torch.compile does not look into. fake:
+    returns outputs of the right shapes. torch.library.custom_op costs three times as much per call.
     """
     operators, full = torch.ops.flat_trainers, f"flat_trainers::{name}"
-    if not hasattr(operators, name):        # another copy of this file may have defined it
+    if not hasattr(operators, name):        # a second copy of this file may be imported
         torch.library.define(full, schema)
         torch.library.impl(full, ("cpu", "cuda"), function)
         torch.library.register_fake(full, fake)
@@ -113,26 +113,26 @@ def define_operator(name, schema, function, fake):
 
 
 def stream_dtype(x):
-    """dtype of hidden states x between layers: autocast's, which embeddings in fp32 ignore."""
+    """dtype of hidden states x between layers: autocast's, though fp32 embeddings ignore it."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def rms_norm(x, weight, eps):
-    """x (..., H) divided by its root mean square, times weight (H,); like x. Sums are fp32."""
-    with torch.autocast(x.device.type, enabled=False):      # which would make it fp32
+    """x (..., H) over its root mean square, times weight (H,), in x's dtype. Sums are fp32."""
+    with torch.autocast(x.device.type, enabled=False):      # autocast would return fp32
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
 
 
 def outputs(x, *layers):
-    """[layer(x)] of linear layers; those under adapters.AddingLinear are computed together."""
+    """[layer(x)] of linear layers. Layers with adapters are computed together."""
     together = getattr(layers[0], "together", None)
     return together(x, *layers) if together else [layer(x) for layer in layers]
 
 
 class _Fused(torch.autograd.Function):
-    """The first of kernels[0](*inputs). Gradients of the first inputs are kernels[1](gradient,
-    *inputs from number `kept` on, *the kernel's other results). Kernels return tuples.
+    """The first result of kernels[0](*inputs). kernels[1](gradient, *inputs[kept:], *other results)
+    returns the gradients of the first inputs; other inputs have none. Kernels return tuples.
     """
     @staticmethod
     def forward(ctx, kernels, kept, *inputs):
@@ -143,8 +143,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        found = kernel(ctx.gradients, grad, *ctx.saved_tensors)
-        return None, None, *found, *[None] * (ctx.inputs - len(found))
+        gradients = kernel(ctx.gradients, grad, *ctx.saved_tensors)
+        return None, None, *gradients, *[None] * (ctx.inputs - len(gradients))
 
 
 def swiglu_kernel(gate, up):
@@ -176,13 +176,13 @@ def rotate_gradient_kernel(grad, cos, sin):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of the halves of x (..., D); cos, sin (..., D) broadcast; like x."""
+    """Rotary embedding of the halves of x (..., D), in x's dtype; cos, sin (..., D) broadcast."""
     return _Fused.apply((rotate_kernel, rotate_gradient_kernel), 1, x, cos, sin)
 
 
 def layer_norm(x, weight, bias, eps):
-    """Layer norm of x (..., H) with weight and bias (H,), like x. Sums are fp32."""
-    with torch.autocast(x.device.type, enabled=False):      # which would make it fp32
+    """Layer norm of x (..., H) with weight and bias (H,), in x's dtype. Sums are fp32."""
+    with torch.autocast(x.device.type, enabled=False):      # autocast would return fp32
         return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
@@ -199,7 +199,7 @@ def cross_entropies_gradient_kernel(grad, logits, labels, log_sum):
 
 
 def cross_entropies(logits, labels):
-    """Cross-entropies (R,) float32 of logits (R, V), maybe -inf, at labels (R,) int64."""
+    """Cross-entropies (R,) float32 of logits (R, V), which may be -inf, and labels (R,) int64."""
     kernels = cross_entropies_kernel, cross_entropies_gradient_kernel
     return _Fused.apply(kernels, 0, logits, labels)
 
@@ -208,24 +208,24 @@ def cross_entropies(logits, labels):
 
 
 def use(model):
-    """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
-    Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
+    """Replace layers of a transformers model by the ones here where its code is known; returns it.
+    Rotary embeddings are functions of transformers' modules, replaced for all models of a type.
     """
     use_flash3()
-    some = torch.linspace(-1, 1, 9, device="cpu")
-    for module in model.modules():
-        kind, place = type(module), sys.modules[type(module).__module__]
+    samples = torch.linspace(-1, 1, 9, device="cpu")
+    for layer in model.modules():
+        kind, module = type(layer), sys.modules[type(layer).__module__]
         if not kind.__module__.startswith("transformers."):
             continue
         if NORM in code_of(kind):
-            module.__class__ = replaced(kind, norm_forward)
-        elif SWIGLU in code_of(kind) and torch.equal(module.act_fn(some), F.silu(some)):
-            # compiled, too: adapters of gate and up are computed together
-            module.__class__ = replaced(kind, mlp_forward, True)
-        plain = getattr(place, "apply_rotary_pos_emb", None)
-        known = plain and not hasattr(plain, "plain") and ROTATED in code_of(plain)
-        if known and HALVES in code_of(place.rotate_half):
-            place.apply_rotary_pos_emb = rotary(plain)
+            layer.__class__ = subclass_with(kind, norm_forward)
+        elif SWIGLU in code_of(kind) and torch.equal(layer.act_fn(samples), F.silu(samples)):
+            # also in compiled layers: adapters of gate and up are computed together
+            layer.__class__ = subclass_with(kind, mlp_forward, True)
+        original = getattr(module, "apply_rotary_pos_emb", None)
+        if (original and not hasattr(original, "original") and ROTATED in code_of(original)
+                and HALVES in code_of(module.rotate_half)):
+            module.apply_rotary_pos_emb = wrap_rotary(original)
     return model
 
 
@@ -241,54 +241,55 @@ def mlp_forward(mlp, x):
 
 
 @functools.cache
-def replaced(kind, forward, compiled_too=False):
-    """A class like `kind` with another forward on a GPU."""
-    def either(self, x):
-        ours = wanted(x) or compiled_too and x.is_cuda
-        return forward(self, x) if ours else kind.forward(self, x)
-    return type(kind.__name__, (kind,), {"forward": either, "__module__": kind.__module__})
+def subclass_with(kind, forward, compiled_too=False):
+    """A subclass of `kind` with another forward on a GPU."""
+    def choose_forward(self, x):
+        fast = can_fuse(x) or compiled_too and x.is_cuda
+        return forward(self, x) if fast else kind.forward(self, x)
+    return type(kind.__name__, (kind,), {"forward": choose_forward, "__module__": kind.__module__})
 
 
-def rotary(plain):
-    """apply_rotary_pos_emb of a module of transformers, on a GPU by rotate()."""
-    @functools.wraps(plain)
-    def either(q, k, cos, sin, unsqueeze_dim=1):
-        if not wanted(q) or cos.shape[-1] != q.shape[-1]:       # a part of each head is rotated
-            return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+def wrap_rotary(original):
+    """A module's apply_rotary_pos_emb that calls rotate() on a GPU."""
+    @functools.wraps(original)
+    def apply_rotary(q, k, cos, sin, unsqueeze_dim=1):
+        if not can_fuse(q) or cos.shape[-1] != q.shape[-1]:       # only a part of each head rotates
+            return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotate(q, cos, sin), rotate(k, cos, sin)
-    either.plain = plain
-    return either
+    apply_rotary.original = original
+    return apply_rotary
 
 
 # ---- Attention inside each packed document
 
-# torch 2.11 takes fewer key heads without this flag
+# torch 2.11 has no such flag, and accepts fewer key heads without it
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_documents():
-    """attn_implementation of a transformers model whose forward runs on one flat axis that holds
-    many documents; the caller passes cu_seq_lens_q and max_length_q along.
+    """attn_implementation of a transformers model whose forward runs on one flat axis with many
+    documents. The caller passes cu_seq_lens_q and max_length_q to the model.
     """
-    from transformers import AttentionInterface     # takes a second; not every run needs it
+    from transformers import AttentionInterface     # a slow import that not every run needs
     AttentionInterface.register("packed_documents", packed_attention)
     return "packed_documents"
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=None, cu_seq_lens_q=None, max_length_q=None, **_):
-    """Causal attention inside each document, as transformers calls it; (1, S, heads, D), None.
+    """Causal attention inside each document, as transformers calls it -> (1, S, heads, D), None.
+
     query (1, heads, S, D), key and value (1, kv_heads, S, D); cu_seq_lens_q (B + 1,) int32.
-    sliding_window: how many places a token sees, itself included. CUDA in half precision: torch's
-    variable-length flash attention. Elsewhere SDPA document by document, same result.
+    sliding_window: number of positions that a token attends to, its own included. On CUDA in half
+    precision torch's variable-length flash attention; else SDPA for each document, same result.
     """
     if cu_seq_lens_q is None:
         raise UserError(f"{type(module).__name__} does not get the ends of documents: this "
                         "architecture cannot be packed")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
     if q.is_cuda and v.dtype in FLASH:
-        q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32
+        q, k = q.to(v.dtype), k.to(v.dtype)     # under autocast the rotary embedding gives fp32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
                           scale=scaling, window_size=window, **GROUPED)
@@ -298,21 +299,21 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     return out[None], None
 
 
-@torch.compiler.disable     # a graph per list of document lengths would be compiled otherwise
+@torch.compiler.disable     # else one graph per list of document lengths would be compiled
 def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     lengths, out = cu_seqlens.diff().tolist(), []
-    # a slice's gradient is as long as t
-    for length, *parts in zip(lengths, *(t.split(lengths) for t in (q, k, v))):
-        parts = (part.transpose(0, 1)[None] for part in parts)
+    # split: the gradient of a slice would be as long as the whole tensor
+    for length, *document in zip(lengths, *(t.split(lengths) for t in (q, k, v))):
+        document = (t.transpose(0, 1)[None] for t in document)
         if window and length > window:
-            place = torch.arange(length, device=q.device)
-            distance = place[:, None] - place
+            positions = torch.arange(length, device=q.device)
+            distance = positions[:, None] - positions
             masked = {"attn_mask": (distance >= 0) & (distance < window)}
         else:
             masked = {"is_causal": True}
-        out.append(F.scaled_dot_product_attention(*parts, scale=scaling,
-                                                  **masked)[0].transpose(0, 1))
+        attended = F.scaled_dot_product_attention(*document, scale=scaling, **masked)
+        out.append(attended[0].transpose(0, 1))
     return torch.cat(out)
 
 
@@ -323,15 +324,14 @@ NOTES = {None: "", "all": ", recomputed by layer",
 ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default, *(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in (
         "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}
-# place of the first matrix; _grouped_mm: of experts
+# {operator: index of its first matrix}; _grouped_mm is the product of experts
 PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,
             torch.ops.aten._scaled_mm.default: 0, torch.ops.aten._grouped_mm.default: 0}
-# a product is kept unless its rows grow by more: an adapter's second half, rank to width, does
-WIDER = 8
+WIDER = 8       # products are kept unless rows get wider by more, as in the B matrix of an adapter
 
 
 def keeps(op, args):
-    """True if selective checkpointing keeps the output of an operator with these arguments."""
+    """True if selective recomputation keeps the output of an operator with these arguments."""
     if op not in PRODUCTS:
         return op in ATTENTION_OPS
     inner, outer = args[PRODUCTS[op] + 1].shape[-2:]
@@ -339,8 +339,8 @@ def keeps(op, args):
 
 
 def set_mode(model, layers, mode):
-    """Have a model's layers be called as `mode`, "all", "selective" or None, wants it. layers: of
-    transformers, or the model calls them by model.call.
+    """Set the recomputation of a model's layers: "all", "selective" or None. The layers are
+    transformers', or the model calls them by model.call.
     """
     def policy(context, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -351,7 +351,7 @@ def set_mode(model, layers, mode):
         if not mode:
             return layer(*args, **kwargs)
         return checkpoint(layer, *args, use_reentrant=False, **more, **kwargs)
-    for module in model.modules():      # adapters.AddingLinear must not change products that stay
+    for module in model.modules():      # adapters.AddingLinear must not change kept products
         if mode == "selective" and hasattr(module, "adds_in_place"):
             module.adds_in_place = False
     if hasattr(model, "call"):

@@ -1,14 +1,14 @@
-"""Frozen linear layers of a LoRA run in fewer bits: --base_dtype nf4 and --float8.
+"""Quantized frozen linear layers of a LoRA run: --base_dtype nf4 and --float8.
 
-NF4 (QLoRA, arXiv 2305.14314): 64 neighbouring values share a scale, of eight bits, and 256 scales a
-float32: 4.13 bits a value. A layer is one tensor of bytes, made when its weight is read, so that
-only one weight is whole. Forward and backward make it again, multiply, and drop it. The arithmetic
-is that of bitsandbytes.
+NF4 (QLoRA, arXiv 2305.14314): 64 neighbouring values share an eight-bit scale, and 256 scales share
+a float32 one: 4.13 bits per value. A layer's weight is packed into one tensor of bytes as soon as
+it is read, so only one weight at a time exists in full precision. Forward and backward unpack it,
+multiply, and free it. The arithmetic is bitsandbytes'.
 
-Float8: both matrix products of a layer, forward and input gradient, in e4m3 (arXiv 2209.05433). A
-frozen weight is rounded once, unlike torchao's: a copy for the forward product and a turned one for
-the backward, together as large as in bfloat16. Each row of weights, inputs and gradients has a
-scale, so no result depends on the other samples of the pack.
+Float8: both matrix products of a layer, forward and input gradient, use e4m3 (arXiv 2209.05433).
+Unlike in torchao, a frozen weight is rounded once: a copy for the forward product and a transposed
+one for the backward, together as large as one bfloat16 weight. Each row of weights, inputs and
+gradients has its own scale, so no result depends on the other samples of the pack.
 """
 import math
 
@@ -18,9 +18,9 @@ from torch import nn
 from core import kernels
 from core.cli import require
 
-BLOCK, SCALES = 64, 256     # values a scale, scales a second scale
+BLOCK, SCALES = 64, 256     # values per scale, scales per second-level scale
 FLOAT8 = torch.float8_e4m3fn
-MULTIPLE = 16       # of a float8 layer's width and height; the GPU's kernels know no others
+MULTIPLE = 16       # the GPU's float8 kernels need widths and heights that are multiples of it
 
 
 def frozen_linears(layers):
@@ -30,13 +30,13 @@ def frozen_linears(layers):
 
 
 class FrozenLinear(nn.Linear):
-    """A frozen nn.Linear whose product() takes flat rows."""
+    """A frozen nn.Linear that calls product() on flat rows."""
 
     def forward(self, x):
         out = self.product(x.flatten(0, -2))
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
-        # flat rows are not a view: an adapter adds to them in place
+        # no view where none is needed: an adapter adds to the output in place
         return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])
 
 
@@ -44,29 +44,31 @@ class FrozenLinear(nn.Linear):
 
 
 def sizes(values):
-    """Bytes of values, scales, their meanings, scales of scales, mean; each a multiple of 256."""
+    """Bytes of the values, their scales, the table of the scales' code, the second-level scales and
+    the mean; each padded to a multiple of 256.
+    """
     scales = -(-values // BLOCK)
-    parts = -(-values // 2), scales, 4 * 256, 4 * -(-scales // SCALES), 4
-    return [-(-part // 256) * 256 for part in parts]
+    needed = -(-values // 2), scales, 4 * 256, 4 * -(-scales // SCALES), 4
+    return [-(-size // 256) * 256 for size in needed]
 
 
 @torch.no_grad()
 def pack(weight):
-    """A float weight (out, in) as uint8 (sum(sizes),), on its device."""
+    """Quantize a float weight (out, in) to uint8 (sum(sizes),), on its device."""
     from bitsandbytes.functional import quantize_4bit
-    values, about = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True,
+    values, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True,
                                   quant_type="nf4")
-    parts = values, about.absmax, about.state2.code, about.state2.absmax, about.offset
-    parts = (part.reshape(-1).view(torch.uint8) for part in parts)
-    return torch.cat([nn.functional.pad(part, (0, size - len(part)))
-                      for part, size in zip(parts, sizes(weight.numel()), strict=True)])
+    fields = values, state.absmax, state.state2.code, state.state2.absmax, state.offset
+    fields = (field.reshape(-1).view(torch.uint8) for field in fields)
+    return torch.cat([nn.functional.pad(field, (0, size - len(field)))
+                      for field, size in zip(fields, sizes(weight.numel()), strict=True)])
 
 
-def whole(packed, shape, dtype):
-    """The weight of a shape (out, in) that pack() made bytes of, in a float dtype."""
+def unpack(packed, shape, dtype):
+    """The weight (out, in) of pack()'s bytes in a float dtype."""
     ops, number = torch.ops.bitsandbytes, math.prod(shape)
-    values, scales, *others = packed.split(sizes(number))
-    table, outer, mean = (part.view(torch.float32) for part in others)
+    values, scales, *floats = packed.split(sizes(number))
+    table, outer, mean = (field.view(torch.float32) for field in floats)
     scales = scales[:-(-number // BLOCK)]
     outer = outer[:-(-len(scales) // SCALES)]
     scales = ops.dequantize_blockwise(scales, outer, table, SCALES, torch.float32) + mean[0]
@@ -74,27 +76,27 @@ def whole(packed, shape, dtype):
 
 
 def rounded_nf4(change=None):
-    """A function of a weight that rounds it to NF4 and back, and then changes it."""
+    """A function that rounds a weight to NF4 and back, and then applies `change`."""
     change = change or (lambda weight: weight)
-    return lambda weight: change(whole(pack(weight), weight.shape, weight.dtype))
+    return lambda weight: change(unpack(pack(weight), weight.shape, weight.dtype))
 
 
 class _NF4Product(torch.autograd.Function):
-    """x W^T of rows x (n, in); only the bytes of W are kept."""
+    """x W^T of rows x (n, in); only the packed W is kept for the backward pass."""
     @staticmethod
     def forward(ctx, x, packed, width):
         ctx.save_for_backward(packed)
         ctx.shape = width, x.shape[1]
-        return x @ whole(packed, ctx.shape, x.dtype).t()
+        return x @ unpack(packed, ctx.shape, x.dtype).t()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ whole(*ctx.saved_tensors, ctx.shape, grad.dtype), None, None
+        return grad @ unpack(*ctx.saved_tensors, ctx.shape, grad.dtype), None, None
 
 
 class NF4Linear(FrozenLinear):
-    """Its weight is the bytes of pack()."""
-    nf4 = True          # asked for where layers are joined or counted
+    """A linear layer whose weight is packed by pack()."""
+    nf4 = True          # read by adapters.py and metrics.py
 
     def product(self, rows):
         rows = rows.to(kernels.stream_dtype(rows))
@@ -102,19 +104,19 @@ class NF4Linear(FrozenLinear):
 
 
 def to_nf4(layers):
-    """Make the frozen linear layers inside decoder layers NF4Linear, bytes unset. UserError."""
+    """Make the frozen linear layers of decoder layers NF4Linear, weights unset. UserError."""
     import bitsandbytes.functional  # noqa: F401  registers torch.ops.bitsandbytes
-    found = frozen_linears(layers)
-    require(found, "--base_dtype nf4: this model has no frozen linear layers")
-    for module in found:
+    linears = frozen_linears(layers)
+    require(linears, "--base_dtype nf4: this model has no frozen linear layers")
+    for module in linears:
         module.__class__ = NF4Linear
         weight = module.weight.new_empty(sum(sizes(module.weight.numel())), dtype=torch.uint8)
         module.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def load_nf4(model, load, weights, parts, world):
-    """load(weights, parts, world) that reads one weight at a time, and packs those of NF4Linear.
-    weights: {name: parameter} of the base in `model`. load: the system's own load_weights.
+    """load(weights, parts, world), one weight at a time, packing the weights of NF4Linear layers.
+    weights: {name: parameter} of the base in `model`. load: the load_weights of the model's module.
     """
     layers = {module.weight: module for module in model.modules() if isinstance(module, NF4Linear)}
     for name, parameter in weights.items():
@@ -135,10 +137,9 @@ def rounded_kernel(rows):
     return (rows / scales).to(FLOAT8), scales
 
 
-# rows (n, width) -> (the same in float8, each divided by its scale so that its largest value fits;
-# (n, 1) scales, float32, tiny for a row of zeros). A separate operator: fused with the ones before
-# it in a compiled layer, whose packs have other numbers of rows, Inductor cannot split its loops
-# (CantSplit; pytorch issue 183696).
+# rows (n, width) -> (rows in float8, each divided by its scale; (n, 1) float32 scales, tiny for a
+# row of zeros). An operator of its own: fused with earlier operators of a compiled layer, Inductor
+# cannot split its loops when the number of rows changes (CantSplit, pytorch issue 183696).
 rounded = kernels.define_operator(
     "rounded", "(Tensor rows) -> (Tensor, Tensor)",
     lambda rows: kernels.kernel(rounded_kernel, rows),
@@ -147,9 +148,9 @@ rounded = kernels.define_operator(
 
 
 def product(rows, weight, scales):
-    """bf16 (n, m) = rows (n, width) @ weight (m, width).T, float8 as uint8, scales (m, 1)."""
+    """rows (n, width) @ weight.T -> bf16 (n, m). weight: float8 as uint8; scales: (m, 1)."""
     (rows, row_scales), weight = rounded(rows.contiguous()), weight.view(FLOAT8)
-    # adding in fewer digits, without which scales by rows are slow on Hopper
+    # use_fast_accum has less precision, but scaling by rows is slow on Hopper without it
     if rows.is_cuda and len(rows):
         return torch._scaled_mm(rows, weight.t(), scale_a=row_scales, scale_b=scales.t(),
                                 out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -158,7 +159,7 @@ def product(rows, weight, scales):
 
 
 class _Float8Product(torch.autograd.Function):
-    """product, and as its gradient the product with the turned weight."""
+    """product(), whose gradient is the product with the transposed weight."""
     @staticmethod
     def forward(ctx, rows, weight, scales, turned, turned_scales):
         ctx.save_for_backward(turned, turned_scales)
@@ -170,7 +171,7 @@ class _Float8Product(torch.autograd.Function):
 
 
 class Float8Linear(FrozenLinear):
-    """Its output is bfloat16."""
+    """A linear layer with a float8 weight and bfloat16 output."""
 
     def product(self, rows):
         return _Float8Product.apply(rows.bfloat16(), self.weight, self.scales, self.turned,
@@ -178,19 +179,19 @@ class Float8Linear(FrozenLinear):
 
 
 def to_float8(layers):
-    """Round the frozen linear layers inside decoder layers, already loaded -> how many."""
-    found = [module for module in frozen_linears(layers)
-             if not any(n % MULTIPLE for n in module.weight.shape)]
-    require(found, f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} "
-                   "wide and high")
-    for module in found:
+    """Round the loaded frozen linear layers of decoder layers -> their number. UserError."""
+    linears = [module for module in frozen_linears(layers)
+               if not any(n % MULTIPLE for n in module.weight.shape)]
+    require(linears, f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} "
+                     "wide and high")
+    for module in linears:
         weight, scales = rounded(module.weight)
-        # as the GPU's kernels want it to lie
+        # the memory layout that the GPU's kernels need
         turned, turned_scales = rounded(module.weight.t().contiguous())
         module.__class__ = Float8Linear
-        # uint8, since DDP's first broadcast knows no float8; in place: a caller may hold parameters
+        # uint8, as DDP cannot broadcast float8; in place, as the caller may hold the parameter
         module.weight.data = weight.view(torch.uint8)
         module.register_buffer("turned", turned.view(torch.uint8), persistent=False)
         module.register_buffer("scales", scales, persistent=False)
         module.register_buffer("turned_scales", turned_scales, persistent=False)
-    return len(found)
+    return len(linears)

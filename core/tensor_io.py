@@ -1,8 +1,8 @@
-"""Tensors in safetensors files, read into and written from plain or sharded parameters.
+"""Read and write safetensors files of plain or sharded parameters.
 
-Every rank reads just its rows of each tensor. Each sharded one is gathered once, by the rank that
-writes it, a file each, so no host needs room for the full copy. Files hold whole tensors under the
-names of transformers and PEFT: any number of ranks can read them.
+Every rank reads only its rows of each tensor. A sharded tensor is gathered once, by the rank that
+writes it. Each rank writes its own file, so no host needs memory for the full model. Files hold
+whole tensors under the names of transformers and PEFT, so any number of ranks can read them.
 """
 import hashlib
 import json
@@ -21,10 +21,9 @@ from core import json_files
 from core.cli import UserError, first_line, require
 from core.dist import barrier, error_names_file
 
-WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the host
-
+WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
 FLOATS = ("F64", "F32", "F16", "BF16")      # integers and float8 would need scales
-# its name since torch 2.13
+# renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -32,41 +31,41 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def local_rows(tensor):
-    """(this rank's plain tensor, its first row in the whole one); a 0-d tensor becomes (1,)."""
+    """(this rank's plain tensor, the number of its first row); a 0-d tensor becomes (1,)."""
     if not isinstance(tensor, DTensor):
         return tensor.view(tensor.shape or (1,)), 0
     rows, mesh = tensor.shape[0], tensor.device_mesh
-    shard = mesh.ndim - 1       # under HSDP the dimension before it has copies
-    # FSDP2 cuts dimension 0 as torch.chunk does
+    shard = mesh.ndim - 1       # under HSDP the dimension before it replicates
+    # FSDP2 splits dimension 0 as torch.chunk does
     return tensor.to_local(), min(mesh.get_local_rank(shard) * -(-rows // mesh.size(shard)), rows)
 
 
 @torch.no_grad()
 def fill(tensor, whole):
-    """Copy a whole tensor, the same on every rank, into a plain tensor or the shards of one."""
+    """Copy a whole tensor, the same on every rank, into a plain or sharded tensor."""
     local, first = local_rows(tensor)
     local.copy_(whole[first:first + len(local)])
 
 
 def full_tensor(tensor):
-    """A sharded tensor, whole, on every rank that holds a part. Collective among these ranks. Not
-    DTensor.full_tensor(): gloo now and then frees its collective's long name twice (torch 2.13).
+    """The whole tensor of a sharded one. Collective among the ranks that hold a shard. Not
+    DTensor.full_tensor(): gloo sometimes frees its collective's long name twice (torch 2.13).
     """
     local, mesh = tensor.to_local(), tensor.device_mesh
-    parts = mesh.size(mesh.ndim - 1)
-    rows = -(-tensor.shape[0] // parts)     # of every part but the last ones, which are filled up
-    part = local.new_zeros(rows, *local.shape[1:])
-    part[:len(local)] = local
-    found = local.new_empty(parts * rows, *local.shape[1:])
-    all_gather(found, part, group=mesh.get_group(mesh.ndim - 1))
-    return found[:tensor.shape[0]]
+    shards = mesh.size(mesh.ndim - 1)
+    rows = -(-tensor.shape[0] // shards)        # shards at the end may have fewer: they are padded
+    padded = local.new_zeros(rows, *local.shape[1:])
+    padded[:len(local)] = local
+    whole = local.new_empty(shards * rows, *local.shape[1:])
+    all_gather(whole, padded, group=mesh.get_group(mesh.ndim - 1))
+    return whole[:tensor.shape[0]]
 
 
 # ---- Reading
 
 
 def find_folder(name, flag, more=()):
-    """Folder of a model, downloaded if it is a hub name; `more` patterns of files. UserError."""
+    """Folder of a model, downloaded if it is a hub name. more: patterns of its files. UserError."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -76,19 +75,19 @@ def find_folder(name, flag, more=()):
     try:
         return Path(snapshot_download(name, allow_patterns=[
             "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *more]))
-    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+    except Exception as error:      # a dozen types: no network, unknown name, no permission
         raise UserError(f"{flag} {name}: neither a local folder nor available on the Hub "
                         f"({type(error).__name__}: {first_line(error)})")
 
 
 def fingerprint(folder):
-    """Short hash of a model folder's config and of both ends of each weight file: which model?"""
+    """Short hash that identifies a model: of its config and of both ends of each weight file."""
     folder = Path(folder)
     return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"])
 
 
 def fingerprint_files(paths, form="{} {}"):
-    """Short hash of the names and sizes, in that form, and of both ends of files."""
+    """Short hash of files: their names and sizes, formatted by `form`, and both their ends."""
     digest = hashlib.sha256()
     for path in paths:
         with error_names_file(path), open(path, "rb") as file:
@@ -108,7 +107,7 @@ class Slice:
         self.get_shape, self.get_dtype = handle.get_shape, handle.get_dtype
 
     def __getitem__(self, rows):
-        """The rows; UserError where they hold NaN or infinity, which training would only spread."""
+        """The rows. UserError for NaN or infinity."""
         values = self.handle[rows]
         require(is_finite(values), f"{self.path}: {self.name} holds NaN or infinity; these weights "
                                    "cannot be used")
@@ -116,10 +115,10 @@ class Slice:
 
 
 def open_tensors(paths):
-    """{tensor name: Slice} of safetensors files, whose headers alone are read. UserError."""
-    found = {}
+    """{tensor name: Slice} of safetensors files; only their headers are read. UserError."""
+    slices = {}
     for path in paths:
-        # safe_open would wait for ever at a pipe, and calls every reason "No such file"
+        # safe_open would block at a pipe, and reports every error as "No such file"
         with json_files.open_file(path):
             pass
         try:
@@ -127,10 +126,10 @@ def open_tensors(paths):
             names = list(file.keys())
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read ({error})")
-        twice = sorted(found.keys() & set(names))
+        twice = sorted(slices.keys() & set(names))
         require(not twice, f"{path}: {twice[:1]} is in another file of the folder, too")
-        found |= {name: Slice(path, name, file.get_slice(name)) for name in names}
-    return found
+        slices |= {name: Slice(path, name, file.get_slice(name)) for name in names}
+    return slices
 
 
 def files_of(folder, stem):
@@ -139,25 +138,25 @@ def files_of(folder, stem):
     return [whole] if whole.exists() else sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))
 
 
-def shape_of(parts):
+def shape_of(slices):
     """Shape of Slices joined along dimension 0."""
-    first, *rest = (part.get_shape() for part in parts)
+    first, *rest = (piece.get_shape() for piece in slices)
     return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else tuple(first)
 
 
-def mismatch(wanted, found):
-    """Misfits in words, or "". wanted: {name: shape}; found: {name: [Slice, ...]}."""
-    both = wanted.keys() & found.keys()
-    faults = {"missing keys": wanted.keys() - found.keys(),
-              "unexpected keys": found.keys() - wanted.keys(),
+def mismatch(wanted, slices):
+    """Describes how slices {name: [Slice, ...]} differ from the wanted {name: shape}, or ""."""
+    both = wanted.keys() & slices.keys()
+    faults = {"missing keys": wanted.keys() - slices.keys(),
+              "unexpected keys": slices.keys() - wanted.keys(),
               "mismatched keys": [
-                  f"{name} {shape_of(found[name])} instead of {tuple(wanted[name])}"
-                  for name in both if shape_of(found[name]) != tuple(wanted[name])],
+                  f"{name} {shape_of(slices[name])} instead of {tuple(wanted[name])}"
+                  for name in both if shape_of(slices[name]) != tuple(wanted[name])],
               f"tensors are none of {', '.join(FLOATS)}": [
-                  f"{name} {part.get_dtype()}" for name in both for part in found[name]
-                  if part.get_dtype() not in FLOATS]}
-    return "; ".join(f"{len(names)} {what}, first {', '.join(sorted(names)[:20])}"
-                     for what, names in faults.items() if names)
+                  f"{name} {piece.get_dtype()}" for name in both for piece in slices[name]
+                  if piece.get_dtype() not in FLOATS]}
+    return "; ".join(f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
+                     for fault, names in faults.items() if names)
 
 
 @torch.no_grad()
@@ -165,50 +164,47 @@ def is_finite(tensor):
     """True if a tensor holds neither NaN nor infinity, in one pass over it."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    # NaN carries through; 20 times as fast as torch.isfinite(tensor).all()
+    # aminmax propagates NaN, and is 20 times as fast as torch.isfinite(tensor).all()
     return all(math.isfinite(value) for value in torch.stack(torch.aminmax(tensor)).tolist())
 
 
 @torch.no_grad()
-def read_rows(tensor, parts):
-    """Fill a tensor, plain or sharded, from Slices joined along dimension 0; keeps its dtype."""
+def read_rows(tensor, slices):
+    """Fill a plain or sharded tensor from Slices joined along dimension 0; it keeps its dtype."""
     local, first = local_rows(tensor)
-    offset = 0      # the row of the joined tensor where this part begins
-    for part in parts:
-        rows = part.get_shape()[0]
+    offset = 0      # the row of the joined tensor where this slice begins
+    for piece in slices:
+        rows = piece.get_shape()[0]
         start, stop = max(first, offset), min(first + len(local), offset + rows)
         if start < stop:
-            local[start - first:stop - first].copy_(part[start - offset:stop - offset])
+            local[start - first:stop - first].copy_(piece[start - offset:stop - offset])
         offset += rows
 
 
 def load(world, folder, stem, tensors):
     """Fill {name: tensor}, plain or sharded, from STEM.safetensors. Collective. UserError."""
-    found = {name: [part] for name, part in open_tensors(files_of(folder, stem)).items()}
-    # a step count is 0-d, and was written as one row
-    problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, found)
+    slices = {name: [piece] for name, piece in open_tensors(files_of(folder, stem)).items()}
+    # a 0-d tensor, such as Adam's step, was written as one row
+    problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices)
     require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
     for name, tensor in tensors.items():
-        read_rows(tensor.detach(), found[name])
+        read_rows(tensor.detach(), slices[name])
     barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
 # ---- Writing
 
 
-
-
-
 @torch.no_grad()
 def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
     """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
 
-    Collective where tensors are sharded; the same names on every rank. spread: all ranks share the
-    sharded ones, a file each; else, and of plain ones, rank 0 writes all. split: what files hold of
-    a tensor, {name: tensor}. Training may continue: write(path) writes a copy.
+    Collective, with the same names on every rank. Rank 0 writes plain tensors; if `spread`, sharded
+    ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
+    hold it. Training may continue: write(path) writes a copy.
     """
-    share, owners, load = {}, {}, [0] * world.size
-    waiting, gathered = {}, 0
+    share, owners, load = {}, {}, [0] * world.size      # {name: rank}, values of each rank
+    waiting, gathered = {}, 0       # on the device; bytes gathered since the last copy
 
     def copy_to_host():
         share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
@@ -220,10 +216,10 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
             if spread:
                 owners[name] = load.index(min(load))
                 load[owners[name]] += tensor.numel()
-            mesh = tensor.device_mesh       # under HSDP only the writer's copy is gathered
+            mesh = tensor.device_mesh       # under HSDP only the writer's replica gathers
             if owners[name] not in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)):
                 continue
-            tensor = full_tensor(tensor.to(world.device))       # offloaded: gathered on the GPU
+            tensor = full_tensor(tensor.to(world.device))       # shards may be on the host
             gathered += tensor.nbytes
         assert tensor.untyped_storage().nbytes() or not tensor.numel(), (
             f"{name} is a gathered weight that FSDP2 has freed: call dist.reshard(model) first")
@@ -233,12 +229,12 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
             copy_to_host()
             gathered = 0
     copy_to_host()
-    share = {name: part for key, tensor in share.items()
-             for name, part in split(key, tensor).items()}
+    share = {name: piece for key, tensor in share.items()
+             for name, piece in split(key, tensor).items()}
 
     def write(path):
         bad = sorted(name for name, tensor in share.items() if not is_finite(tensor))
-        # or rotation would delete the last checkpoint that can be used
+        # else rotation could delete the last usable checkpoint
         require(not bad, f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "
                          f"{', '.join(bad[:5])}")
         save(share, path)
@@ -258,12 +254,12 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     return writes
 
 
-def save(tensors, path, about=None, write=save_file):
-    """Write a safetensors file, `about` in its header, that others may read as any new file."""
+def save(tensors, path, metadata=None, write=save_file):
+    """Write a safetensors file with the permissions of any new file; safetensors' own are 0600."""
     open(path, "wb").close()
-    mode = os.stat(path).st_mode        # as umask and folder have it
+    mode = os.stat(path).st_mode        # from umask and folder
     try:
-        write(tensors, path, about or {"format": "pt"})
-    except SafetensorError as error:    # of a full disk, too, without the name of the file
+        write(tensors, path, metadata or {"format": "pt"})
+    except SafetensorError as error:    # also of a full disk, without the name of the file
         raise OSError(f"{Path(path).name}: {error}")
     os.chmod(path, stat.S_IMODE(mode))

@@ -1,10 +1,10 @@
-"""Signals that ask a run to save and stop; a watchdog that names a hanging rank and its phase.
+"""Signals that ask a run to save and stop, and a watchdog that names hanging ranks.
 
-SIGTERM and SIGUSR1 only set a flag; the loop checks it, saves, leaves OUTPUT_DIR/requeue for the
+SIGTERM and SIGUSR1 only set a flag. The loop checks it, saves, leaves OUTPUT_DIR/requeue for the
 launcher and exits with status 0. A thread of each rank reports the progress of its main thread to
-the run's store. When a rank takes longer than its limit, the slowest are named and print their
-stacks, and all end with status 1, before the process group's limit. A frozen process is noticed in
-any phase after a step's limit.
+the run's store. If a rank exceeds its time limit, the slowest ranks are named and print their
+stacks, and all ranks exit with status 1 before the process group's limit. A frozen process is
+noticed in any phase, after the limit of a step.
 """
 import json
 import multiprocessing.queues
@@ -22,18 +22,18 @@ from core.cli import first_line, print_error
 from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
 from core.lifetime import SIGNALS, end_with_trainer, stop_requested
 
-HELD = (*SIGNALS, signal.SIGINT)        # while a loader process starts
+HELD = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
 _at_rest = threading.Event()
 
 
 class Stopped(Exception):
-    """The run was asked to stop before there was anything to save; raised on all ranks alike."""
+    """The run was asked to stop before its first step. Raised on all ranks."""
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: only the trainer ends its process, not a signal."""
+    """worker_init_fn of every DataLoader: the process ignores signals and ends with the trainer."""
     end_with_trainer()
-    # what cannot be handed over (/dev/shm is full) is the trainer's error; it would wait for it
+    # pass an item that cannot be sent (/dev/shm is full) as an error: the trainer waits for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
         (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))
     for number in HELD:
@@ -42,23 +42,23 @@ def init_loader(worker_id):
 
 
 def disarm():
-    """The run is over: ranks may end one by one, and a signal comes too late to kill."""
-    for number in SIGNALS:      # ignored: the interpreter's end gives handlers back to the default
+    """At the end of a run: ranks may exit at different times, and signals are ignored."""
+    for number in SIGNALS:      # the exiting interpreter would restore default handlers, which kill
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
     for thread in threading.enumerate():
-        if thread.name == "watchdog":       # in a call of the store it would abort the exit
+        if thread.name == "watchdog":       # in a call to the store it would abort the exit
             thread.join(GRACE_S)
 
 
 def exit_if_asked(world, output_dir):
-    """exit_stopped if a rank was asked to stop before there was anything to save. Collective."""
+    """exit_stopped if any rank was asked to stop before the first step. Collective."""
     if asked := [name for name in all_gather(world, stop_requested()) if name]:
         exit_stopped(world, output_dir, f"asked to stop by {asked[0]} before the first step")
 
 
 def exit_stopped(world, output_dir, why):
-    """Leave the marker for the launcher and exit with status 0. On every rank."""
+    """Leave the marker for the launcher and exit with status 0. Called on every rank."""
     disarm()
     if world.is_main:
         leave_marker(output_dir, str(why))
@@ -68,69 +68,69 @@ def exit_stopped(world, output_dir, why):
 
 
 def clear_marker(output_dir):
-    """Remove the marker of an earlier run, and a request to stop it."""
+    """Remove the marker of an earlier run and its stop request."""
     for name in ("requeue", "stop"):
         (Path(output_dir) / name).unlink(missing_ok=True)
 
 
 def leave_marker(output_dir, text):
-    """Write OUTPUT_DIR/requeue, on which the launcher starts this run again."""
+    """Write OUTPUT_DIR/requeue, which makes the launcher start this run again."""
     write_text(Path(output_dir) / "requeue", text + "\n")
 
 
 def stop_asked(output_dir):
-    """Why this process should save and stop, as text, or None: a signal, or OUTPUT_DIR/stop."""
+    """Reason to save and stop as text, or None: a signal, or the file OUTPUT_DIR/stop."""
     asked = stop_requested() or os.path.exists(Path(output_dir) / "stop") and "stop"
     return f"asked to stop by {asked}" if asked else None
 
 
 def any_stop(world, output_dir):
-    """True if any rank was asked to stop. Collective, waits for the device."""
+    """True if any rank was asked to stop. Collective; waits for the device."""
     return bool(all_max(world, bool(stop_asked(output_dir))).item())
 
 
 class Watchdog:
-    """Watches the main threads of all ranks, on every rank. A single process waits for nobody."""
+    """Runs on every rank and watches the main threads of all ranks. A single process has none."""
 
     def __init__(self, world, limit_s):
-        """limit_s: most seconds of a step, and without a report of a rank."""
+        """limit_s: seconds that a step may take, or that a rank may not report."""
         self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
-        # with more ranks each beats less often, but a failure is seen within GRACE_S
+        # more ranks beat less often each, but a failure is noticed within GRACE_S
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
         self.who = f"{os.uname().nodename}, process {os.getpid()}"
-        self.beats = 0      # are the clock: a process that was paused has not waited meanwhile
-        self.unanswered = 0     # seconds since the store has answered
+        self.beats = 0      # used as the clock, which must not run while the process is paused
+        self.unanswered = 0     # seconds since the store's last answer
         self.state = {"progress": 0, "since": 0, "where": "start", "limit_s": limit_s}
-        self.reports, self.silent = {}, {}      # {rank: its last one}, {rank: seconds without one}
-        self.judges = world.local_rank == 0 or world.rank == 1      # rank 0 may be the frozen one
+        self.reports, self.silent = {}, {}      # {rank: last report}, {rank: seconds without one}
+        self.judges = world.local_rank == 0 or world.rank == 1      # rank 0 itself may be frozen
         if world.store is not None:
-            self.store = world.store.clone()    # beats wait for no call of the main thread
+            self.store = world.store.clone()    # calls of the main thread must not delay beats
             for watch in (self._watch, self._watch_store):
                 threading.Thread(target=watch, daemon=True, name="watchdog").start()
 
     def report_progress(self, where, limit_s=None):
-        """where: what this rank does now, as all do; limit_s: for how long, None: a step's."""
+        """where: the phase that begins. limit_s: seconds it may take, None: those of a step."""
         self.state = {"progress": self.state["progress"] + 1, "since": self.beats, "where": where,
                       "limit_s": limit_s or self.limit_s}
 
     def _watch(self):
-        """Beat; when a rank hangs or has failed, end this process, which may be waiting for it."""
+        """Thread: beat; if a rank hangs or has failed, end this process, which may wait for it."""
         try:
             while not self._beat():
                 self._judge()
             if self.store.check([f"hangs/{self.world.rank}"]):
                 print(f"rank {self.world.rank} hangs here:", file=sys.stderr)
                 traceback.print_stack(sys._current_frames()[self.main])
-            for _ in range(round(GRACE_S / self.beat_s)):       # others print their stacks
+            for _ in range(round(GRACE_S / self.beat_s)):       # while others print their stacks
                 self._beat()
             os._exit(1)
-        except Exception as error:      # the store is gone: its host is, rank 0 or torchrun
-            _at_rest.wait(GRACE_S)      # torchrun, when it noticed, ends this process meanwhile
+        except Exception as error:      # the store is lost: rank 0 or torchrun hosts it
+            _at_rest.wait(GRACE_S)      # torchrun may end this process first
             self._end(self.world.local_rank == 0, "rank 0 or its node is gone: the store of the "
                       f"run does not answer ({first_line(error)})")
 
     def _watch_store(self):
-        """See, in another thread, a store whose host is frozen: no call to it ends."""
+        """Thread: notice a store whose host is frozen, so that no call to it returns."""
         while not _at_rest.wait(self.beat_s):
             self.unanswered += self.beat_s
             if self.unanswered > self.limit_s + GRACE_S:
@@ -138,27 +138,28 @@ class Watchdog:
                           "process, torchrun, or its node is frozen")
 
     def _end(self, speaks, why):
-        """End this process, unless the run is over."""
+        """End this process, unless the run is over. speaks: print why."""
         if speaks and not _at_rest.is_set():
             print_error(f"error: {why}")
-        if not _at_rest.wait(GRACE_S):      # the node's other ranks come here, too
+        if not _at_rest.wait(GRACE_S):      # other ranks of the node print before this one exits
             os._exit(1)
 
     def _beat(self):
-        """Report that this rank runs, and its phase; True if a rank has failed."""
+        """Report this rank's phase to the store; True if a rank has failed."""
         self.beats += 1
-        report = self.state | {"beats": self.beats, "who": self.who}    # read once: it moves
+        # reads self.state once: the main thread may replace it
+        report = self.state | {"beats": self.beats, "who": self.who}
         self.store.set(f"watch/{self.world.rank}", json.dumps(report))
-        failed = self.store.check([FAILED])     # set() waits for no answer
+        failed = self.store.check([FAILED])     # unlike set(), this waits for an answer
         self.unanswered = 0
         return sys.exit() if _at_rest.wait(self.beat_s) else failed     # ends this thread
 
     def _judge(self):
-        """Once a rank takes too long, name those that are silent, or else the slowest."""
-        late, spare = [], min(5 * self.beat_s, GRACE_S)     # reports come late
-        following = (self.world.rank + 1) % self.world.size     # others: all judges may be frozen
+        """If a rank takes too long, name the silent ranks or, if none is silent, the slowest."""
+        late, spare = [], min(5 * self.beat_s, GRACE_S)     # reports are delayed
+        following = (self.world.rank + 1) % self.world.size     # watched in case all judges freeze
         for rank in range(self.world.size) if self.judges else [following]:
-            if self.store.check([f"watch/{rank}"]):     # it has begun
+            if self.store.check([f"watch/{rank}"]):     # the rank has started
                 report = json.loads(self.store.get(f"watch/{rank}"))
                 same = report == self.reports.get(rank)
                 self.silent[rank] = same and self.silent[rank] + self.beat_s

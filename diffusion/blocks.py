@@ -30,7 +30,7 @@ from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
 from diffusion import dit
-from diffusion.choices import CHECKS, EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced
+from diffusion.choices import CHECKS, EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
 from diffusion.problems import read_chats, read_problems
 
 # counts of a document, which add up over rows and steps. clean: all tokens (slots in a row); noisy:
@@ -346,7 +346,7 @@ def choose_masked(batch, rate, draws, t_range):
     share inside, or with only 0, get the nearest numbers, so every token is sometimes masked.
     """
     group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
-    low, high = enforced(t_range)
+    low, high = enforced_limits(t_range)
     if (low, high) == (0.0, 1.0) or not len(group):
         return uniform <= rate[group]
     n = torch.bincount(group, minlength=batch.n_groups)

@@ -76,18 +76,12 @@ class Layout:
                                                   f"{size}: a block would be cut")
 
 
-def read_layout(found):
-    """Layout of a checkpoint's config.json. UserError for a removed layout."""
-    require(found.get("hdp_layout") != "flat", "--hdp_layout flat is gone: train with --system hdp")
-    return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
-
-
 def bound_range(layout):
     """Range of t for which the loss is a bound: full; for single tokens t = 1, which is exact."""
     return (1.0, 1.0) if layout.block_sizes == {1} else FULL
 
 
-def enforced(t_range):
+def enforced_limits(t_range):
     """(low, high) limits for the share of masked tokens in a block, under a clipped range."""
     low, high = t_range
     clipped = tuple(t_range) != FULL
@@ -96,7 +90,7 @@ def enforced(t_range):
 
 def range_fits(t_range, block_size):
     """True if a full block can have a number of masked tokens, above 0, in the range."""
-    low, high = enforced(t_range)
+    low, high = enforced_limits(t_range)
     return max(1, math.ceil(low * block_size - 1e-9)) <= math.floor(high * block_size + 1e-9)
 
 

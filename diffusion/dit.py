@@ -196,7 +196,7 @@ class Network(nn.Module):
         at = torch.arange(size := len(weight), device=x.device)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
         bias = bias.masked_fill(at == self.config.mask_id, -torch.inf)
-        if kernels.wanted(x) and size % 8:
+        if kernels.can_fuse(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
         return F.linear(x, weight, bias.to(x.dtype))
@@ -208,14 +208,14 @@ class Network(nn.Module):
     def row_losses(self, hidden, labels):
         """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
         logits = self._logits(hidden)
-        if kernels.wanted(logits):
+        if kernels.can_fuse(logits):
             return kernels.cross_entropies(logits, labels)
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows, in chunks."""
         hidden, rows, labels = self.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-        if kernels.wanted(hidden):        # the number of masked tokens varies
+        if kernels.can_fuse(hidden):        # the number of masked tokens varies
             rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
                             for numbers in (rows, labels))
         rows = hidden.index_select(0, rows)

@@ -185,7 +185,7 @@ def accuracy(world, model, how):
     solver = Solver(model, how.tokens, how.rows.documents.layout, how_sampled, how.bf16)
     (problems, states), mine = zip(*how.chosen), slice(world.rank, None, world.size)
     # lengths change with every block, which would recompile compiled layers
-    with dist.gathered(model), torch.compiler.set_stance("force_eager"):
+    with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
         answers = answer(solver, states[mine], how.batch_rows)
     scores = [(score(found["text"], problem.answer), found["forwards"])
               for problem, found in zip(problems[mine], answers)]
@@ -205,7 +205,7 @@ def setups(args, setup, rows, row_tokens):
                       "gradient_accumulation_steps"}:
         splits = [(setup.batch_size, setup.accumulation)]
     return [replace(way, batch_size=each, accumulation=accumulation)
-            for way in memory.ways(args, setup) for each, accumulation in splits]
+            for way in memory.list_ways(args, setup) for each, accumulation in splits]
 
 
 def step_of(config, backend):

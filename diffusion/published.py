@@ -305,7 +305,7 @@ def from_official(state, config, path):
 def export(folder, output, layout_of="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, about = load_checkpoint(folder)
-    config, layout = model.config, choices.read_layout(about["layout"])
+    config, layout = model.config, choices.Layout(**about["layout"])
     tokens, source = load_tokenizer(folder, layout.system, layout.end_token), about.get("source")
     # an SDAR source stays SDAR: its config.json names files that are not here
     is_sdar = layout_of == "sdar" or (

@@ -46,7 +46,7 @@ from torch.nn.utils.rnn import pad_sequence
 from core import checkpoint, dist, kernels, metrics
 from core.problems import settle
 from diffusion.blocks import pieces, prompt_ids, read_any
-from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout, read_layout
+from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
 from diffusion.problems import Problem, load_tokenizer
 
 
@@ -231,7 +231,7 @@ def load_solver(args, how):
     folder = published.find_checkpoint(args.checkpoint)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, about = published.load_checkpoint(folder)
-    layout = read_layout(about["layout"])
+    layout = Layout(**about["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
     return folder, Solver(model.to(device), tokens, layout, how, args.bf16)
 

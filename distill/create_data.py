@@ -149,7 +149,7 @@ def read_input(path, prompt):
                 record = json_files.loads(text)
             if not isinstance(record, dict):
                 raise ValueError("is not a JSON object")
-            messages, tools, had_answer = chat.as_question(record)
+            messages, tools, had_answer = chat.split_question(record)
             asked.append((teachers.with_prompt(prompt, messages), tools))
         except ValueError as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")

@@ -140,7 +140,7 @@ class Column:
     def switched(self, attention):
         """Context in which the model is this column's and uses the named attention function."""
         self.native.config._attn_implementation = attention
-        return contextlib.nullcontext() if self.adapted else adapters.switched_off(self.model)
+        return contextlib.nullcontext() if self.adapted else adapters.disable(self.model)
 
 
 def open_columns(run, prompt, device, dtype):
@@ -345,7 +345,7 @@ def main(argv=None):
             "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
     rows, about = read_rows(args, run)
     questions = [chat.question(row["messages"][:-1]) for row in rows]
-    given = [chat.plain(row["messages"][-1]) for row in rows]
+    given = [chat.answer_text(row["messages"][-1]) for row in rows]
     judges_labels = args.parser != "whole" or args.labels
     if judges_labels:
         parser = parser._replace(labels=parser.labels or tuple(sorted(set(given))))

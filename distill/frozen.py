@@ -179,7 +179,7 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
         made = sampler.draw([own for own, _ in prompts], seeds, room, ends)
     else:
         together = max(1, *map(len, rows))
-        with dist.gathered(model):
+        with dist.gather_weights(model):
             for start in range(0, len(chosen), together):
                 part = slice(start, start + together)
                 made += draw(model.native, [own for own, _ in prompts[part]], seeds[part],

@@ -128,7 +128,7 @@ class PackedLM(nn.Module):
         from core import adapters
         training = self.net.training
         self.net.eval()
-        with adapters.switched_off(self.net):
+        with adapters.disable(self.net):
             rows, _ = self.rows(batch.teacher)
         self.net.train(training)
         return rows, None

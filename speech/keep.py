@@ -68,7 +68,7 @@ class Keeper:
         codes; returns a log line. Collective: rank 0 speaks, the others wait. UserError if too few
         rows end by themselves; Stopped."""
         model.eval()
-        with dist.gathered(model), autocast():
+        with dist.gather_weights(model), autocast():
             codes = dist.rank0(world, self._codes, world, model)
         model.train()
         if codes is None:
@@ -104,7 +104,7 @@ class Keeper:
             except Exception as error:      # damage raises many kinds
                 move_aside(path, f"cannot be read ({error}), so the base speaks again")
         spoken = []
-        with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
+        with torch.compiler.set_stance("force_eager"), adapters.disable(model.net):
             for first in range(0, len(self.prompts), speak.BATCH):
                 spoken += speak.generate(
                     model.base_model, self.prompts[first:first + speak.BATCH], self.ids,

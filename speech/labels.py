@@ -294,7 +294,7 @@ def divergence(model, batch):
     from core import adapters
     training = model.training
     model.eval()
-    with torch.no_grad(), adapters.switched_off(model.net):
+    with torch.no_grad(), adapters.disable(model.net):
         base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
     model.train(training)
     ours = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)

@@ -565,7 +565,7 @@ class Speaker:
         """{eval/...: float} of the prompts as spoken by model, a weights.module().packed.
         Collective: rank 0 speaks and writes to log, the others wait."""
         model.eval()
-        with dist.gathered(model), autocast():
+        with dist.gather_weights(model), autocast():
             values = dist.rank0(world, self.speak_all, model.base_model, step, log)
         model.train()
         return values

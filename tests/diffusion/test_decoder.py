@@ -79,7 +79,7 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
 
     And the sampler sees in a block what training sees in its noisy copies.
     """
-    monkeypatch.setattr(kernels, "wanted", lambda x: for_gpus)
+    monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
     model, tokens, theirs = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)

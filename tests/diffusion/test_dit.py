@@ -160,7 +160,7 @@ def test_added_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces)
     batch = batch._replace(input_ids=batch.input_ids.clamp(min=1))
     plain = dit.DiT.row_losses
     monkeypatch.setattr(dit.DiT, "row_losses", lambda model, x, labels: sizes.add(len(x)) or plain(model, x, labels))
-    monkeypatch.setattr(kernels, "wanted", lambda x: True)
+    monkeypatch.setattr(kernels, "can_fuse", lambda x: True)
     for step, recompute in ((1, None), (16, "all")):
         sizes.clear()
         monkeypatch.setattr(dit, "ROW_STEP", step)

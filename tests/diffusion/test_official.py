@@ -104,7 +104,7 @@ def logits_of(model, noisy, clean, size):
 @pytest.mark.parametrize("for_gpus", [False, True])
 def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
     """300 tokens: more than a matrix has columns, so gates go into weights; 454 words: padded on a GPU."""
-    monkeypatch.setattr(kernels, "wanted", lambda x: for_gpus)
+    monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
     state = {name: tensor.requires_grad_("backbone" in name) for name, tensor in draw(3).items()}
     clean = torch.randint(V - 1, (150,), generator=torch.Generator().manual_seed(4))
     rows = torch.arange(0, 150, 3)

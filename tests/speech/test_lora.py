@@ -79,7 +79,7 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
     layers = [net.base_model.model[name].train() for name in sizes]
     weights = [half.weight for layer in layers for half in (layer.lora_A["default"], layer.lora_B["default"])]
     for layer in layers:
-        assert type(layer) is adapters.AddingLinear and adapters.joins(layer)
+        assert type(layer) is adapters.AddingLinear and adapters.is_joinable(layer)
         torch.nn.init.normal_(layer.lora_B["default"].weight)
     x, grads = torch.randn(shape), [torch.randn(*shape[:-1], size) for size in sizes.values()]
     if bf16:
@@ -116,7 +116,7 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
     layer = layers[0]
     layer.__class__ = adapters.AddingLinear
     with net.disable_adapter():
-        assert not adapters.joins(layer)
+        assert not adapters.is_joinable(layer)
         bare = layer(x.to(layer.base_layer.weight.dtype))
     assert torch.equal(bare, layer.base_layer(x.to(bare.dtype)))
 
