@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli
-from core.cli import UserError, problem_text, require
+from core.cli import UserError, counted, problem_text, require
 from speech import choices
 
 # ---- Flags: name, default, help
@@ -255,10 +255,10 @@ records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: in
 if main_rank:
     seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
-    print(f"done       {len(records)} samples, {seconds:.1f} s of speech, {stopped} ended by "
-          f"themselves; {args.output_dir}")
+    print(f"done       {counted(len(records), 'sample')}, {seconds:.1f} s of speech, {stopped} "
+          f"ended by themselves; {args.output_dir}")
     if stopped < len(records):
-        print(f"notice     {len(records) - stopped} were cut off at --max_seconds "
+        print(f"notice     {counted(len(records) - stopped, 'sample')} cut off at --max_seconds "
               f"{args.max_seconds:g}: raise it, or the model has not learnt to stop")
     if args.max_cer is not None:
         rows = speak.good_rows(samples, records, args.max_cer, ids.min_frames)

@@ -106,18 +106,19 @@ I will call you as soon as we land. Good night, and thank you for the soup.
 SENTENCES = re.split(r"(?<=[.?]) ", " ".join(STORY.split()))
 
 
-def make_tokenizer(out_dir, sentences=SENTENCES):
-    """train_bpe's tokenizer, saved in OUT_DIR/model; it adds no begin-of-text token by itself."""
+def make_tokenizer(out_dir):
+    """Save train_bpe's tokenizer in OUT_DIR/model and return it. It adds no begin-of-text token."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences), bos_token="<|begin_of_text|>",
+        tokenizer_object=train_bpe(SPECIAL_TOKENS), bos_token="<|begin_of_text|>",
         eos_token="<|eot_id|>", pad_token="<|end_of_text|>", clean_up_tokenization_spaces=False,
         model_max_length=2048, model_input_names=["input_ids", "attention_mask"])
     tokenizer.save_pretrained(Path(out_dir) / "model")
     return tokenizer
 
 
-def train_bpe(special_tokens, sentences=SENTENCES):
-    """A byte-level BPE Tokenizer of at most 600 ids, special_tokens last, trained on sentences."""
+def train_bpe(special_tokens):
+    """A byte-level BPE Tokenizer of at most 600 ids, trained on SENTENCES. special_tokens get the
+    last ids."""
     bpe = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -125,33 +126,32 @@ def train_bpe(special_tokens, sentences=SENTENCES):
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special_tokens), show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(sentences, trainer)
+    bpe.train_from_iterator(SENTENCES, trainer)
     bpe.add_special_tokens(special_tokens)
     return bpe
 
 
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
-    """Save a random float32 language model, its text head included, with its processor in
-    OUT_DIR/model and returns it. config_overrides: fields of HiggsAudioV2Config."""
+    """Save a random float32 language model with its text head and processor in OUT_DIR/model, and
+    return it. config_overrides: fields of HiggsAudioV2Config."""
     token_id = tokenizer.convert_tokens_to_ids
-    special = {name: getattr(tokenizer, name)
-               for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     # wide weights: the frozen heads must reach far enough for adapters alone to lower the loss
     config = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
               "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
               "num_codebooks": 8, "codebook_size": 1026,     # codes, the stream's begin and end
-              **special, "audio_token_id": token_id("<|AUDIO_OUT|>"),
+              "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+              "pad_token_id": tokenizer.pad_token_id, "audio_token_id": token_id("<|AUDIO_OUT|>"),
               "audio_bos_token_id": token_id("<|audio_out_bos|>"),
               "audio_delay_token_id": token_id("<|reserved_special_token_6|>"), **config_overrides}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config),
                                                      use_text_head=True).eval()
-    special = {name: config[name] for name in special}
     model.generation_config = GenerationConfig(
-        **special, do_sample=True, temperature=1.0, top_k=50, top_p=0.95, ras_win_len=7,
-        ras_win_max_num_repeat=2)
+        bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"],
+        pad_token_id=config["pad_token_id"], do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
+        ras_win_len=7, ras_win_max_num_repeat=2)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
     weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))
@@ -183,9 +183,9 @@ def make_codec(out_dir, seed=0):
     return codec
 
 
-def make_model3(out_dir, codec, seed=0, **text_overrides):
-    """Save a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files;
-    returns its folder. codec: of make_codec, for the same file. text_overrides: of text_config."""
+def make_model3(out_dir, codec, seed=0):
+    """Save a random two-layer Higgs TTS 3 in OUT_DIR/model under the published names, and return
+    that folder. codec: the result of make_codec, whose weights go into the same file."""
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
     train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
@@ -197,14 +197,13 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
             "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
             "max_position_embeddings": 2048, "hidden_act": "silu", "attention_bias": False,
             "attention_dropout": 0.0, "tie_word_embeddings": True, "rope_theta": None,
-            "dtype": "float32", "initializer_range": 0.06, **text_overrides}
+            "dtype": "float32", "initializer_range": 0.06}
     audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8,
              "vocab_size": 1026, "out_dim": text["hidden_size"], "use_delay_pattern": True,
              "tie_word_embeddings": True}
     config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"],
               "audio_token_id": -100, "model_type": v3.MODEL_TYPE, "audio_encoder_config": audio,
               "text_config": text,
-              # the released one's is not the tiny one's
               "audio_tokenizer_config": codec.config.to_dict()}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with torch.random.fork_rng(devices=[]):

@@ -358,13 +358,6 @@ def test_original_config_gives_the_released_native_config():
     assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
 
 
-@pytest.mark.parametrize("key, value", [("audio_adapter_type", "stack"), ("audio_dual_ffn_layers", [0])])
-def test_unsupported_original_variant_is_named(key, value):
-    with pytest.raises(UserError) as error:
-        weights.native_config({**published_config(), key: value})
-    assert str(error.value).endswith(f"unknown to the native class: {key}={value!r}")
-
-
 UP, NORM, ODD = "model.layers.1.audio_mlp.up_proj.weight", "model.norm.weight", "model.layers.0.audio_attn.q_proj.weight"
 KEYS, HEAD = "model.layers.1.self_attn.k_proj.weight", "text_lm_head.weight"
 # (weights that are put in, None: taken out; what is said)
