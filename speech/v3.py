@@ -388,11 +388,12 @@ def embed_prompt(model, input_ids, is_audio, ref_rows):
 
 
 @torch.no_grad()
-def generate(model, prompts, sampling, seed, asked=lambda: False):
+def generate(model, prompts, sampling, seed, should_stop=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
-    prompts: [(input_ids, is_audio, ref_rows or None)]. asked(): called once per row; True stops
-    all. The draws of a prompt depend on seed and its index in the batch, not on other prompts."""
+    prompts: [(input_ids, is_audio, ref_rows or None)]. should_stop() is called once per row; True
+    ends all speech. The draws of a prompt depend on seed and its index in the batch, not on other
+    prompts."""
     device, config = model.audio_embedding.weight.device, model.config
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
     lengths = torch.tensor([len(e) for e in embedded], device=device)
@@ -414,7 +415,7 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
                 if ends[i] is None or count <= ends[i]:
                     rows[i], ends[i] = step(logits[i], count, ends[i], sampling, generators[i])
                     spoken[i].append(rows[i].clone())
-            if all(end is not None and count >= end for end in ends) or asked():
+            if all(end is not None and count >= end for end in ends) or should_stop():
                 break
             inputs = model.embed_rows(rows.to(device))[:, None].to(inputs.dtype)
             mask = F.pad(mask, (0, 1), value=1)
