@@ -149,11 +149,11 @@ device, main_rank = world.device, world.is_main
 old = dist.rank0(world, earlier_results)
 folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path)
-module, third = weights.module(config_dict), weights.is_third(config_dict["model_type"])
-require(args.reference_text or not args.reference_audio or third,
+module, tts3 = weights.module(config_dict), weights.is_tts3(config_dict["model_type"])
+require(args.reference_text or not args.reference_audio or tts3,
         "--reference_audio and --reference_text go together")
 normalize, why = conversations.setting_to_speak(
-    args.normalize_text or ("off" if third else None), folder, args.adapter)
+    args.normalize_text or ("off" if tts3 else None), folder, args.adapter)
 samples = read_texts()
 read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
         for clip in turn.clips} | {Path(args.prompts or "").resolve()}

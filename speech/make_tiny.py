@@ -210,7 +210,7 @@ def make_model3(out_dir, codec, seed=0):
         torch.manual_seed(seed)
         model = v3.Higgs3(v3.read_config(config))
         torch.nn.init.normal_(model.audio_embedding.weight, std=text["initializer_range"])
-    tensors = v3.published({name: value.detach() for name, value in model.named_parameters()})
+    tensors = v3.published_names({name: value.detach() for name, value in model.named_parameters()})
     tensors |= {head: tensors[table].clone() for head, table in v3.HEADS.items()}
     tensors |= {v3.CODEC + name: value for name, value in codec.state_dict().items()}
     tensor_io.save({name: value.contiguous() for name, value in tensors.items()},

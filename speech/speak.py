@@ -242,7 +242,7 @@ def sampling(config, max_seconds, **draws):
     draws = {name: value for name, value in draws.items() if value is not None}
     require(draws.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
     draws = module.DRAWS | draws
-    if weights.is_third(config.model_type):
+    if weights.is_tts3(config.model_type):
         return module.Sampling(**draws, max_new_tokens=frames + config.num_codebooks - 1)
     ras_window = draws.pop("ras_window")
     if not draws["temperature"]:
@@ -262,7 +262,7 @@ def generate(native, prompts, ids, settings, seed, device, should_stop=lambda: F
     native: the model with adapters, on the device, in eval mode. settings: from sampling(). The
     draws depend on seed and batch only, and do not change torch's random state. should_stop() is
     called once per row; if it returns True, speech ends with ended_by "time"."""
-    if weights.is_third(native.config.model_type):
+    if weights.is_tts3(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
         spoken = weights.module(native.config).generate(native, inputs, settings, seed, should_stop)
         # a row cut off early may hold special codes; servers also decode those as code 0

@@ -79,7 +79,7 @@ RELEASED_TEXT = {
 # ---- Higgs-Audio V2 or Higgs TTS 3: chosen once; only the chosen module is imported
 
 
-def is_third(model_type):
+def is_tts3(model_type):
     """True if a model_type of config.json or read_config means Higgs TTS 3."""
     return model_type in ("higgs_multimodal_qwen3", "qwen3")
 
@@ -88,7 +88,7 @@ def module(config):
     """speech.v3 or speech.v2, which have the same interface. config: config.json as a dict, or the
     result of read_config."""
     kind = config["model_type"] if isinstance(config, dict) else config.model_type
-    return import_module("speech.v3" if is_third(kind) else "speech.v2")    # both import this file
+    return import_module("speech.v3" if is_tts3(kind) else "speech.v2")    # both import this file
 
 
 def find_files(world, model_path, codec_path):
@@ -285,8 +285,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     save_config. base_dtype nf4: round the base as in the adapter's run. Raises UserError."""
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = find_model(source)
-    version, third = module(config), is_third(config["model_type"])
-    original = layout == "2025" and not third
+    version, tts3 = module(config), is_tts3(config["model_type"])
+    original = layout == "2025" and not tts3
     require(not (codec and original),
             "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
     tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
@@ -301,7 +301,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     if base_dtype == "nf4":
         from core import quantized
         folds |= {name: quantized.rounded_nf4(folds.get(name)) for name in linears}
-    if dtype is None and folds and not third:
+    if dtype is None and folds and not tts3:
         dtype = "float32"
     # {name: (Slices to join, dtype to write, function that adds the adapter's update)}
     tensors = {}
@@ -309,7 +309,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         kind = getattr(torch, dtype) if dtype else parts[name][0][:1].dtype
         tensors[name] = parts[name], kind, folds.get(name)
     kinds = sorted({str(kind).removeprefix("torch.") for _, kind, _ in tensors.values()})
-    if third:
+    if tts3:
         tensors = version.whole_files(tensors, folder, codec)
     else:
         model.config.dtype = tensors["model.embed_tokens.weight"][1]
