@@ -239,6 +239,16 @@ def test_adapters_that_are_more_than_lora_are_refused_by_name(tiny, tmp_path, ki
     assert not (tmp_path / "out").exists()
 
 
+def test_an_adapter_may_be_the_current_folder(tiny, adapter, tmp_path, monkeypatch):
+    """--adapter . has no parent folders by its name."""
+    monkeypatch.chdir(adapter[0])
+    merge(str(tiny.model), ".", tmp_path / "out")
+    assert tensors(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--adapter .: no such folder"):
+        merge(str(tiny.model), ".", tmp_path / "other")
+
+
 def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path):
     """generate_tts.py's model: logits as by PeftModel.from_pretrained."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", use_dora=True)

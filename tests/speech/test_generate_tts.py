@@ -280,6 +280,14 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
         "--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
 
 
+def test_texts_without_a_word_are_refused(refuse, tiny):
+    """A transcript of spaces is none; marks are not spoken."""
+    clip = tiny.root / "speech" / "0000_speaker0.wav"
+    assert "--reference_audio and --reference_text go together" in refuse(
+        "--text", "a", "--reference_audio", clip, "--reference_text", "  ")
+    assert "has no text to speak" in refuse("--text", "[SPEAKER0] [SPEAKER1]", "--split_text", 9)
+
+
 def test_overwriting_spares_what_is_read(refuse, tmp_path):
     """A take whose voice the next one is to have; a list of prompts, and clips in it, as --max_cer leaves them."""
     out = tmp_path / "out"
