@@ -118,7 +118,8 @@ from speech.codes import FRAME_RATE, load_codec
 
 
 def earlier_results():
-    """Claim the output folder -> an earlier run's files in it; UserError without --overwrite."""
+    """Claim the output folder and return an earlier run's files in it. UserError if there are any
+    without --overwrite."""
     checkpoint.claim_output(args.output_dir)
     old = [path for path in Path(args.output_dir).iterdir() if path.name == BEST
            or path.suffix in (".wav", ".json", ".npy") and path.stem.isdigit()]
@@ -157,15 +158,15 @@ normalize, why = conversations.setting_to_speak(
 samples = read_texts()
 read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
         for clip in turn.clips} | {Path(args.prompts or "").resolve()}
-lost = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
-require(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: give another "
-        "--output_dir")
+overwritten = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
+require(not overwritten, f"--overwrite would delete {min(overwritten, default='')}, which is read: "
+        "give another --output_dir")
 config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
 ids = module.token_ids(tokenizer, config)
 codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
 draws = {name: getattr(args, name) for name in speak.DRAW_FLAGS if getattr(args, name) is not None}
 settings = speak.sampling(config, args.max_seconds, **draws)
-# settings that determine a sample's sound, for its JSON file
+# settings that determine how a sample sounds, for its JSON file
 noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": args.base_dtype,
          "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
          **module.DRAWS, **draws}
@@ -176,7 +177,7 @@ def prepare(prompt_samples, numbers):
                          module.positions(config) - settings.max_new_tokens, numbers)
 
 
-# batches are cut from the whole list, so they do not depend on the number of ranks
+# batches come from the whole list, so they do not depend on the number of ranks
 batches, problems = {}, []
 for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
     numbers = range(len(samples))[first:first + args.batch_size]
@@ -216,7 +217,7 @@ def say(prompts, seed):
 
 
 def speak_batch(prompts, seed):
-    """Speak and write one batch of Prompts -> contents of their JSON files."""
+    """Speak and write one batch of Prompts; return the contents of their JSON files."""
     start = time.monotonic()
     try:
         if args.split_text:

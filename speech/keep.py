@@ -55,7 +55,7 @@ class Keeper:
     settings: object
     ids: object
     args: object            # the trainer's flags
-    # hash of the rows, their references and the seed; then of the base, on rank 0
+    # hash of the rows, their references and the seed; rank 0 appends that of the base
     fingerprint: str
     samples: list = field(default_factory=list)     # from labels.assemble
 
@@ -66,8 +66,8 @@ class Keeper:
 
     def speak(self, world, model, autocast):
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
-        codes; returns a log line. Collective: rank 0 speaks, the others wait. UserError if too few
-        rows end by themselves; Stopped."""
+        codes, and return a log line. Collective: rank 0 speaks, the others wait. UserError if too
+        few rows end by themselves. Stopped after a stop request."""
         model.eval()
         with dist.gathered(model), autocast():
             codes = dist.rank0(world, self._codes, world, model)

@@ -138,7 +138,8 @@ while following:
             link_best(step)
         if args.patience and stale >= args.patience and is_running():
             (out / "stop").touch()
-            print(f"stop       nothing better in {stale} checkpoints: the run ends", flush=True)
+            print(f"stop       nothing better in {cli.counted(stale, 'checkpoint')}: the run ends",
+                  flush=True)
             following = False
             break
     if following:

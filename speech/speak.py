@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import dist
 from core.checkpoint import write_atomically
-from core.cli import UserError, problem_text, require
+from core.cli import UserError, counted, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
@@ -42,7 +42,7 @@ from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 BATCH = 8               # prompts that generate_all speaks together
-STRIDE = 1_000_003      # between the seeds of a prompt's takes; seeds of batches differ by one
+STRIDE = 1_000_003      # step of the seed from take to take; from batch to batch it is one
 PAUSE_S = 0.12          # silence between chunks of a long text
 FADE_S = 0.01           # fade at both ends of a chunk, against clicks
 
@@ -53,7 +53,7 @@ FADE_S = 0.01           # fade at both ends of a chunk, against clicks
 class Prompt:
     """Input of the model before it speaks."""
     name: str               # stem of the output files
-    source: str             # where the user's files have it
+    source: str             # its position in the user's files, for messages
     text: str               # text to be spoken
     tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>; each row of codes is a token
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
@@ -479,8 +479,8 @@ def speak_chunks(prompts, most, reference, scene, prepare, say, listeners=None, 
 
 
 def open_stream(path):
-    """Function write(wave so far) for --stream, which appends the new samples to a WAV file, or
-    raw to stdout ("-"). In a pipe the WAV header has the largest length. UserError for a pipe
+    """Return write(wave so far) for --stream, which appends the new samples to a WAV file, or raw
+    to stdout ("-"). In a pipe the WAV header claims the largest length. UserError for a pipe
     without a reader."""
     raw, done = path == "-", 0
     try:        # without O_NONBLOCK, opening a pipe would wait for its reader
@@ -517,7 +517,7 @@ def save_codes(path, codes):
 
 
 def sound_bytes(wave, form):
-    """16-bit samples of a (n,) wave; form: WAV, or RAW without a header."""
+    """A (n,) wave as 16-bit samples. form: WAV, or RAW without a header."""
     import soundfile
     sound = io.BytesIO()        # soundfile does not report a full disk
     soundfile.write(sound, wave, SAMPLE_RATE, "PCM_16", format=form)
@@ -576,7 +576,7 @@ class Speaker:
     args: object
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts as spoken by model, a weights.module().packed.
+        """Return {eval/...: float} of the prompts as spoken by model, a weights.module().packed.
         Collective: rank 0 speaks and writes to log, the others wait."""
         model.eval()
         with dist.gathered(model), autocast():
@@ -607,6 +607,6 @@ class Speaker:
             write_sample(folder, prompt, codes, ended_by, wave, step=step)
             log.write_speech(step, f"samples/{prompt.name}", wave, SAMPLE_RATE)
         stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
-        print(f"speech step {step:>6} | {len(spoken)} prompts, {total:.1f} s in "
+        print(f"speech step {step:>6} | {counted(len(spoken), 'prompt')}, {total:.1f} s in "
               f"{time.monotonic() - start:.1f} s | stop rate {stopped:6.1%}")
         return {"eval/stop_rate": stopped}

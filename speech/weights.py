@@ -80,7 +80,7 @@ RELEASED_TEXT = {
 
 
 def is_tts3(model_type):
-    """True if a model_type of config.json or read_config means Higgs TTS 3."""
+    """True if a model_type, from config.json or read_config, is that of Higgs TTS 3."""
     return model_type in ("higgs_multimodal_qwen3", "qwen3")
 
 
@@ -106,7 +106,7 @@ def find_files(world, model_path, codec_path):
 
 
 def find_checkpoint(name, flag):
-    """(local folder, its config.json as a dict) of a folder or hub name that a flag of KINDS gives.
+    """(local folder, its config.json as a dict) for a folder or hub name given by a flag of KINDS.
     Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
     try:
@@ -176,8 +176,9 @@ def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remot
 def empty_model(config_dict, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config_dict: of config.json. folder: a native one's generation_config.json is used. That of the
-    2025 format has an end token that speech never emits, so generate would run to its limit."""
+    config_dict: from config.json. folder: its generation_config.json is used if it is a native
+    one. The 2025 one has an end token that speech never emits, so generate would run to its
+    limit."""
     config = native_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
@@ -201,7 +202,7 @@ def open_model(folder):
 
 
 def weight_parts(folder, config):
-    """{native name: [Slice, ...]} of a native or 2025-format folder; config: of config.json."""
+    """{native name: [Slice, ...]} of a folder in the native or 2025 layout. config: config.json."""
     slices = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [tensor] for name, tensor in slices.items()}
