@@ -10,7 +10,6 @@ import pytest
 import soundfile
 import torch
 
-from core.cli import UserError
 from core.dist import World
 from speech import judges, speak, v2
 from speech.codes import (CodeReader, Encoding, check_codes, ensure_codes, load_codec, plan_codes, read_codes)
@@ -190,18 +189,6 @@ def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
     planned = plan_codes(clips, how)[-1]        # a dry run says no more, and no less
     bad = ensure_codes(WORLD, clips, how)[-1]
     assert list(bad) == [0] and why in bad[0] and "a.npy" in bad[0] and planned == bad
-
-
-def test_bad_codes_are_named_for_each_prompt_that_has_them(voice, tmp_path):
-    """The first prompt must not leave them behind as good ones."""
-    np.save(tmp_path / "bad.npy", np.full((9, 8), 1024, np.int16))
-    turns = [{"role": "user", "content": "one."},
-             {"role": "assistant", "content": {"type": "audio", "audio_url": "bad.npy"}}]
-    rows = [{"messages": [*turns, {"role": "user", "content": text}]} for text in TEXTS[:2]]
-    (tmp_path / "prompts.json").write_text(json.dumps(rows))
-    with pytest.raises(UserError) as error:
-        voice[-1](speak.read_prompts(tmp_path / "prompts.json", False), None)
-    assert str(error.value).startswith("2 problems") and str(error.value).count("bad.npy: ") == 2
 
 
 def asked(tmp_path):
