@@ -67,8 +67,6 @@ def read_prompts(path, normalize):
     """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text
     per line. normalize: normalise texts to speak. UserError lists every unusable prompt."""
     path, problems = Path(path), []
-    require(path.suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
-            f"{path}: is a table; give one text a line, or ChatML (speech/convert.py makes it)")
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
     samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
@@ -79,6 +77,8 @@ def read_prompts(path, normalize):
 
 def read_lines(path):
     """[(name, text)] of a file with one text per line; skips empty lines. Raises UserError."""
+    require(Path(path).suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
+            f"{path}: is a table; give one text per line, or ChatML (speech/convert.py makes it)")
     lines = enumerate(read_text(path).splitlines(), 1)
     texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
     require(texts, f"{path}: holds no text")

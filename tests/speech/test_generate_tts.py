@@ -280,6 +280,7 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     assert "noise.wav: is not readable audio" in refuse("--text", "a", *voice, "b")
     assert "--reference_audio and --reference_text go together" in refuse("--text", "a", *voice, "  ")
     assert "has no text to speak" in refuse("--text", "[SPEAKER0] [SPEAKER1]", "--split_text", 9)
+    assert "texts.csv: is a table" in refuse("--prompts", written(tmp_path / "texts.csv", ["a"]))
     np.save(tmp_path / "bad.npy", np.full((9, 8), 1024))        # the first prompt must not leave them as good codes
     codes = {"role": "assistant", "content": {"type": "audio", "audio_url": "bad.npy"}}
     rows = [{"messages": [{"role": "user", "content": "b"}, codes, {"role": "user", "content": "a"}]}] * 2
