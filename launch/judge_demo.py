@@ -1,18 +1,17 @@
-"""The demo's sentences, and its verdict: has the model the new voice, and is it understood?
+"""Draw the demo's sentences, and judge whether the adapter speaks them clearly in the new voice.
 
     python launch/judge_demo.py draw 240 --seed 42 >sentences.txt
     python launch/judge_demo.py judge BEFORE AFTER
 
-draw prints digit sentences that are in no text of launch/voice, neither training nor held out.
-BEFORE and AFTER hold what generate_tts.py --save_codes made of them, by the base and by the
-adapter. In this codec one constant, codebook 3, is the voice. So the base is judged as it speaks
-and with that constant set to the new voice's, which shows what it takes no training to reach. Exit
-status 0 only if each holds, of AFTER:
+draw prints digit sentences that no text of launch/voice contains, neither training nor held out.
+BEFORE and AFTER are folders of generate_tts.py --save_codes with these sentences, spoken by the
+base and by the adapter. In this codec codebook 3 is constant and determines the voice. Hence there
+is a control: the base's speech with that codebook set to the new voice's code, which takes no
+training. The exit status is 0 only if all of this holds for AFTER:
 
-    word errors     pocketsphinx, with a grammar that knows digits alone, mistakes at most MAX_WER
-                    of the words, and fewer than in the base with the new voice's code: the 95 %
-                    interval of that gain lies above 0
-    voice           the voice's code is the new one in MIN_VOICE of the frames
+    word errors     WER by pocketsphinx, with a grammar of digits, is at most MAX_WER, and lower
+                    than the control's: the 95 % interval of the difference lies above 0
+    voice           at least MIN_VOICE of the frames have the new voice's code
     endings         all clips end by end-of-stream
 """
 import argparse
@@ -33,32 +32,34 @@ from speech.codes import SAMPLE_RATE, load_codec
 VOICE = Path(__file__).resolve().parent / "voice"
 DIGITS = "zero one two three four five six seven eight nine".split()
 GRAMMAR = f"#JSGF V1.0; grammar digits; public <sentence> = ({' | '.join(DIGITS)})+;"
-LENGTHS = 3, 4, 4, 5        # words of a sentence, as those held out when the voice was made
-VOICE_BOOK, NEW_VOICE = 3, 1    # the codebook that is the voice, and its code for the new one
-DRAWS = 2000    # of the sentences with replacement, for intervals
+LENGTHS = 3, 4, 4, 5        # words of a sentence, as in those held out when the voice was made
+VOICE_BOOK, NEW_VOICE = 3, 1    # the codebook that determines the voice, and the new voice's code
+RESAMPLES = 2000        # bootstrap samples of the sentences, for intervals
 MAX_WER = 0.2           # of the adapter
 MIN_VOICE = 0.9         # share of frames with the new voice's code
 
 
 def draw(count, seed):
     """`count` different sentences of LENGTHS digits, none of them in launch/voice."""
-    texts = json.loads((VOICE / "texts.json").read_text()).values()
-    rng, found, known = random.Random(seed), {}, {text for of in texts for text in of}
-    while len(found) < count:
+    splits = json.loads((VOICE / "texts.json").read_text())
+    known = {text for texts in splits.values() for text in texts}
+    rng, sentences = random.Random(seed), {}
+    while len(sentences) < count:
         digits = "".join(rng.choices("0123456789", k=rng.choice(LENGTHS)))
         if digits not in known:
-            found[digits] = " ".join(DIGITS[int(digit)] for digit in digits)
-    return list(found.values())
+            sentences[digits] = " ".join(DIGITS[int(digit)] for digit in digits)
+    return list(sentences.values())
 
 
 def read_spoken(folder):
     """([text], [wave], [(T, 8) codes], [ended_by]) of what generate_tts.py wrote."""
     paths = sorted(path for path in Path(folder).glob("*.json") if path.stem.isdigit())
     cli.require(paths, f"{folder}: holds no speech; generate_tts.py --save_codes writes it")
-    about = [json.loads(path.read_text()) for path in paths]
-    return ([of["text"].strip(". ") for of in about],
+    records = [json.loads(path.read_text()) for path in paths]
+    return ([record["text"].strip(". ") for record in records],
             [judges.read_audio(path.with_suffix(".wav")) for path in paths],
-            [np.load(path.with_suffix(".npy")) for path in paths], [of["ended_by"] for of in about])
+            [np.load(path.with_suffix(".npy")) for path in paths],
+            [record["ended_by"] for record in records])
 
 
 def judge(texts, waves, codes, ends):
@@ -73,32 +74,30 @@ def judge(texts, waves, codes, ends):
 
 
 def interval(texts, errors):
-    """95 % interval of errors per word when the sentences are drawn again: (low, high)."""
+    """(low, high), the 95 % bootstrap interval over sentences of errors per word."""
     words, errors = np.array([len(text.split()) for text in texts]), np.array(errors)
-    drawn = np.random.default_rng(0).integers(len(words), size=(DRAWS, len(words)))
+    drawn = np.random.default_rng(0).integers(len(words), size=(RESAMPLES, len(words)))
     rates = errors[drawn].sum(1) / words[drawn].sum(1)
     return tuple(np.percentile(rates, [2.5, 97.5]).tolist())
 
 
 def judge_all(before, after):
-    """[judge() of the base, of the base in the new voice, of the adapter] of two read_spoken."""
+    """[judge() of the base, of the control, of the adapter]. before, after: from read_spoken."""
     texts, waves, codes, ends = before
     cli.require(texts == after[0],
                 "BEFORE and AFTER do not say the same sentences; speak both from one list")
     codec, _ = load_codec(VOICE / "codec", torch.device("cpu"), codes[0].shape[1])
     changed = [clip.copy() for clip in codes]
-    for clip in changed:        # the base with the new voice's code in every frame
+    for clip in changed:
         clip[:, VOICE_BOOK] = NEW_VOICE
     return [judge(*before),
             judge(texts, [speak.decode(codec, clip) for clip in changed], changed, ends),
             judge(*after)]
 
 
-def gates(found, gain):
-    """[(what, measure of judge(), passed, gate)] of judge_all's judgements. gain: interval() of the
-    errors that the adapter saves against the base in the new voice.
-    """
-    after = found[2]
+def criteria(after, gain):
+    """[(name, measure of judge(), passed, requirement)] for the adapter's judge(). gain: interval()
+    of the errors that the adapter saves against the control."""
     return [("word errors", "wer", after["wer"] <= MAX_WER, f"at most {MAX_WER:.0%}"),
             ("fewer than the base in the new voice", None, gain[0] > 0,
              f"95 % interval {gain[0]:.1%} to {gain[1]:.1%}, to be above 0"),
@@ -108,30 +107,31 @@ def gates(found, gain):
 
 
 def main(before, after):
-    """Print and write the verdict on two folders -> exit status."""
+    """Print and write the verdict on two folders; return the exit status."""
     cli.require_package("pocketsphinx", "the recogniser")
     spoken = [read_spoken(folder) for folder in (before, after)]
-    texts, found = spoken[0][0], judge_all(*spoken)
-    base, control, trained = found
+    texts, judged = spoken[0][0], judge_all(*spoken)
+    base, control, trained = judged
     low, high = interval(texts, trained["errors"])
     gain = interval(texts, np.array(control["errors"]) - trained["errors"])
     print(f"{trained['sentences']} sentences, {trained['words']} words, in no training text; heard "
           'by pocketsphinx. "same, code": the base with the new voice\'s code, untrained')
     print(f"{'':40}" + "".join(f"{head:>12}" for head in ("base", "same, code", "adapter")))
     failed = []
-    for what, name, passed, gate in gates(found, gain):
-        shown = "".join(f"{format(of[name], '.1%') if name else '':>12}" for of in found)
-        print(f"{what:<40}{shown}   {gate}" + ("" if passed else "  <- FAILED"))
-        failed += [what] * (not passed)
+    for name, measure, passed, requirement in criteria(trained, gain):
+        values = "".join(f"{format(row[measure], '.1%') if measure else '':>12}" for row in judged)
+        print(f"{name:<40}{values}   {requirement}" + ("" if passed else "  <- FAILED"))
+        failed += [name] * (not passed)
     clauses = [f"FAILED: {', '.join(failed)}"] if failed else []
     clauses += [f"{metrics.understood(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
                 f"{metrics.percent(trained['voice'])} of the frames have the new voice's code",
                 f"{metrics.percent(trained['stop_rate'])} ended by themselves"]
-    for folder, of in ((before, base), (after, trained)):
-        about = {"name": Path(folder).name, "settings": {"recogniser": "pocketsphinx"},
-                 "metrics": {name: value for name, value in of.items() if name != "errors"}}
-        about |= {"verdict": "; ".join(clauses)} if of is trained else {}
-        checkpoint.write_json(Path(folder) / "evaluation.json", about)
+    for folder, row in ((before, base), (after, trained)):
+        evaluation = {"name": Path(folder).name, "settings": {"recogniser": "pocketsphinx"},
+                      "metrics": {name: value for name, value in row.items() if name != "errors"}}
+        if row is trained:
+            evaluation["verdict"] = "; ".join(clauses)
+        checkpoint.write_json(Path(folder) / "evaluation.json", evaluation)
     print(metrics.verdict_line(clauses))
     return bool(failed)
 

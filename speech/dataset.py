@@ -262,7 +262,7 @@ class TableBuilder:
     def __init__(self, tokenizer, ids, folder=None):
         """folder: empty folder in which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
-        self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
+        self.control, self.tags = ids.forbidden_tokens(tokenizer), ids.known_tags(tokenizer)
         self.known, self.notices, self.sources = {}, Counter(), []      # sources: of read_all
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:

@@ -76,8 +76,8 @@ def read_samples(folder):
             facts = json_files.read_object(path)
             require(isinstance(facts.get("text"), str) or not (args.asr_model or args.asr_command),
                     f'{path}: "text" is {facts.get("text")!r}, not what was to be spoken')
-            clips = (find_audio(facts, what, path) for what in ("target", "reference"))
-            samples.append((audio, facts, *clips))
+            samples.append((audio, facts, find_audio(facts, "target", path),
+                            find_audio(facts, "reference", path)))
         except UserError as error:
             problems.append(str(error))
     require(not problems, problem_text(problems))
@@ -85,36 +85,38 @@ def read_samples(folder):
     return samples
 
 
-def find_audio(facts, what, path):
+def find_audio(facts, role, path):
     """(path, offset, seconds; None for the whole file) of a JSON's recording, or None. The path is
     relative to the working directory or to the JSON. Raises UserError."""
-    name, *stretch = (facts.get(f"{what}_{key}") for key in ("audio", "offset", "seconds"))
+    name, *stretch = (facts.get(f"{role}_{key}") for key in ("audio", "offset", "seconds"))
     if name is None:
         return None
-    for place in (Path(name), path.parent / name):
-        if place.is_file():
-            return place, *stretch
-    raise UserError(f'{path}: "{what}_audio" {name} is not there; looked here and in {path.parent}')
+    for file in (Path(name), path.parent / name):
+        if file.is_file():
+            return file, *stretch
+    raise UserError(f'{path}: "{role}_audio" {name} is not there; looked here and in {path.parent}')
 
 
-def check_same_prompts(found):
-    """Raise UserError unless all folders hold the same prompts, which comparisons require."""
+def check_same_prompts(folders):
+    """Raise UserError unless all folders hold the same prompts, which comparisons require.
+    folders: {folder: samples}."""
     # normalised, since only one of the checkpoints may normalise texts
-    first, *others = [{audio.stem: normalise(facts.get("text") or "")
-                       for audio, facts, *_ in samples} for samples in found]
-    for folder, texts in zip(args.folders[1:], others):
-        odd = sorted(name for name in first.keys() | texts.keys()
-                     if first.get(name) != texts.get(name))
-        require(not odd, f"{''.join(odd[:1])} is not the same in {folder} and {args.folders[0]} "
-                f"({len(odd)} such samples); generate both from one list")
+    texts = [{audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
+             for samples in folders.values()]
+    for folder, others in zip(folders, texts):
+        differing = sorted(name for name in texts[0].keys() | others.keys()
+                           if texts[0].get(name) != others.get(name))
+        require(not differing,
+                f"{''.join(differing[:1])} is not the same in {folder} and {args.folders[0]} "
+                f"({len(differing)} such samples); generate both from one list")
 
 
 # ---- Judging
 
 
 def evaluate(folder, samples, by, settings):
-    """evaluation.json of a folder and its samples, as a dict. by: judges.Judges.
-    settings: {flag: value}, noted in the file."""
+    """evaluation.json of a folder, as a dict. by: judges.Judges. settings: {flag: value}, noted in
+    the file."""
     rows, voices, notes, transcripts, total = [], {}, [], [], {}
     for audio, facts, target, reference in samples:
         wave, ended_by = judges.read_audio(audio), facts.get("ended_by")
@@ -138,8 +140,8 @@ def evaluate(folder, samples, by, settings):
         transcripts = by.hear(map(judges.read_audio, files), HZ, files, notes)
         texts = [audible_text(facts["text"]) for _, facts, *_ in samples]
         rates, total = judges.word_rates(texts, transcripts, by.language)
-        for row, found in zip(rows, rates):
-            row |= found | {"wer_mean": found["wer"]}
+        for row, errors in zip(rows, rates):
+            row |= errors | {"wer_mean": errors["wer"]}
     metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
     return {"name": str(folder), "metrics": metrics, "samples": rows,
             "settings": settings | {"samples": len(samples), "notes": notes},
@@ -154,7 +156,7 @@ def mean(values):
 def table(runs):
     """Lines of the table, one per metric; several runs show differences from the first."""
     paths, n = [Path(run["name"]).resolve().parts for run in runs], 1
-    while len({path[-n:] for path in paths}) < len(paths):
+    while len({path[-n:] for path in paths}) < len(set(paths)):     # the shortest that differ
         n += 1
     heads = ["/".join(path[-n:]) for path in paths] + ["difference"] * (len(runs) - 1)
     width = max(12, *map(len, heads))
@@ -173,15 +175,15 @@ dist.single_process()
 require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device == "auto":
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-found = [read_samples(folder) for folder in args.folders]
-check_same_prompts(found)
+folders = {folder: read_samples(folder) for folder in args.folders}
+check_same_prompts(folders)
 for folder in args.folders:
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
                         args.language, args.batch_size, args.device)
 settings = {key: value for key, value in cli.safe_flags(args).items() if key != "folders"}
-runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
-for folder, run in zip(args.folders, runs):
+runs = [evaluate(folder, samples, by, settings) for folder, samples in folders.items()]
+for folder, run in zip(folders, runs):
     write_json(Path(folder) / "evaluation.json", run)
 print(*table(runs), *(f"note: {note}" for run in runs for note in run["settings"]["notes"]),
       sep="\n")

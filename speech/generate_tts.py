@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli
-from core.cli import UserError, problem_text, require
+from core.cli import UserError, plural, problem_text, require
 from speech import choices
 
 # ---- Flags: name, default, help
@@ -118,7 +118,8 @@ from speech.codes import FRAME_RATE, load_codec
 
 
 def earlier_results():
-    """Claim the output folder -> an earlier run's files in it; UserError without --overwrite."""
+    """Claim the output folder and return an earlier run's files in it. UserError if there are any
+    without --overwrite."""
     checkpoint.claim_output(args.output_dir)
     old = [path for path in Path(args.output_dir).iterdir() if path.name == BEST
            or path.suffix in (".wav", ".json", ".npy") and path.stem.isdigit()]
@@ -133,7 +134,7 @@ def read_texts():
     lines = [(f"--text {text!r}", text) for text in args.text or ()]
     lines = speak.read_lines(args.prompts) if args.prompts else lines
     for name, text in lines if args.split_text else ():
-        speakers = {speaker for speaker, _ in speak.parts(text, args.split_text)}
+        speakers = {speaker for speaker, _ in speak.split_text(text, args.split_text)}
         require(speakers, f"{name}: has no text to speak")
         require(len(speakers) == 1 or not args.reference_audio, f"{name}: its speakers would all "
                 "get --reference_audio's voice: drop --split_text")
@@ -149,34 +150,34 @@ device, main_rank = world.device, world.is_main
 old = dist.rank0(world, earlier_results)
 folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path)
-module, third = weights.module(config_dict), weights.is_third(config_dict["model_type"])
-require(args.reference_text or not args.reference_audio or third,
+module, tts3 = weights.module(config_dict), weights.is_tts3(config_dict["model_type"])
+require(args.reference_text or not args.reference_audio or tts3,
         "--reference_audio and --reference_text go together")
 normalize, why = conversations.setting_to_speak(
-    args.normalize_text or ("off" if third else None), folder, args.adapter)
+    args.normalize_text or ("off" if tts3 else None), folder, args.adapter)
 samples = read_texts()
 read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
         for clip in turn.clips} | {Path(args.prompts or "").resolve()}
-lost = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
-require(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: give another "
-        "--output_dir")
+overwritten = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
+require(not overwritten, f"--overwrite would delete {min(overwritten, default='')}, which is read: "
+        "give another --output_dir")
 config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
 ids = module.token_ids(tokenizer, config)
 codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
-given = {name: getattr(args, name) for name in speak.DRAW_FLAGS if getattr(args, name) is not None}
-settings = speak.sampling(config, args.max_seconds, **given)
-# settings that determine a sample's sound, for its JSON file
+draws = {name: getattr(args, name) for name in speak.DRAW_FLAGS if getattr(args, name) is not None}
+settings = speak.sampling(config, args.max_seconds, **draws)
+# settings that determine how a sample sounds, for its JSON file
 noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": args.base_dtype,
          "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
-         **module.DRAWS, **given}
+         **module.DRAWS, **draws}
 
 
-def prepare(some, numbers):
-    return speak.prepare(some, tokenizer, ids, codec, bandwidth,
+def prepare(prompt_samples, numbers):
+    return speak.prepare(prompt_samples, tokenizer, ids, codec, bandwidth,
                          module.positions(config) - settings.max_new_tokens, numbers)
 
 
-# batches are cut from the whole list, so they do not depend on the number of ranks
+# batches come from the whole list, so they do not depend on the number of ranks
 batches, problems = {}, []
 for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
     numbers = range(len(samples))[first:first + args.batch_size]
@@ -201,8 +202,8 @@ for path in old if main_rank else ():       # only now, after all checks
     path.unlink()
 dist.all_gather(world, None)        # no rank writes before that
 if main_rank:
-    what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
-    print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {device.type}"
+    print(f"model      {args.model_path}{f' + {args.adapter}' if args.adapter else ''}, "
+          f"{str(dtype).removeprefix('torch.')} on {world.size} x {device.type}"
           f"{', its base in NF4' * bool(args.base_dtype)}\n"
           f"text       {why}\n"
           f"prompts    {len(samples)} in batches of {args.batch_size}; at most "
@@ -216,35 +217,35 @@ def say(prompts, seed):
 
 
 def speak_batch(prompts, seed):
-    """Speak and write one batch of Prompts -> contents of their JSON files."""
+    """Speak and write one batch of Prompts; return the contents of their JSON files."""
     start = time.monotonic()
     try:
         if args.split_text:
-            given = (args.reference_audio, args.reference_text) if args.reference_audio else None
-            found = speak.speak_parts(
-                prompts, args.split_text, given, args.scene, prepare,
-                lambda some, turn: say(some, seed + turn * speak.STRIDE * args.best_of), listeners,
-                speak.stream(args.stream) if args.stream else None)
+            reference = (args.reference_audio, args.reference_text)
+            results = speak.speak_chunks(
+                prompts, args.split_text, reference if args.reference_audio else None, args.scene,
+                prepare, lambda batch, turn: say(batch, seed + turn * speak.STRIDE * args.best_of),
+                listeners, speak.open_stream(args.stream) if args.stream else None)
         else:
-            found = say(prompts, seed)
+            results = say(prompts, seed)
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
                         "--batch_size or --max_seconds")
-    total = sum(len(codes) for codes, *_ in found) / FRAME_RATE
+    total = sum(len(codes) for codes, *_ in results) / FRAME_RATE
     rtf, written = (time.monotonic() - start) / total if total else None, []
-    for prompt, (codes, ended_by, wave, facts) in zip(prompts, found):
+    for prompt, (codes, ended_by, wave, facts) in zip(prompts, results):
         if args.save_codes or args.max_cer is not None:
             checkpoint.write_atomically(
                 Path(args.output_dir) / f"{prompt.name}.npy",
                 lambda path, codes=codes: speak.save_codes(path, codes))
-        about = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave, seed=seed,
-                                   real_time_factor=rtf, **noted, **facts)
-        notice = "" if about["frames"] else "  <- no speech: end-of-stream came at once"
+        record = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave, seed=seed,
+                                    real_time_factor=rtf, **noted, **facts)
+        notice = "" if record["frames"] else "  <- no speech: end-of-stream came at once"
         if ended_by != "eos":
             notice = "  <- cut off: no end-of-stream came"
-        tqdm.write(f"{prompt.name} | {about['seconds']:6.2f} s | {rtf or 0:6.2f} s/s | ended by "
+        tqdm.write(f"{prompt.name} | {record['seconds']:6.2f} s | {rtf or 0:6.2f} s/s | ended by "
                    f"{ended_by:<6} | {prompt.text[:60]!r}{notice}")
-        written.append(about)
+        written.append(record)
     return written
 
 
@@ -255,10 +256,10 @@ records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: in
 if main_rank:
     seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
-    print(f"done       {len(records)} samples, {seconds:.1f} s of speech, {stopped} ended by "
-          f"themselves; {args.output_dir}")
+    print(f"done       {plural(len(records), 'sample')}, {seconds:.1f} s of speech, {stopped} "
+          f"ended by themselves; {args.output_dir}")
     if stopped < len(records):
-        print(f"notice     {len(records) - stopped} were cut off at --max_seconds "
+        print(f"notice     {plural(len(records) - stopped, 'sample')} cut off at --max_seconds "
               f"{args.max_seconds:g}: raise it, or the model has not learnt to stop")
     if args.max_cer is not None:
         rows = speak.good_rows(samples, records, args.max_cer, ids.min_frames)

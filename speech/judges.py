@@ -25,30 +25,30 @@ RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
 # written without spaces: errors are counted by character
 LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")
-# Of load_judges; None, or False, where one is off. hear(waves, rate, names, notes) -> [text];
-# embed: of load_x_vectors; mos: DNSMOS; language: of normaliser.
+# The result of load_judges; a judge that is off is None, or False. hear(waves, rate, names, notes)
+# -> [text]; embed: from load_x_vectors; mos: True for DNSMOS; language: for normaliser.
 Judges = namedtuple("Judges", "hear embed mos language")
 
 
 def read_audio(path, offset=None, seconds=None, rate=24000):
-    """(n,) float32 mono: the file, or `seconds` of it from offset on (None: all). UserError."""
+    """(n,) float32 mono: the whole file, or `seconds` of it from offset on. UserError."""
     import soundfile
     try:
-        wave, own = soundfile.read(path, dtype="float32", always_2d=True)
+        wave, file_rate = soundfile.read(path, dtype="float32", always_2d=True)
         require(np.isfinite(wave).all(), "samples that are not numbers")
     except (OSError, RuntimeError, UserError) as error:     # soundfile's are RuntimeErrors
         raise UserError(f"{path}: cannot be read as audio ({error})")
     if offset is not None:
-        end = None if seconds is None else round((offset + seconds) * own)
-        wave = wave[round(offset * own):end]
-    return resample(wave.mean(axis=1), own, rate)
+        end = None if seconds is None else round((offset + seconds) * file_rate)
+        wave = wave[round(offset * file_rate):end]
+    return resample(wave.mean(axis=1), file_rate, rate)
 
 
-def resample(wave, rate, wanted=RATE):
-    """(n,) at `rate` Hz -> (about n * wanted / rate,) float32 at `wanted` Hz."""
+def resample(wave, rate, target=RATE):
+    """(n,) at `rate` Hz -> (about n * target / rate,) float32 at `target` Hz."""
     import soxr
     wave = np.asarray(wave, np.float32)
-    return wave if rate == wanted else soxr.resample(wave, rate, wanted, quality="HQ")
+    return wave if rate == target else soxr.resample(wave, rate, target, quality="HQ")
 
 
 # ---- Text
@@ -66,19 +66,10 @@ def normaliser(language):
     return english_normalizer.BasicTextNormalizer(split_letters=language in LETTERS_APART)
 
 
-def edit_distance(a, b):
-    """Levenshtein distance: fewest insertions, deletions and substitutions from a to b."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        before, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
-    return row[-1]
-
-
 def word_errors(references, hypotheses, language=None, split=str.split):
     """(errors, words of the references) over all texts; errors / words is the WER. language: see
     normaliser. split: function from a text to its words or characters."""
+    from torchaudio.functional import edit_distance
     clean, errors, length = normaliser(language), 0, 0
     for reference, heard in zip(references, hypotheses, strict=True):
         reference, heard = split(clean(reference).strip()), split(clean(heard).strip())
@@ -89,20 +80,24 @@ def word_errors(references, hypotheses, language=None, split=str.split):
 def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: all errors over all words). None if
     there are no words."""
-    def rates(references, heard):
-        counts = {name: word_errors(references, heard, language, split) for name, split in (
-            ("wer", str.split), ("cer", lambda text: text.replace(" ", "")))}
-        return {name: errors / units if units else None for name, (errors, units) in counts.items()}
-    return [rates([reference], [heard]) for reference, heard in zip(references, hypotheses)], \
-        rates(references, hypotheses)
+    splits = {"wer": str.split, "cer": lambda text: text.replace(" ", "")}
+
+    def rates(references, hypotheses):
+        values = {}
+        for name, split in splits.items():
+            errors, length = word_errors(references, hypotheses, language, split)
+            values[name] = errors / length if length else None
+        return values
+    each = [rates([reference], [heard]) for reference, heard in zip(references, hypotheses)]
+    return each, rates(references, hypotheses)
 
 
 # ---- Words
 
 
 def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
-    """[text] from CMU Sphinx's US English model, which the package contains. grammar: JSGF text;
-    None: the large vocabulary, which needs clear sentences."""
+    """[text] from CMU Sphinx's US English model, which the package contains. grammar: JSGF text, or
+    None for the large vocabulary, which needs clear sentences."""
     import pocketsphinx
     with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
         file.write(grammar or "")
@@ -119,8 +114,9 @@ def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
         decoder.start_utt()
         decoder.process_raw((wave * 32767).astype(np.int16).tobytes(), full_utt=True)
         decoder.end_utt()
-        found = decoder.hyp()       # read(2): a second pronunciation
-        heard.append(re.sub(r"\(\d+\)", "", found.hypstr) if found else "")
+        hypothesis = decoder.hyp()
+        # "read(2)" is the second pronunciation of "read"
+        heard.append(re.sub(r"\(\d+\)", "", hypothesis.hypstr) if hypothesis else "")
     return heard
 
 
@@ -182,10 +178,11 @@ def load_model(flag, path, device, class_name=None, unused=()):
 
 @torch.inference_mode()
 def recognise_transformers(waves, rate, names, notes, recogniser, language=None, batch_size=8):
-    """[text] from the model of load_model, greedy. UserError for a language unknown to Whisper.
+    """[text] by greedy decoding. recogniser: from load_model. UserError for a language unknown to
+    Whisper.
 
-    language: for Whisper, which hears the first 30 s of a clip; a line about each longer clip is
-    added to notes. Others get one clip at a time, as padding would change their group norms."""
+    Whisper hears the first 30 s of a clip; a line about each longer clip is added to notes. Other
+    models get one clip at a time, as padding would change their group norms."""
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
     options = {"language": language, "task": "transcribe"} if language and whisper else {}
@@ -229,8 +226,8 @@ def load_x_vectors(path, device):
     @torch.inference_mode()
     def embed(wave):
         inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
-        found = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()
-        return (found / found.norm()).numpy()
+        embedding = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()
+        return (embedding / embedding.norm()).numpy()
     return embed
 
 
@@ -252,7 +249,7 @@ def dnsmos(wave, rate):
     return float(model.run(wave, sr=RATE)["ovrl_mos"]) if len(wave) else None
 
 
-# ---- All of them
+# ---- All judges
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from core import adapters, dist
 from core.checkpoint import move_aside, write_atomically
 from core.cli import require
 from core.packing import PackOrder
-from core.watchdog import Stopped, stop_requested
+from core.watchdog import Stopped
 from speech import speak, weights
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
@@ -27,7 +27,8 @@ SECONDS = 30.0          # longest speech of a row
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
-    """Keeper of --keep, on every rank, before speaking. UserError lists all unusable rows."""
+    """Keeper of --keep, on every rank, before the base has spoken. UserError lists all unusable
+    rows."""
     longest = args.max_length or weights.module(config).positions(config)
     longest = min(longest, args.max_tokens_per_batch or longest)
     # a small pack keeps half of its room for the prompt
@@ -35,7 +36,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
 
     def prepare():
         samples = speak.read_prompts(args.keep, args.normalize_text == "on")
-        for sample in samples:      # the base says it
+        for sample in samples:      # a recording in the file is replaced by the base's speech
             sample.turns[-1].parts[-1] = Clip("")
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         return speak.prepare(samples, tokenizer, ids, codec, bandwidth,
@@ -54,7 +55,7 @@ class Keeper:
     settings: object
     ids: object
     args: object            # the trainer's flags
-    # hash of the rows, their references and the seed; then of the base, on rank 0
+    # hash of the rows, their references and the seed; rank 0 appends that of the base
     fingerprint: str
     samples: list = field(default_factory=list)     # from labels.assemble
 
@@ -65,35 +66,35 @@ class Keeper:
 
     def speak(self, world, model, autocast):
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
-        codes; returns a log line. Collective: rank 0 speaks, the others wait. UserError if too few
-        rows end by themselves; Stopped."""
+        codes, and return a log line. Collective: rank 0 speaks, the others wait. UserError if too
+        few rows end by themselves. Stopped after a stop request."""
         model.eval()
         with dist.gather_weights(model), autocast():
             codes = dist.rank0(world, self._codes, world, model)
         model.train()
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")
-        found = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
-        require(len(found) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended only "
-                f"{len(found)} of {len(codes)} rows within {SECONDS:g} s or half a pack")
+        rows = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
+        require(len(rows) * 2 >= len(codes), f"--keep {self.args.keep}: the base ended only "
+                f"{len(rows)} of {len(codes)} rows within {SECONDS:g} s or half a pack")
         self.samples = []
-        for i, (prompt, spoken) in enumerate(found):        # only this speech is trained
-            tokens, codes_before = prompt.parts
+        for i, (prompt, spoken) in enumerate(rows):         # only this speech is trained
+            tokens, codes_before = prompt.unexpanded
             tokens = np.append(tokens, self.ids.audio_placeholder_id)
             self.samples.append({"number": i, **self.ids.assemble(
                 tokens, np.arange(len(tokens)) == len(tokens) - 1, [*codes_before, spoken])})
-        self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in found])
+        self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in rows])
         self.order = PackOrder(np.array([len(sample["input_ids"]) for sample in self.samples]),
                                seed=self.args.seed, tokens_per_pack=self.args.max_tokens_per_batch,
                                samples_per_pack=self.args.per_device_train_batch_size)
-        silent = len(codes) - len(found)
-        return (f"keep       {len(found)} rows as the base speaks them, weight "
+        silent = len(codes) - len(rows)
+        return (f"keep       {len(rows)} rows as the base speaks them, weight "
                 f"{self.args.keep_weight:g}, in one of {self.args.keep_every} steps"
                 + f"; {silent} that it did not end are left out" * bool(silent))
 
     def _codes(self, world, model):
-        """[(T, K) int16 codes] of the rows, from the file, or spoken and saved to it. T is 0 if the
-        row did not end. None after a stop request."""
+        """[(T, K) int16 codes] of the rows, read from FILE, or spoken and saved there. T is 0 if
+        the row did not end. None after a stop request."""
         path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
             try:
@@ -103,35 +104,33 @@ class Keeper:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
             except Exception as error:      # damage raises many kinds
                 move_aside(path, f"cannot be read ({error}), so the base speaks again")
-        spoken = []
-        with torch.compiler.set_stance("force_eager"), adapters.disable(model.net):
-            for first in range(0, len(self.prompts), speak.BATCH):
-                spoken += speak.generate(
-                    model.base_model, self.prompts[first:first + speak.BATCH], self.ids,
-                    self.settings, self.args.seed + first // speak.BATCH, world.device,
-                    stop_requested)
-                if stop_requested():
-                    return None
-        # without an end, or too short to have one: unusable
-        codes = [(found if how == "eos" and len(found) >= self.ids.min_frames else none).astype(
-            np.int16) for found, how in spoken]
+        with adapters.disable(model.net):
+            spoken = speak.generate_all(model.base_model, self.prompts, self.ids, self.settings,
+                                        self.args.seed, world.device)
+        if spoken is None:
+            return None
+        codes = []
+        for clip, ended_by in spoken:
+            # without an end, or too short to have one, it is unusable
+            usable = ended_by == "eos" and len(clip) >= self.ids.min_frames
+            codes.append((clip if usable else none).astype(np.int16))
 
         def write(temporary):
             with open(temporary, "wb") as file:
                 np.savez_compressed(file, fingerprint=self.fingerprint,
-                                    **{f"codes_{i}": found for i, found in enumerate(codes)})
+                                    **{f"codes_{i}": clip for i, clip in enumerate(codes)})
         write_atomically(path, write)
         return codes
 
     def packs(self, step, world):
         """[[row numbers]] of a step on all ranks, ordered by micro-step as in packing.py;
         [] if none is due."""
-        turn, late = divmod(step, self.args.keep_every)
-        if late:
+        turn, steps_since = divmod(step, self.args.keep_every)
+        if steps_since:
             return []
         count = world.size * self.args.gradient_accumulation_steps
-        places = (divmod(turn * count + i, self.order.packs_per_epoch) for i in range(count))
-        return [self.order.epoch(epoch).pack(pack).tolist() for epoch, pack in places]
+        positions = (divmod(turn * count + i, self.order.packs_per_epoch) for i in range(count))
+        return [self.order.epoch(epoch).pack(pack).tolist() for epoch, pack in positions]
 
     def backward(self, wrapped, collate, world, step, micro, autocast, scale=1.0):
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
@@ -139,20 +138,20 @@ class Keeper:
 
         The divergence is divided by the cells of the step's packs on all ranks. The training pass
         that follows reduces the gradients over ranks."""
-        found = torch.zeros(2, dtype=torch.float64, device=world.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         packs = self.packs(step, world)
         if not packs:
-            return found
+            return sums
         mine = packs[micro * world.size + world.rank]
         batch = collate([self.samples[i] for i in mine], self.ids, self.args.max_tokens_per_batch)
         cells = sum(int(self.targets[pack].sum()) for pack in packs)
         with dist.gradient_sync(wrapped, False):
             with autocast():
-                apart = wrapped(batch.to(world.device), keep=True)
-            loss = total_loss(apart, cells, 0.0, 1, 0.0)
+                divergence = wrapped(batch.to(world.device), keep=True)
+            loss = total_loss(divergence, cells, 0.0, 1, 0.0)
             # so that the average over all steps has the given weight
-            times = self.args.keep_weight * self.args.keep_every * world.size
-            (loss * (times * scale)).backward()
-        found += float(self.targets[mine].sum())
-        found[0] = apart.detach().sum()
-        return found
+            weight = self.args.keep_weight * self.args.keep_every * world.size
+            (loss * (weight * scale)).backward()
+        sums[0] = divergence.detach().sum()
+        sums[1] = float(self.targets[mine].sum())
+        return sums

@@ -2,8 +2,8 @@
 
 The rules follow boson-ai/higgs-audio's collator. A clip of T frames takes T + 9 rows; codebook k
 is delayed by k rows. Its T codes and one end-of-stream are trained; begin-of-stream and the fill
-never are. Text targets are a trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and
-<|eot_id|>.
+after the end are not. In a trained assistant turn the text, <|audio_out_bos|>, <|audio_eos|> and
+<|eot_id|> are text targets.
 """
 from dataclasses import dataclass
 
@@ -25,15 +25,15 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 
 class Layout:
-    """Tokens and clips -> rows and labels; TokenIds and v3.Ids say what differs. frames, trained:
-    ints or arrays."""
+    """Turns tokens and clips into rows and labels. TokenIds (V2) and v3.Ids (TTS 3) set what
+    differs. frames, trained: ints or arrays."""
 
     def rows(self, frames, trained):
         """Rows that a clip of this many frames takes."""
-        # of TTS 3 without the first and the last, and a trained clip's last is predicted alone
+        # TTS 3 has neither the first nor the last row; a trained clip's last row is only predicted
         return frames + self.num_codebooks + 1 - self.first * (2 + trained)
 
-    def predicting(self, frames):
+    def predictions(self, frames):
         """Number of rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks - self.first
 
@@ -55,19 +55,19 @@ class Layout:
         # audio rows have code labels and no text labels
         text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
         none = np.empty((0, self.num_codebooks), np.int64)      # a sample may have no clip
-        rows, at, targets = [none], [none[:, 0]], [none]
-        for place, clip in zip(np.flatnonzero(is_clip), codes):
-            start, n = starts[place], repeats[place]
+        rows, positions, targets = [none], [none[:, 0]], [none]
+        for position, clip in zip(np.flatnonzero(is_clip), codes):
+            start, n = starts[position], repeats[position]
             input_ids[start:start + n] = self.placeholders(n)
             rows.append(delay_rows(clip, self.stream_bos, self.stream_eos)[self.first:][:n])
-            if labelled[place]:         # a reference is an input without labels
-                predicting = self.predicting(len(clip))
+            if labelled[position]:      # a reference is an input without labels
+                predictions = self.predictions(len(clip))
                 labels = delay_labels(clip, self.stream_eos, self.all_ends)
                 # shifted by one: each row predicts the next, and row 0 is never a label
-                targets.append(labels[1:][:predicting])
-                at.append(start - self.first + np.arange(predicting))
+                targets.append(labels[1:][:predictions])
+                positions.append(start - self.first + np.arange(predictions))
         return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-                "audio_ids": np.concatenate(rows), "audio_at": np.concatenate(at),
+                "audio_ids": np.concatenate(rows), "audio_at": np.concatenate(positions),
                 "audio_targets": np.concatenate(targets)}
 
 
@@ -80,8 +80,9 @@ class TokenIds(Layout):
     num_codebooks: int
     stream_bos: int
     stream_eos: int
-    first, all_ends = 0, False      # of delay_rows that is used; whether all of the fill is trained
-    min_frames = 1          # least codec frames of a trained clip
+    first = 0               # the first row of delay_rows that is used
+    all_ends = False        # True if all of the fill after the end is trained
+    min_frames = 1          # the fewest codec frames of a trained clip
     lone_reference = False  # a reference needs its text
 
     @property
@@ -93,7 +94,7 @@ class TokenIds(Layout):
         """Marks between <| and |> that are tokens of this model; all others are text."""
         return frozenset(tokenizer.get_added_vocab())
 
-    def forbidden(self, tokenizer):
+    def forbidden_tokens(self, tokenizer):
         """Tokens that no text may contain."""
         return [*CONTROL_TOKENS, tokenizer.convert_ids_to_tokens(self.delay)]
 
@@ -130,15 +131,15 @@ def conversation_pieces(sample):
     for turn, following in zip(sample.turns, [*sample.turns[1:], None]):
         pieces.append((f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False))
         text = ""
-        for part in turn.parts:
-            if not isinstance(part, Clip):
-                text += part
+        for content in turn.parts:      # texts and clips
+            if not isinstance(content, Clip):
+                text += content
                 continue
             # the native template writes a space before a scene's clip
             text += " " if turn.role == "system" else ""
             # all three are targets: the model must learn to begin and end speech
             pieces += [(piece, turn.trained)
-                       for piece in (text, "<|audio_out_bos|>", part, "<|audio_eos|>") if piece]
+                       for piece in (text, "<|audio_out_bos|>", content, "<|audio_eos|>") if piece]
             text = ""
         if text:
             pieces.append((text, turn.trained))
@@ -161,8 +162,8 @@ def delay_rows(codes, bos, eos):
 
 
 def delay_labels(codes, eos, all_ends=False):
-    """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book (all_ends: and
-    the fill after it), else -100."""
+    """(T, K) codes -> (T + K + 1, K) labels of delay_rows. Each codebook has T codes and an EOS,
+    with all_ends also the fill after it; the rest is -100."""
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
@@ -203,10 +204,10 @@ class PackedBatch:
 
 
 class Wrapped(torch.nn.Module):
-    """Base class of the module that DDP wraps. forward(batch) returns sums, not means, so any split
-    of a step adds up. v2.py and v3.py define layers(native), hidden_states(batch) and
-    audio_logits(hidden, batch). net: native model or PeftModel. recompute: a mode of cli, or None.
-    """
+    """Base class of the module that DDP wraps. forward(batch) returns sums, not means, so the parts
+    of a step add up however it is split. v2.py and v3.py define layers(native),
+    hidden_states(batch) and audio_logits(hidden, batch). net: native model or PeftModel.
+    recompute: a mode of cli, or None."""
 
     def __init__(self, net, recompute=None):
         super().__init__()
@@ -223,7 +224,7 @@ class Wrapped(torch.nn.Module):
         return self._base[0]
 
     def text_loss(self, hidden, batch):
-        """() fp32 cross-entropy of the text targets; zero, as none are trained."""
+        """() fp32 cross-entropy of the text targets; zero here, as TTS 3 trains none."""
         return torch.zeros((), device=hidden.device)
 
     def forward(self, batch, keep=False):
@@ -262,9 +263,9 @@ def batch_sums(audio, text, ends, batch):
 
 
 def loss_report(sums, text_weight, prefix, all_ends=False):
-    """Sums of batch_sums() over all ranks -> {"prefix/name": float}; NaN if every step was skipped,
-    so no target was counted. all_ends: of Layout. stop_recall: correct ends of codebook 0 per clip.
-    false_stop_rate: false ends of codebook 0 per code."""
+    """Sums of batch_sums() over all ranks -> {"prefix/name": float}. All are NaN if every step was
+    skipped, as no target was counted. all_ends: as in Layout. stop_recall: correct ends of
+    codebook 0 per clip. false_stop_rate: false ends of codebook 0 per code."""
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
     ends_of = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
@@ -297,9 +298,9 @@ def divergence(model, batch):
     with torch.no_grad(), adapters.disable(model.net):
         base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
     model.train(training)
-    ours = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
-    apart = F.kl_div(ours, base, log_target=True, reduction="none").sum(-1)
-    return (apart * (batch.audio_targets != IGNORE)).sum(0)
+    trained = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    cells = F.kl_div(trained, base, log_target=True, reduction="none").sum(-1)
+    return (cells * (batch.audio_targets != IGNORE)).sum(0)
 
 
 def decays(name, parameter):

@@ -1,16 +1,16 @@
-"""Make what tests and demos need without a download: a tiny Higgs-Audio V2, its codec, clips.
+"""Make a tiny Higgs-Audio V2, its codec and clips, so tests and demos need no download.
 
-    python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--higgs3]
+    python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--higgs3]
 
     OUT_DIR/model       a random two-layer language model, with tokenizer, template and processor
     OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second
     OUT_DIR/speech      sentences in toy voices, wav files in mixed sample rates, mono and stereo
     OUT_DIR/train.json  one ChatML voice-cloning sample per clip, paths relative to OUT_DIR
 
-The same seed writes the same files again. The weights are random: only file formats, shapes, token
-names and the codec's geometry are the real ones. OUT_DIR/model names the codec by its absolute
-path, so make it again rather than move it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 in the
-published names instead, with the codec's weights inside.
+Each run writes the same files. The weights are random; only file formats, token names and the
+codec's geometry are the real ones. OUT_DIR/model names the codec by its absolute path, so make it
+again instead of moving it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 under the published names,
+with the codec's weights inside.
 """
 import sys
 from pathlib import Path
@@ -23,23 +23,20 @@ from core import cli
 def build_parser():
     p = cli.Parser(__doc__.partition("\n")[0])
     p.usage = "%(prog)s OUT_DIR [--flag value ...]"
-    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all of it")
-    p.flag("--clips", 48, "wav files, and samples in train.json")
-    p.flag("--speakers", 4, "voices that share the clips")
-    p.flag("--seed", 0, "weights, codebooks and the voices' noise")
-    p.switch("--higgs3", "a model of Higgs TTS 3's form, not of V2's")
+    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for the files")
+    p.flag("--clips", 48, "number of wav files, and of samples in train.json")
+    p.flag("--speakers", 4, "number of voices; they take turns")
+    p.switch("--higgs3", "make a Higgs TTS 3 instead of a V2")
     return p
 
 
 def check_flags(args, world_size):
     cli.at_least_one(args, "speakers")
-    cli.zero_or_more(args, "seed")
     cli.require(args.clips >= 2 * args.speakers,
-               f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: "
-               "one is a reference")
+                f"--clips is {args.clips}; each speaker needs 2, one of them as a reference")
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
+# parsed before torch is imported: --help and wrong flags answer at once
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
@@ -60,7 +57,7 @@ VOCAB_SIZE = 600
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
 CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
 
-# The first 17 are in the order of ids 128000 to 128016 of the released tokenizer.
+# The first 17 have the order of ids 128000 to 128016 in the released tokenizer.
 RESERVED = "reserved_special_token_"
 SPECIAL_TOKENS = [f"<|{name}|>" for name in (
     f"begin_of_text end_of_text {RESERVED}0 {RESERVED}1 finetune_right_pad_id {RESERVED}2 "
@@ -68,12 +65,12 @@ SPECIAL_TOKENS = [f"<|{name}|>" for name in (
     f"{RESERVED}6 AUDIO AUDIO_OUT recipient scene_desc_start scene_desc_end {RESERVED}3 "
     f"{RESERVED}4 {RESERVED}5 {RESERVED}7").split()]
 
-# Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
+# Some of Higgs TTS 3's added tokens, in the order of their ids, and 4 of its 43 control tags.
 SPECIAL_TOKENS_3 = [f"<|{name}|>" for name in (
     "endoftext im_start im_end tts audio audio_end text text_end eoc ref_audio ref_text "
     "emotion:elation style:whispering sfx:laughter prosody:pause").split()]
 
-# how the Llama 3 family cuts text before byte-pair merging
+# how the Llama 3 family splits text before byte-pair merging
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
                 r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
@@ -106,18 +103,19 @@ I will call you as soon as we land. Good night, and thank you for the soup.
 SENTENCES = re.split(r"(?<=[.?]) ", " ".join(STORY.split()))
 
 
-def make_tokenizer(out_dir, sentences=SENTENCES):
-    """train_bpe's tokenizer, saved in OUT_DIR/model; it adds no begin-of-text token by itself."""
+def make_tokenizer(out_dir):
+    """Save train_bpe's tokenizer in OUT_DIR/model and return it. It adds no begin-of-text token."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences), bos_token="<|begin_of_text|>",
+        tokenizer_object=train_bpe(SPECIAL_TOKENS), bos_token="<|begin_of_text|>",
         eos_token="<|eot_id|>", pad_token="<|end_of_text|>", clean_up_tokenization_spaces=False,
         model_max_length=2048, model_input_names=["input_ids", "attention_mask"])
     tokenizer.save_pretrained(Path(out_dir) / "model")
     return tokenizer
 
 
-def train_bpe(special_tokens, sentences=SENTENCES):
-    """A byte-level BPE Tokenizer of at most 600 ids, special_tokens last, trained on sentences."""
+def train_bpe(special_tokens):
+    """A byte-level BPE Tokenizer of at most 600 ids, trained on SENTENCES. special_tokens get the
+    last ids."""
     bpe = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -125,42 +123,41 @@ def train_bpe(special_tokens, sentences=SENTENCES):
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special_tokens), show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(sentences, trainer)
+    bpe.train_from_iterator(SENTENCES, trainer)
     bpe.add_special_tokens(special_tokens)
     return bpe
 
 
-def make_model(out_dir, tokenizer, seed=0, **config_overrides):
-    """Save a random float32 language model, its text head included, with its processor in
-    OUT_DIR/model and returns it. config_overrides: fields of HiggsAudioV2Config."""
+def make_model(out_dir, tokenizer, **config_overrides):
+    """Save a random float32 language model with its text head and processor in OUT_DIR/model, and
+    return it. config_overrides: fields of HiggsAudioV2Config."""
     token_id = tokenizer.convert_tokens_to_ids
-    special = {name: getattr(tokenizer, name)
-               for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    # wide weights: the frozen heads must reach far enough for adapters alone to lower the loss
+    # a large initializer_range, so adapters alone can lower the loss with frozen heads
     config = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
               "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
               "num_codebooks": 8, "codebook_size": 1026,     # codes, the stream's begin and end
-              **special, "audio_token_id": token_id("<|AUDIO_OUT|>"),
+              "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+              "pad_token_id": tokenizer.pad_token_id, "audio_token_id": token_id("<|AUDIO_OUT|>"),
               "audio_bos_token_id": token_id("<|audio_out_bos|>"),
               "audio_delay_token_id": token_id("<|reserved_special_token_6|>"), **config_overrides}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config),
                                                      use_text_head=True).eval()
-    special = {name: config[name] for name in special}
     model.generation_config = GenerationConfig(
-        **special, do_sample=True, temperature=1.0, top_k=50, top_p=0.95, ras_win_len=7,
-        ras_win_max_num_repeat=2)
+        bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"],
+        pad_token_id=config["pad_token_id"], do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
+        ras_win_len=7, ras_win_max_num_repeat=2)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
     weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))
     return model
 
 
-def make_codec(out_dir, seed=0):
-    """Save a random codec in OUT_DIR/codec and return it: (B, 1, n) audio at 24 kHz -> (B, 8,
-    about n / 960) codes. It resamples with torchaudio: ImportError where that is missing."""
+def make_codec(out_dir):
+    """Save a random codec in OUT_DIR/codec and return it. It maps (B, 1, n) audio at 24 kHz to
+    (B, 8, about n / 960) codes and needs torchaudio for resampling."""
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES,
                          encoder_hidden_size=2, decoder_hidden_size=64, hidden_size=16)
     semantic = HubertConfig(
@@ -172,10 +169,10 @@ def make_codec(out_dir, seed=0):
         target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=8,
         acoustic_model_config=acoustic, semantic_model_config=semantic)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         codec = HiggsAudioV2TokenizerModel(config).eval()
         for quantizer in codec.quantizer.quantizers:
-            # transformers leaves zeros, and then every code is 0
+            # transformers leaves zeros, for which every code is 0
             quantizer.codebook.embed.normal_(std=0.05)
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
@@ -183,9 +180,9 @@ def make_codec(out_dir, seed=0):
     return codec
 
 
-def make_model3(out_dir, codec, seed=0, **text_overrides):
-    """Save a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files;
-    returns its folder. codec: of make_codec, for the same file. text_overrides: of text_config."""
+def make_model3(out_dir, codec):
+    """Save a random two-layer Higgs TTS 3 in OUT_DIR/model under the published names, and return
+    that folder. codec: the result of make_codec, whose weights go into the same file."""
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
     train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
@@ -197,21 +194,20 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
             "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
             "max_position_embeddings": 2048, "hidden_act": "silu", "attention_bias": False,
             "attention_dropout": 0.0, "tie_word_embeddings": True, "rope_theta": None,
-            "dtype": "float32", "initializer_range": 0.06, **text_overrides}
+            "dtype": "float32", "initializer_range": 0.06}
     audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8,
              "vocab_size": 1026, "out_dim": text["hidden_size"], "use_delay_pattern": True,
              "tie_word_embeddings": True}
     config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"],
               "audio_token_id": -100, "model_type": v3.MODEL_TYPE, "audio_encoder_config": audio,
               "text_config": text,
-              # the released one's is not the tiny one's
               "audio_tokenizer_config": codec.config.to_dict()}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = v3.Higgs3(v3.read_config(config))
         torch.nn.init.normal_(model.audio_embedding.weight, std=text["initializer_range"])
-    tensors = v3.published({name: value.detach() for name, value in model.named_parameters()})
+    tensors = v3.published_names({name: value.detach() for name, value in model.named_parameters()})
     tensors |= {head: tensors[table].clone() for head, table in v3.HEADS.items()}
     tensors |= {v3.CODEC + name: value for name, value in codec.state_dict().items()}
     tensor_io.save({name: value.contiguous() for name, value in tensors.items()},
@@ -220,10 +216,10 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
 
 
 def synthesise(text, speaker, sample_rate, rng):
-    """Text in a toy voice, (n,) float32 mono, 1.6 to 4 s: a tone and overtones for each letter.
+    """Text in a toy voice, (n,) float32 mono, 1.6 to 4 s: a tone with overtones per letter.
 
-    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise."""
-    tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # they spread evenly over 0..1
+    speaker: an integer >= 0 that determines pitch and pace. rng: a Generator, for the noise."""
+    tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # both spread evenly over 0..1
     hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
     n = (hundredths + 1) * (sample_rate // 100)
     letters = np.array([(ord(c) - 96) * c.isalpha() for c in text.lower()])
@@ -234,9 +230,10 @@ def synthesise(text, speaker, sample_rate, rng):
     return (0.6 * wave / np.abs(wave).max()).astype(np.float32)
 
 
-def make_speech(out_dir, clips=48, speakers=4, seed=0):
-    """Write OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), a sentence a clip, speakers in
-    turn -> [{"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}]."""
+def make_speech(out_dir, clips, speakers):
+    """Write OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo). Each clip has one sentence;
+    speakers take turns. Returns [{"text", "speaker": number, "path": relative to OUT_DIR,
+    "seconds"}]."""
     import soundfile
     (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
     speech = []
@@ -245,7 +242,7 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0):
         text = SENTENCES[(number + number // len(SENTENCES)) % len(SENTENCES)]
         rate = CLIP_RATES[number // speakers % len(CLIP_RATES)]
         path = f"speech/{number:04d}_speaker{speaker}.wav"
-        wave = synthesise(text, speaker, rate, np.random.default_rng([seed, number]))
+        wave = synthesise(text, speaker, rate, np.random.default_rng([0, number]))
         if number % 6 == 5:
             wave = np.stack([wave, 0.7 * wave], axis=1)
         soundfile.write(Path(out_dir) / path, wave, rate, subtype="PCM_16")
@@ -255,12 +252,13 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0):
 
 
 def make_dataset(out_dir, speech):
-    """Write OUT_DIR/train.json, ChatML, -> its path; the voice is of the speaker's next clip."""
+    """Write OUT_DIR/train.json, ChatML, and return its path. The reference of a clip is the
+    speaker's next clip."""
     samples = []
     for number, target in enumerate(speech):
-        other = next(clip for clip in speech[number + 1:] + speech[:number]
-                     if clip["speaker"] == target["speaker"])
-        samples.append(voice_cloning_sample(f"sample_{number:08d}", other, target))
+        reference = next(clip for clip in speech[number + 1:] + speech[:number]
+                         if clip["speaker"] == target["speaker"])
+        samples.append(voice_cloning_sample(f"sample_{number:08d}", reference, target))
     path = Path(out_dir) / "train.json"
     path.write_text(json.dumps(samples, indent=1) + "\n")
     return path
@@ -289,13 +287,13 @@ def voice_cloning_sample(name, reference, target):
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed)
+    speech = make_speech(args.out_dir, args.clips, args.speakers)
     dataset = make_dataset(args.out_dir, speech)
-    codec = make_codec(args.out_dir, args.seed)
+    codec = make_codec(args.out_dir)
     if args.higgs3:
-        make_model3(args.out_dir, codec, args.seed)
+        make_model3(args.out_dir, codec)
     else:
-        make_model(args.out_dir, make_tokenizer(args.out_dir), args.seed)
+        make_model(args.out_dir, make_tokenizer(args.out_dir))
     print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers, "
           f"{sum(clip['seconds'] for clip in speech):.0f} s of speech; model and codec next to it")
 

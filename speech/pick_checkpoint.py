@@ -1,4 +1,5 @@
 """Pick the checkpoint that speaks best: each speaks the same prompts and is evaluated.
+
 OUT/best links to the best one.
 
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model openai/whisper-small
@@ -8,8 +9,7 @@ OUT/best links to the best one.
 A checkpoint must beat the base, which is evaluated too. Speech and results stay in OUT/picked/;
 rerun the same command to evaluate only new checkpoints. Train with --save_total_limit 0 to keep
 all checkpoints. With --follow it evaluates checkpoints as they appear, until the run ends. After
---patience checkpoints without a better one it writes OUT/stop, and the run saves and
-ends.
+--patience checkpoints without a better one it writes OUT/stop, and the run saves and ends.
 """
 import sys
 from pathlib import Path
@@ -77,14 +77,13 @@ def command(script, *words):
     """Run a script of this repository; UserError with its last line if it fails."""
     words = map(str, [sys.executable, SCRIPTS / script, *words, "--device", args.device])
     done = subprocess.run([*words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"{script}: {last.removeprefix('error: ')}")
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    require(done.returncode == 0, f"{script}: {last.removeprefix('error: ')}")
 
 
 def judge(folder, samples):
-    """The metric of a checkpoint, or of the base (folder None), spoken into the folder `samples`
-    unless that is there."""
+    """The metric of a checkpoint, or of the base (folder None). Its speech goes into the folder
+    `samples`; if that is already evaluated, nothing is spoken."""
     if not (samples / "evaluation.json").exists():
         newest = folder or checkpoint.list_checkpoints(out)[-1][1]
         run = json_files.read_object(newest / checkpoint.STATE / "state.json")["args"]
@@ -119,7 +118,7 @@ def link_best(step):
 
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
             args.asr_command, args.language, args.speaker_model, args.max_seconds, args.seed]
-place = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+picked = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
 known, best, stale, following = {}, None, 0, True       # known: {step, 0 for the base: metric}
 while following:
     # checked first, as the run may still save its last checkpoint
@@ -127,10 +126,10 @@ while following:
     losses = dict(metrics.curve(metrics.read_metrics(out / "metrics.jsonl"), metric))
     new = [(step, path) for step, path in checkpoint.list_checkpoints(out) if step not in known]
     for step, path in [(0, None), *new] if new and 0 not in known else new:
-        what = f"checkpoint-{step}" if step else "base"
-        known[step] = losses.get(step) if args.by == "loss" else judge(path, place / what)
+        label = f"checkpoint-{step}" if step else "base"
+        known[step] = losses.get(step) if args.by == "loss" else judge(path, picked / label)
         value = "not measured" if known[step] is None else form.format(known[step])
-        print(f"{what:<16} {name} {value}", flush=True)
+        print(f"{label:<16} {name} {value}", flush=True)
         if known[step] is None or not step:
             continue
         stale += 1
@@ -139,7 +138,8 @@ while following:
             link_best(step)
         if args.patience and stale >= args.patience and is_running():
             (out / "stop").touch()
-            print(f"stop       nothing better in {stale} checkpoints: the run ends", flush=True)
+            print(f"stop       nothing better in {cli.plural(stale, 'checkpoint')}: the run ends",
+                  flush=True)
             following = False
             break
     if following:

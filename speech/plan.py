@@ -31,7 +31,7 @@ def rows_by_kind(table, ids):
     trained = table.labelled[places]            # of each clip, in the order of table.clips
     sample = np.repeat(np.arange(len(table)), np.diff(table.clip_offsets))
     frames = table.where[table.clips, 2]
-    counts = ids.rows(frames, trained), np.where(trained, ids.predicting(frames), 0)
+    counts = ids.rows(frames, trained), np.where(trained, ids.predictions(frames), 0)
     audio, predicting = (np.bincount(sample, count, minlength=len(table)) for count in counts)
     kinds = table.lengths - audio, audio, predicting, table.text_targets
     return np.stack(kinds, axis=1).astype(np.int64)

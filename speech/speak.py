@@ -1,7 +1,7 @@
 """Speak with Higgs-Audio: prompts as in training, generation, the best of several takes, files.
 
-A prompt is tokenised by the trainer's code and ends where speech begins, so the model gets inputs
-as in training. Generation uses the native class (V2) or v3.generate.
+The trainer's code tokenises a prompt, which ends where speech begins, so the model gets inputs as
+in training. Generation uses the native class (V2) or v3.generate.
 
     prompts = prepare(text_prompts([("1", "Good morning.")], normalize=True), tokenizer, ids, ...)
     codes, ended_by = generate(native, prompts, ids, sampling(config, 30.0), seed, device)[0]
@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import shutil
 import struct
 import tempfile
 import textwrap
@@ -27,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import dist
 from core.checkpoint import write_atomically
-from core.cli import UserError, problem_text, require
+from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
@@ -42,9 +41,10 @@ from core import adapters  # isort: skip      # after weights
 from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
-STRIDE = 1_000_003      # between the seeds of a prompt's takes; seeds of batches differ by one
-PAUSE_S = 0.12          # silence between parts of a long text
-FADE_S = 0.01           # fade at both ends of a part, against clicks
+BATCH = 8               # prompts that generate_all speaks together
+STRIDE = 1_000_003      # step of the seed from take to take; from batch to batch it is one
+PAUSE_S = 0.12          # silence between chunks of a long text
+FADE_S = 0.01           # fade at both ends of a chunk, against clicks
 
 # ---- Prompts
 
@@ -53,22 +53,20 @@ FADE_S = 0.01           # fade at both ends of a part, against clicks
 class Prompt:
     """Input of the model before it speaks."""
     name: str               # stem of the output files
-    source: str             # its place in the user's files
+    source: str             # its position in the user's files, for messages
     text: str               # text to be spoken
     tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>; each row of codes is a token
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
     is_audio: np.ndarray    # (n,) bool, True at the positions of those codes
     references: list        # those clips, if they are recordings
     target: Clip | None     # the true recording, if the file has one
-    parts: tuple = ()       # (t,) int64 tokens, one per clip; [codes (T, 8) of each clip]
+    unexpanded: tuple = ()  # (t,) int64 tokens with one per clip, [codes (T, 8) of each clip]
 
 
 def read_prompts(path, normalize):
-    """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text a
-    line. normalize: normalise texts to speak. Raises UserError with every unusable prompt."""
+    """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text
+    per line. normalize: normalise texts to speak. UserError lists every unusable prompt."""
     path, problems = Path(path), []
-    require(path.suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
-            f"{path}: is a table; give one text a line, or ChatML (speech/convert.py makes it)")
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
     samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
@@ -79,6 +77,8 @@ def read_prompts(path, normalize):
 
 def read_lines(path):
     """[(name, text)] of a file with one text per line; skips empty lines. Raises UserError."""
+    require(Path(path).suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
+            f"{path}: is a table; give one text per line, or ChatML (speech/convert.py makes it)")
     lines = enumerate(read_text(path).splitlines(), 1)
     texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
     require(texts, f"{path}: holds no text")
@@ -87,8 +87,9 @@ def read_lines(path):
 
 def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
                  scene=None):
-    """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
-    normalize: as in read_prompts. system: for all texts; None: chosen per text, as in training."""
+    """[(name, text)] -> Samples, plain or in the voice of one reference clip. Raises UserError.
+    normalize: as in read_prompts. system: the system text of all; None chooses one per text, as in
+    training."""
     reference, samples = [], []
     if reference_audio:
         try:
@@ -112,12 +113,12 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
 def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken. Its last turn is the assistant's and ends with the
-    clip to generate: the sample's target clip, else Clip(""). Raises BadSample. normalize: the text
-    to speak, and earlier texts as in training."""
+    clip to generate: the sample's target clip, else Clip(""). Raises BadSample. normalize:
+    normalise the text to speak, and earlier texts as in training."""
     turns, rewritten = canonical_turns(entry, paths)
-    asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+    last_request = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns)
-              if i > asked and turn.role == "assistant" and turn.clips]
+              if i > last_request and turn.role == "assistant" and turn.clips]
     if spoken:
         turns = turns[:spoken[-1] + 1]
         while not isinstance(turns[-1].parts[-1], Clip):
@@ -140,54 +141,56 @@ def canonical_prompt(name, entry, paths, normalize=False):
 def spoken_text(sample):
     """The text of a canonical_prompt that is to be spoken."""
     before, answer = sample.turns[-2:]
-    asked = before.text if before.role == "user" else ""
-    return (answer.text or asked).strip()
+    request = before.text if before.role == "user" else ""
+    return (answer.text or request).strip()
+
+
+def clip_codes(clip, ids, codec, bandwidth):
+    """(T, 8) int64 codes of a clip that a prompt contains. Saved codes are used unchanged."""
+    if clip.path.endswith(SAVED):
+        codes = read_codes(clip.path)[1].astype(np.int64)
+        check_codes(codes, clip.offset, ids.num_codebooks, ids.stream_bos)
+        return codes
+    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
+    return encode_clip(codec, pad_wave(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
 
 
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
-    """Samples of canonical_prompt -> Prompts. room: most tokens of one. numbers: for their names
-    (default: 0, 1, ...). UserError lists every prompt that is too long or has bad audio."""
+    """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. numbers: for the
+    names (default: 0, 1, ...). UserError lists every prompt that is too long or has bad audio."""
     builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
     builder.add(samples, problems)
-    for what, n in sorted(builder.notices.items()):
-        print(f"notice     {n} prompts {what}")
+    for omission, count in sorted(builder.notices.items()):
+        print(f"notice     {count} prompts {omission}")
     require(not problems, problem_text(problems))
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
-        *before, target = (builder.clips[clip] for clip in builder.used[i])
+        *references, target = (builder.clips[clip] for clip in builder.used[i])
         tokens = builder.tokens[i].astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
-            for clip in before:
-                if clip in codes:
-                    continue
-                if clip.path.endswith(SAVED):       # used unchanged, without decoding
-                    found = read_codes(clip.path)[1].astype(np.int64)
-                    check_codes(found, clip.offset, ids.num_codebooks, ids.stream_bos)
-                    codes[clip] = found
-                else:
-                    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-                    wave = pad_wave(wave) if clip.filled else wave
-                    codes[clip] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
+            for clip in references:
+                if clip not in codes:
+                    codes[clip] = clip_codes(clip, ids, codec, bandwidth)
             clip = target
-            target = clip if clip.path and not clip.path.endswith(SAVED) else None
-            if target:      # whoever compares with it would find out after hours of speaking
-                with open_bytes(clip.path) as file, open_sound(file) as sound:
-                    if sound.frames / sound.samplerate <= (clip.offset or 0):
-                        raise ValueError(f"ends before its offset of {clip.offset} s")
+            if target.path and not target.path.endswith(SAVED):     # judges need it afterwards
+                with open_bytes(target.path) as file, open_sound(file) as sound:
+                    if sound.frames / sound.samplerate <= (target.offset or 0):
+                        raise ValueError(f"ends before its offset of {target.offset} s")
         except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
-        heard_in = [codes[clip] for clip in before]
-        row = ids.assemble(tokens, np.zeros(len(tokens), bool), heard_in)
+        reference_codes = [codes[clip] for clip in references]
+        row = ids.assemble(tokens, np.zeros(len(tokens), bool), reference_codes)
         if (size := len(row["input_ids"])) > room:
             problems.append(f"{sample.name}: {size} tokens; with the speech to come there is room "
                             f"for {max(0, room)}: shorten it, or allow fewer seconds of speech")
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
-            row["is_audio"], [clip for clip in before if not clip.path.endswith(SAVED)], target,
-            (tokens, heard_in)))
+            row["is_audio"], [clip for clip in references if not clip.path.endswith(SAVED)],
+            target if target.path and not target.path.endswith(SAVED) else None,
+            (tokens, reference_codes)))
     require(not problems, problem_text(problems))
     return prompts
 
@@ -210,8 +213,8 @@ def prompt_batch(prompts, ids):
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
-    """Native model for generate, on the device, in eval mode; an adapter, a PEFT folder, stays
-    unmerged, in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
+    """Native model for generate, on the device, in eval mode. adapter: a PEFT folder or None; it
+    stays unmerged, in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
     parts, load = module.weight_parts(folder, config), weights.load_weights
@@ -234,45 +237,47 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     return native.eval()
 
 
-def sampling(config, max_seconds, **given):
+def sampling(config, max_seconds, **draws):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
 
-    max_seconds: of speech. given: {name of DRAW_FLAGS: value, None for the model's default}.
-    ras_window: repetition-aware sampling draws a code again from the untempered distribution if
-    the last ras_window codes contain it twice (0 = off). temperature 0: greedy, without it."""
+    max_seconds: the longest speech. draws: {name of DRAW_FLAGS: value, None for the model's
+    default}. temperature 0 is greedy. ras_window: repetition-aware sampling draws a code again
+    from the untempered distribution if the last ras_window codes contain it twice; 0 is off."""
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
-    given = {name: value for name, value in given.items() if value is not None}
-    require(given.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
-    how = {**module.DRAWS, **given}
-    if weights.is_third(config.model_type):
-        return module.Sampling(**how, max_new_tokens=frames + config.num_codebooks - 1)
-    drawn, ras = {"do_sample": False}, how.pop("ras_window")
-    if how["temperature"]:
-        drawn = {"do_sample": True, **how}
-        if ras:
-            drawn |= {"ras_win_len": ras, "ras_win_max_num_repeat": 2}
-    return GenerationConfig(**drawn, max_new_tokens=frames + config.num_codebooks + 1,
+    draws = {name: value for name, value in draws.items() if value is not None}
+    require(draws.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
+    draws = module.DRAWS | draws
+    if weights.is_tts3(config.model_type):
+        return module.Sampling(**draws, max_new_tokens=frames + config.num_codebooks - 1)
+    ras_window = draws.pop("ras_window")
+    if not draws["temperature"]:
+        settings = {"do_sample": False}
+    else:
+        settings = {"do_sample": True, **draws}
+        if ras_window:
+            settings |= {"ras_win_len": ras_window, "ras_win_max_num_repeat": 2}
+    return GenerationConfig(**settings, max_new_tokens=frames + config.num_codebooks + 1,
                             eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 
 @torch.no_grad()
-def generate(native, prompts, ids, settings, seed, device, asked=lambda: False):
+def generate(native, prompts, ids, settings, seed, device, should_stop=lambda: False):
     """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
 
     native: the model with adapters, on the device, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch only, and do not change torch's random state. asked() is called
-    once per row; if it returns True, speech ends with ended_by "time"."""
-    if weights.is_third(native.config.model_type):
+    draws depend on seed and batch only, and do not change torch's random state. should_stop() is
+    called once per row; if it returns True, speech ends with ended_by "time"."""
+    if weights.is_tts3(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
-        spoken = weights.module(native.config).generate(native, inputs, settings, seed, asked)
+        spoken = weights.module(native.config).generate(native, inputs, settings, seed, should_stop)
         # a row cut off early may hold special codes; servers also decode those as code 0
-        return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how)
-                for codes, how in spoken]
-    stops = [lambda ids, scores, **_: torch.full((len(ids),), bool(asked()), device=device)]
+        return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), ended_by)
+                for codes, ended_by in spoken]
+    stops = [lambda ids, scores, **_: torch.full((len(ids),), bool(should_stop()), device=device)]
     batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}
-    before = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
+    prompt_rows = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
     # else unset values come from the model's settings
-    own, native.generation_config = native.generation_config, settings
+    saved_settings, native.generation_config = native.generation_config, settings
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -280,10 +285,22 @@ def generate(native, prompts, ids, settings, seed, device, asked=lambda: False):
             out = native.generate(**batch, return_dict_in_generate=True, synced_gpus=False,
                                   stopping_criteria=StoppingCriteriaList(stops))
     finally:
-        native.generation_config = own
-    rows, most = out.audio_sequences[:, before:].cpu().numpy(), settings.max_new_tokens
-    spoken = [undelay(row, ids, "length" if len(row) >= most else "time") for row in rows]
+        native.generation_config = saved_settings
+    clips, most = out.audio_sequences[:, prompt_rows:].cpu().numpy(), settings.max_new_tokens
+    spoken = [undelay(rows, ids, "length" if len(rows) >= most else "time") for rows in clips]
     return [(codes[:most - ids.num_codebooks - 1], ended_by) for codes, ended_by in spoken]
+
+
+def generate_all(native, prompts, ids, settings, seed, device):
+    """generate() for any number of prompts, BATCH at a time; None after a stop request."""
+    spoken = []
+    with torch.compiler.set_stance("force_eager"):      # each new length would recompile the layers
+        for number, first in enumerate(range(0, len(prompts), BATCH)):
+            spoken += generate(native, prompts[first:first + BATCH], ids, settings, seed + number,
+                               device, stop_requested)
+            if stop_requested():
+                return None
+    return spoken
 
 
 def undelay(rows, ids, cut_by):
@@ -314,80 +331,80 @@ def decode(codec, codes):
 
 def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
     """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes, ranked by
-    end-of-stream, then CER, then speaker similarity. listeners: judges.Judges. Without speaker
-    similarity a take without errors ends the search."""
-    kept, left = [None] * len(prompts), list(range(len(prompts)))
+    end-of-stream, then CER, then speaker similarity. listeners: judges.Judges. Unless they measure
+    speaker similarity, a take without errors ends the search."""
+    best, left = [None] * len(prompts), list(range(len(prompts)))      # best: (rank, result)
     for take in range(takes):
-        some = [prompts[i] for i in left]
-        spoken = generate(native, some, ids, settings, seed + take * STRIDE, codec.device)
+        batch = [prompts[i] for i in left]
+        spoken = generate(native, batch, ids, settings, seed + take * STRIDE, codec.device)
         waves = [decode(codec, codes) for codes, _ in spoken]
-        facts = listen(some, waves, listeners) if listeners else [{} for _ in some]
-        for i, (codes, ended_by), wave, found in zip(left, spoken, waves, facts):
+        judged = listen(batch, waves, listeners) if listeners else [{} for _ in batch]
+        for i, (codes, ended_by), wave, facts in zip(left, spoken, waves, judged):
             bad = ended_by != "eos" or not len(codes)
-            rank = bad, found.get("cer") or 0.0, -(found.get("speaker_similarity") or 0.0)
-            if kept[i] is None or rank < kept[i][0]:
-                kept[i] = rank, (codes, ended_by, wave, {**found, "take": take})
-        left = [i for i in left if kept[i][0][:2] != (False, 0.0) or listeners and listeners.embed]
+            rank = bad, facts.get("cer") or 0.0, -(facts.get("speaker_similarity") or 0.0)
+            if best[i] is None or rank < best[i][0]:
+                best[i] = rank, (codes, ended_by, wave, {**facts, "take": take})
+        left = [i for i in left if best[i][0][:2] != (False, 0.0) or listeners and listeners.embed]
         if not left:
             break
-    return [found for _, found in kept]
+    return [result for _, result in best]
 
 
 def listen(prompts, waves, listeners):
-    """[{fact: value}] that judges.Judges find in each Prompt's wave; likeness is to the voice to be
-    cloned, else to the true recording."""
+    """[{fact: value}] that judges.Judges measure in each Prompt's wave. Speaker similarity is to
+    the voice to be cloned, else to the true recording."""
     from speech import judges
-    facts, voices = [{} for _ in prompts], {}       # voices: of clips, as one may serve all
+    facts, voices = [{} for _ in prompts], {}       # voices: {clip: embedding}; one may serve all
     if listeners.hear:
         texts = [audible_text(prompt.text) for prompt in prompts]
         transcripts = listeners.hear(waves, SAMPLE_RATE, [p.name for p in prompts], [])
         rates, _ = judges.word_rates(texts, transcripts, listeners.language)
         facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
-    for prompt, wave, about in zip(prompts, waves, facts) if listeners.embed else ():
+    for prompt, wave, row in zip(prompts, waves, facts) if listeners.embed else ():
         clip = prompt.references[-1] if prompt.references else prompt.target
         if clip not in voices:
             voices[clip] = clip and judges.voice(judges.read_audio(
                 clip.path, clip.offset, clip.duration), SAMPLE_RATE, listeners.embed)
-        ours = judges.voice(wave, SAMPLE_RATE, listeners.embed)
-        about["speaker_similarity"] = judges.cosine(ours, voices[clip])
+        spoken = judges.voice(wave, SAMPLE_RATE, listeners.embed)
+        row["speaker_similarity"] = judges.cosine(spoken, voices[clip])
     return facts
 
 
 def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
-    read_prompts, with the codes of its take as the clip. records: each take's JSON file."""
-    def item(part):
-        if not isinstance(part, Clip):
-            return {"type": "text", "text": part}
-        return {"type": "audio", "audio_url": part.path, "offset": part.offset,
-                "duration": part.duration}
+    read_prompts, with the codes of its take as the clip. records: contents of the JSON files."""
+    def item(content):
+        if not isinstance(content, Clip):
+            return {"type": "text", "text": content}
+        return {"type": "audio", "audio_url": content.path, "offset": content.offset,
+                "duration": content.duration}
 
     rows = []
-    for sample, about in zip(samples, records, strict=True):
-        ended = about["ended_by"] == "eos" and about["frames"] >= min_frames
-        if ended and about["cer"] is not None and about["cer"] <= max_cer:
+    for sample, record in zip(samples, records, strict=True):
+        ended = record["ended_by"] == "eos" and record["frames"] >= min_frames
+        if ended and record["cer"] is not None and record["cer"] <= max_cer:
             messages = [{"role": turn.role, "content": list(map(item, turn.parts))}
                         for turn in sample.turns]
-            messages[-1]["content"][-1] = item(Clip(about["name"] + SAVED))
-            rows.append({"messages": messages, "cer": about["cer"],
-                         "normalize_text": about["normalize_text"]})
+            messages[-1]["content"][-1] = item(Clip(record["name"] + SAVED))
+            rows.append({"messages": messages, "cer": record["cer"],
+                         "normalize_text": record["normalize_text"]})
     return rows
 
 
-# ---- Long texts, part by part
+# ---- Long texts, chunk by chunk
 
 # marks that apply to the following text: speakers, and Higgs TTS 3's tags except for local ones
 MARK = re.compile(r"(\[SPEAKER\d+\]|<\|(?:emotion|style|prosody):(?!pause|long_pause)\w+\|>)")
 SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])")        # where sentences end
 
 
-def parts(text, most):
-    """[(speaker or "", part)] of a text. A part has at most `most` characters, not counting marks;
-    a longer word stays whole. Cuts are after sentences, or between words of a longer sentence, and
-    at marks; a part begins with the marks that apply to it."""
+def split_text(text, most):
+    """[(speaker or "", chunk)] of a text. A chunk has at most `most` characters, not counting
+    marks; a longer word stays whole. Cuts are after sentences, or between words of a longer
+    sentence, and at marks. A chunk begins with the marks that apply to it."""
     if len(text) <= most:
         return [("", text)]
-    found, speaker, tags = [], "", {}
+    chunks, speaker, tags = [], "", {}
     for number, piece in enumerate(MARK.split(text)):
         if number % 2:      # a mark
             if piece.startswith("["):
@@ -397,19 +414,19 @@ def parts(text, most):
                 kind = value.partition("_")[0] if category == "prosody" else ""
                 tags[category, kind] = piece
             continue
-        own = []
+        lines = []
         for sentence in SENTENCE.split(piece.strip()):
             for words in textwrap.wrap(sentence, most, break_long_words=False,
                                        break_on_hyphens=False):
                 if not words.strip():       # a no-break space
                     continue
-                if own and len(own[-1]) + 1 + len(words) <= most:
-                    own[-1] += ("" if own[-1][-1] in "。！？" else " ") + words
+                if lines and len(lines[-1]) + 1 + len(words) <= most:
+                    lines[-1] += ("" if lines[-1][-1] in "。！？" else " ") + words
                 else:
-                    own.append(words)
-        start = f"{speaker} " * bool(speaker) + "".join(tags.values())
-        found += [(speaker, start + words) for words in own]
-    return found
+                    lines.append(words)
+        marks = f"{speaker} " * bool(speaker) + "".join(tags.values())
+        chunks += [(speaker, marks + line) for line in lines]
+    return chunks
 
 
 def join(waves):
@@ -424,52 +441,54 @@ def join(waves):
     return np.concatenate(pieces[:-1])
 
 
-def speak_parts(prompts, most, reference, scene, prepare, say, listeners=None, write=None):
-    """[(codes, ended_by, wave, facts)] of Prompts whose texts are spoken in parts, from parts().
+def speak_chunks(prompts, most, reference, scene, prepare, say, listeners=None, write=None):
+    """[(codes, ended_by, wave, facts)] of Prompts whose texts split_text cuts into chunks.
 
-    reference: (path, its text) for all, or None: then the reference of a part is its speaker's
-    previous part. prepare(Samples, numbers) -> [Prompt]. say(Prompts, round) -> result of speak().
-    write(wave so far): from stream(), for one text."""
-    texts, takes = [parts(prompt.text, most) for prompt in prompts], [[] for _ in prompts]
-    last = {}       # {(text, speaker): (codes of the last part, its text)}
+    reference: (path, its text) for all chunks, or None: then the reference of a chunk is its
+    speaker's previous chunk. prepare(Samples, numbers) -> [Prompt]. say(Prompts, round) -> result
+    of speak(). write(wave so far): from open_stream(), for one text."""
+    texts, takes = [split_text(prompt.text, most) for prompt in prompts], [[] for _ in prompts]
+    last = {}       # {(prompt number, speaker): (path of the last chunk's codes, its text)}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(max(map(len, texts))):
-            now = [(i, *text[turn]) for i, text in enumerate(texts) if turn < len(text)]
-            some = []
-            for i, speaker, part in now:
-                # a part of a dialogue keeps the dialogue's system text
+            current = [(i, *chunks[turn]) for i, chunks in enumerate(texts) if turn < len(chunks)]
+            samples = []
+            for i, speaker, chunk in current:
+                # a chunk of a dialogue keeps the dialogue's system text
                 system, heard_in = system_parts(prompts[i].text, scene, references=bool(reference))
-                some += text_prompts([(prompts[i].source, part)], False,
-                                     *(reference or last.get((i, speaker)) or ()),
-                                     system=system, scene=heard_in)
-            some = prepare(some, [int(prompts[i].name) for i, *_ in now])
-            for (i, speaker, part), prompt, found in zip(now, some, say(some, turn)):
-                takes[i].append((prompt, *found))
-                if len(found[0]) >= 8:      # the shortest reference of TTS 3
+                samples += text_prompts([(prompts[i].source, chunk)], False,
+                                        *(reference or last.get((i, speaker)) or ()),
+                                        system=system, scene=heard_in)
+            batch = prepare(samples, [int(prompts[i].name) for i, *_ in current])
+            for (i, speaker, chunk), prompt, result in zip(current, batch, say(batch, turn)):
+                takes[i].append((prompt, *result))
+                codes = result[0]
+                if len(codes) >= 8:         # the shortest reference of TTS 3
                     path = str(Path(folder) / f"{i}-{turn}.npy")
-                    save_codes(path, found[0])
-                    last[i, speaker] = path, part
+                    save_codes(path, codes)
+                    last[i, speaker] = path, chunk
                 if write:
                     write(join([wave for *_, wave, _ in takes[i]]))
-    whole = []
+    results = []
     for spoken in takes:
-        asked, codes, ends, waves, facts = zip(*spoken)
-        about = dict(facts[-1])
+        chunk_prompts, codes, ends, waves, facts = zip(*spoken)
+        record = dict(facts[-1])
         if listeners and listeners.hear:
             from speech import judges
-            about["heard"] = " ".join(found["heard"] for found in facts)
-            text = audible_text(" ".join(prompt.text for prompt in asked))
-            about |= judges.word_rates([text], [about["heard"]], listeners.language)[0][0]
+            record["heard"] = " ".join(row["heard"] for row in facts)
+            text = audible_text(" ".join(prompt.text for prompt in chunk_prompts))
+            record |= judges.word_rates([text], [record["heard"]], listeners.language)[0][0]
         ended_by = next((end for end in ends if end != "eos"), "eos")
-        whole.append((np.concatenate(codes), ended_by, join(waves), about))
-    return whole
+        results.append((np.concatenate(codes), ended_by, join(waves), record))
+    return results
 
 
-def stream(path):
-    """write(wave so far), for --stream: appends the new part to a WAV file, or raw to stdout ("-").
-    In a pipe the WAV header has the largest length. UserError for a pipe without a reader."""
+def open_stream(path):
+    """Return write(wave so far) for --stream, which appends the new samples to a WAV file, or raw
+    to stdout ("-"). In a pipe the WAV header claims the largest length. UserError for a pipe
+    without a reader."""
     raw, done = path == "-", 0
-    try:        # without O_NONBLOCK a pipe would wait for its reader
+    try:        # without O_NONBLOCK, opening a pipe would wait for its reader
         number = 1 if raw else os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -503,7 +522,7 @@ def save_codes(path, codes):
 
 
 def sound_bytes(wave, form):
-    """16-bit samples of a (n,) wave; form: WAV, or RAW without a header."""
+    """A (n,) wave as 16-bit samples. form: WAV, or RAW without a header."""
     import soundfile
     sound = io.BytesIO()        # soundfile does not report a full disk
     soundfile.write(sound, wave, SAMPLE_RATE, "PCM_16", format=form)
@@ -516,28 +535,28 @@ def write_sample(folder, prompt, codes, ended_by, wave, **facts):
     path, clip, voice = Path(folder) / prompt.name, prompt.target, (prompt.references or [None])[-1]
     require(np.isfinite(wave).all(),
             f"{path}.wav: the codec has made samples that are not finite numbers")
-    about = {"name": prompt.name, "text": prompt.text, "source": prompt.source,
-             "frames": len(codes), "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
-             "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
-             "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
-             "target_offset": clip and clip.offset, "target_seconds": clip and clip.duration}
-    text = json.dumps(about := about | facts, indent=1) + "\n"
+    record = {"name": prompt.name, "text": prompt.text, "source": prompt.source,
+              "frames": len(codes), "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
+              "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
+              "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
+              "target_offset": clip and clip.offset, "target_seconds": clip and clip.duration,
+              **facts}
+    text = json.dumps(record, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(f"{path}.wav", lambda path: path.write_bytes(sound_bytes(wave, "WAV")))
     write_atomically(f"{path}.json", lambda path: path.write_text(text))
-    return about
+    return record
 
 
 # ---- --sample_prompts: rank 0 speaks them at every validation while the others wait. The draws
 # have separate seeds, so sampling does not change the training.
 
-BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # for a few prompts; generate_tts.py speaks any number
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
-    """Speaker of --sample_prompts, on every rank; its prompts are checked and encoded before
-    training starts. Raises UserError."""
+    """Speaker of --sample_prompts, on every rank. Checks and encodes the prompts, so mistakes in
+    them show before training starts. Raises UserError."""
     settings = sampling(config, args.sample_seconds)
 
     def encode_prompts():
@@ -553,7 +572,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
 
 @dataclass
 class Speaker:
-    """Speaks the prompts of a run. settings: of sampling(). args: the trainer's flags."""
+    """Speaks the prompts of a run. settings: from sampling(). args: the trainer's flags."""
     prompts: list
     settings: object
     ids: object
@@ -562,7 +581,7 @@ class Speaker:
     args: object
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts as spoken by model, a weights.module().packed.
+        """Return {eval/...: float} of the prompts as spoken by model, a weights.module().packed.
         Collective: rank 0 speaks and writes to log, the others wait."""
         model.eval()
         with dist.gather_weights(model), autocast():
@@ -571,24 +590,14 @@ class Speaker:
         return values
 
     def speak_all(self, native, step, log):
-        """Speak and record every prompt -> {metric: float}; {} after a stop request, or if memory
-        is too small. native: unsharded weights, in eval mode."""
-        start, spoken = time.monotonic(), []
+        """Speak and write every prompt -> {metric: float}; {} after a stop request, or if memory is
+        too small. native: unsharded weights, in eval mode."""
+        start = time.monotonic()
         folder = Path(self.args.output_dir, f"samples/step-{step}")
-        for left in folder.parent.glob("step-*"):       # of work that was lost
-            number = left.name.removeprefix("step-")
-            if number.isdigit() and int(number) > step:
-                shutil.rmtree(left)
         try:
-            # else each new length would recompile the layers
-            with torch.compiler.set_stance("force_eager"):
-                for first in range(0, len(self.prompts), BATCH):
-                    if stop_requested():
-                        break
-                    spoken += generate(native, self.prompts[first:first + BATCH], self.ids,
-                                       self.settings, self.args.seed + first // BATCH, self.device,
-                                       stop_requested)
-            if stop_requested():
+            spoken = generate_all(native, self.prompts, self.ids, self.settings, self.args.seed,
+                                  self.device)
+            if spoken is None:
                 print(f"samples step {step:>6} | left out: asked to stop")
                 return {}
             # building the codec draws random numbers, which must not change dropout
@@ -602,7 +611,7 @@ class Speaker:
         for prompt, (codes, ended_by), wave in zip(self.prompts, spoken, waves):
             write_sample(folder, prompt, codes, ended_by, wave, step=step)
             log.write_speech(step, f"samples/{prompt.name}", wave, SAMPLE_RATE)
-        stopped = sum(how == "eos" for _, how in spoken) / len(spoken)
-        print(f"speech step {step:>6} | {len(spoken)} prompts, {total:.1f} s in "
+        stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
+        print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')}, {total:.1f} s in "
               f"{time.monotonic() - start:.1f} s | stop rate {stopped:6.1%}")
         return {"eval/stop_rate": stopped}

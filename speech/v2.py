@@ -44,7 +44,7 @@ def text_setting(wanted):
 
 
 def positions(config):
-    """Most tokens of a prompt with its speech: config.json may say 2,048, but the rotary positions
+    """Most tokens of a prompt with its speech. config.json may say 2,048, but the rotary positions
     are scaled for the 131,072 of the released checkpoint."""
     return max(config.max_position_embeddings, 131072)
 
@@ -74,60 +74,6 @@ class Permute(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def added(rows, parts):
-    """rows + cat(parts) in the dtype of rows, without materialising the cat."""
-    found, sizes = torch.empty_like(rows), [len(part) for part in parts]
-    for to, own, part in zip(found.split(sizes), rows.split(sizes), parts):
-        torch.add(own, part, out=to)
-    return found
-
-
-class Fork(torch.autograd.Function):
-    """(rows, first n rows, other rows); the backward adds the gradients without joining parts."""
-
-    @staticmethod
-    def forward(ctx, rows, n):
-        return rows.view_as(rows), rows[:n], rows[n:]
-
-    @staticmethod
-    def backward(ctx, grad, *parts):
-        return added(grad, parts), None
-
-
-class Join(torch.autograd.Function):
-    """added(rows, parts)."""
-
-    @staticmethod
-    def forward(ctx, rows, *parts):
-        ctx.sizes = [len(part) for part in parts]
-        return added(rows, parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *grad.split(ctx.sizes)
-
-
-class InOrder(torch.autograd.Function):
-    """cat([text, audio]), permuted: row i becomes row order[i]; seq_index is the inverse."""
-
-    @staticmethod
-    def forward(ctx, text, audio, seq_index, order):
-        ctx.places = order.split([len(text), len(audio)])
-        found = text.new_empty(len(order), text.shape[1])
-        return found.index_copy_(0, ctx.places[0], text).index_copy_(0, ctx.places[1], audio)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *(grad.index_select(0, places) for places in ctx.places), None, None
-
-
-FUSED = Fork.apply, Join.apply, InOrder.apply
-# torch.compile fuses these by itself; its join takes the two halves as rows
-PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])),
-         lambda rows, *parts: torch.cat([own + part for own, part in zip(rows, parts)]),
-         lambda text, audio, *places: Permute.apply(torch.cat([text, audio]), *places))
-
-
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     """Causal attention inside each sample. q (S, heads, D), k, v (S, kv_heads, D) -> (S, heads, D).
 
@@ -142,8 +88,8 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
 @torch.compiler.disable     # else each list of sample lengths would compile a new graph
 def _attention_by_sample(q, k, v, seqlens):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    parts = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
-    out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in parts]
+    samples = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in samples]
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
@@ -170,12 +116,11 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
         attn, rows, p = self.self_attn, len(hidden_states), packed
-        plain = torch.compiler.is_compiling()
-        fork, join, in_order = PLAIN if plain else FUSED
-        hidden_states, text, audio = fork(hidden_states, p.n_text)
-        # before q, k, v, which are wider in total
-        normed = in_order(self.input_layernorm(text), self.audio_input_layernorm(audio),
-                          p.seq_index, p.order)
+        sizes = [p.n_text, rows - p.n_text]
+        text, audio = hidden_states.split(sizes)
+        normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
+        # to sequence order here, since q, k and v are wider in total
+        normed = Permute.apply(normed, p.seq_index, p.order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in kernels.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up at call time: kernels.use changes it
@@ -184,10 +129,10 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         out = packed_attention(q, k, v, p.cu_seqlens, p.longest, p.seqlens)
         out = attn.o_proj(out.reshape(rows, -1))
         hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
-        hidden_states, text, audio = fork(hidden_states, p.n_text)
-        own = (text, audio) if plain else hidden_states
-        return join(own, self.mlp(self.post_attention_layernorm(text)),
-                    self.audio_mlp(self.audio_post_attention_layernorm(audio)))
+        text, audio = hidden_states.split(sizes)
+        text = self.mlp(self.post_attention_layernorm(text))
+        audio = self.audio_mlp(self.audio_post_attention_layernorm(audio))
+        return hidden_states + torch.cat([text, audio])
 
 
 class PackedHiggs(labels.Wrapped):
@@ -234,11 +179,11 @@ loss_report = labels.loss_report
 
 
 def freeze_unreachable(model, text_loss_weight):
-    """Freeze weights that no loss depends on, so they get no weight decay and no optimizer state:
-    without a text loss the text head and the last layer's text FFN, as audio is predicted from
-    audio rows only."""
+    """Without a text loss, freeze the text head and the last layer's text FFN. No loss depends on
+    them, as audio is predicted from audio rows only, so they need no weight decay and no optimizer
+    state."""
     last = f"layers.{model.config.num_hidden_layers - 1}."
-    parts = (f"{last}mlp.", f"{last}post_attention_layernorm.", "text_lm_head")
+    unreachable = (f"{last}mlp.", f"{last}post_attention_layernorm.", "text_lm_head")
     for name, parameter in model.named_parameters() if text_loss_weight == 0 else ():
-        if any(part in name for part in parts):
+        if any(module in name for module in unreachable):
             parameter.requires_grad_(False)

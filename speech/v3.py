@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
-from core.cli import UserError, require
+from core.cli import require
 from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
 
@@ -51,8 +51,8 @@ DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}
 ROPE_THETA = 1e6        # config.json may hold null, for which transformers has another default
 TEXT_TABLE = "tied.embedding.text_embedding.weight"
 AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
-# {name in the files: our name}
-OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}
+# {name in the files: name in Higgs3}
+NAMES = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}
 HEADS = {"tied.head.text_head.weight": TEXT_TABLE,      # copies of the tables in the files
          "tied.head.modality_heads.0.weight": AUDIO_TABLE}
 WHOLE_MODULES = ("audio_embedding",)    # modules that an adapter may contain in full
@@ -87,11 +87,11 @@ def freeze_unreachable(native, text_loss_weight):
 
 def weight_names(native):
     """{name in a checkpoint's files: parameter} of a full model."""
-    return published(dict(native.named_parameters()))
+    return published_names(dict(native.named_parameters()))
 
 
 def save_config(native, tokenizer, folder, source, codec=None):
-    """The files of a checkpoint except its weights, copied from the base's folder `source`."""
+    """Copy a checkpoint's files except its weights from the base's folder `source`."""
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
@@ -118,7 +118,7 @@ class Ids(labels.Layout):
     min_frames = MIN_FRAMES
     lone_reference = True       # a reference may have no text
 
-    def forbidden(self, tokenizer):
+    def forbidden_tokens(self, tokenizer):
         return [token for token in tokenizer.get_added_vocab() if not TAG.fullmatch(token)]
 
     def known_tags(self, tokenizer):
@@ -128,19 +128,19 @@ class Ids(labels.Layout):
         """([(name, [(text or Clip, labelled)])], [omission]) of a canonical Sample: a stream for
         each trained clip, with its text, and as reference the previous assistant clip with its
         text. BadSample for a text of several speakers, or a clip without text."""
-        found, left_out, reference, asked = [], [], None, ""
+        streams, left_out, reference, request = [], [], None, ""
         several = sum(turn.trained for turn in sample.turns) > 1
         for turn in sample.turns:
             if turn.role == "system":       # prompts have no system text
                 left_out += ["lose their scene's clip"] * bool(turn.clips)
                 left_out += ["lose their system or scene text"] * bool(turn.text.strip())
             elif turn.role == "user":
-                asked = turn.text.strip()
+                request = turn.text.strip()
             clips = turn.clips if turn.role == "assistant" else []
             if len(clips) > 1:
                 raise BadSample("has several clips in one message: give each one")
             for clip in clips:
-                text = turn.text.strip() or asked
+                text = turn.text.strip() or request
                 if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
                     raise BadSample("has several speakers in one clip; Higgs TTS 3 has no marks")
                 if SPEAKER.search(text):    # the model would read it aloud
@@ -150,13 +150,13 @@ class Ids(labels.Layout):
                     if not text:
                         raise BadSample("the trained clip has no text")
                     name = sample.name + f" message {turn.source}" * several
-                    found.append((name, pieces(text, clip, reference, self.ref_text is not None)))
-                elif reference:     # the model has one: the clip before, whether trained or given
+                    streams.append((name, pieces(text, clip, reference, self.ref_text is not None)))
+                elif reference:     # a prompt has room for one: the previous clip
                     left_out.append("lose an earlier reference: the last one stays")
                 reference = (text, clip)
-        if not found:
+        if not streams:
             left_out.append("are dropped: they train no clip")
-        return found, sorted(set(left_out))
+        return streams, sorted(set(left_out))
 
     def placeholders(self, rows):
         return [self.pad] * rows
@@ -194,14 +194,15 @@ def load_tokenizer(folder):
 def token_ids(tokenizer, config):
     """Ids of the named tokens. UserError if one is missing, or has no row in the model."""
     vocabulary = tokenizer.get_vocab()
-    found = {name: vocabulary.get(token) for name, token in TOKENS.items()}
-    for name, number in found.items():
+    named_ids = {name: vocabulary.get(token) for name, token in TOKENS.items()}
+    for name, number in named_ids.items():
         require(number is not None or name == "ref_text", "the tokenizer in --model_path has no "
                 f"token {TOKENS[name]}: it is not that of Higgs TTS 3")
     last = max(vocabulary.values())
     require(last < config.vocab_size,
             f"tokenizer and model disagree: token {last}, {config.vocab_size} rows")
-    return Ids(**found, num_codebooks=config.num_codebooks, stream_bos=config.audio_stream_bos_id,
+    return Ids(**named_ids, num_codebooks=config.num_codebooks,
+               stream_bos=config.audio_stream_bos_id,
                stream_eos=config.audio_stream_eos_id)
 
 
@@ -211,7 +212,7 @@ def read_config(config):
     audio, text = config.get("audio_encoder_config") or {}, config.get("text_config") or {}
     rope, books = text.get("rope_parameters") or {}, audio.get("num_codebooks")
     size, encoder = audio.get("vocab_size"), audio.get("encoder_type")
-    for fits, what in (
+    for fits, mismatch in (
             (config.get("model_type") == MODEL_TYPE, f"model_type is not {MODEL_TYPE!r}"),
             (encoder == "discrete", f"encoder_type is {encoder!r}, not 'discrete'"),
             (audio.get("use_delay_pattern") is True, "use_delay_pattern is not true"),
@@ -221,7 +222,7 @@ def read_config(config):
              "its rotary embedding is scaled"),
             (isinstance(books, int) and books > 0 and isinstance(size, int) and size > 2,
              f"num_codebooks is {books!r} and vocab_size of the audio table {size!r}")):
-        require(fits, f"config.json: {what}; only the released form of Higgs TTS 3 is read")
+        require(fits, f"config.json: {mismatch}; only the released form of Higgs TTS 3 is read")
     theta = rope.get("rope_theta") or text.get("rope_theta") or ROPE_THETA
     plain = {key: value for key, value in text.items() if not key.startswith("rope_")}
     native = Qwen3Config(**plain, rope_parameters={"rope_theta": float(theta),
@@ -235,7 +236,8 @@ def read_config(config):
 
 
 class Higgs3(nn.Module):
-    """Qwen3 body and the audio table. Layer parameters have the published names, see OURS."""
+    """Qwen3 body and the audio table. Layer parameters have the published names; NAMES has the
+    others."""
 
     def __init__(self, config):
         """config: of read_config."""
@@ -273,8 +275,9 @@ class PackedHiggs3(labels.Wrapped):
 
     def audio_logits(self, hidden, batch):
         """(R, K, C) fp32 logits of the rows that predict audio. hidden: of hidden_states."""
-        places = torch.cat([batch.text_pos, batch.audio_pos]).index_select(0, batch.audio_rows)
-        return self.base_model.logits(hidden.index_select(0, places))
+        order = torch.cat([batch.text_pos, batch.audio_pos])
+        positions = order.index_select(0, batch.audio_rows)
+        return self.base_model.logits(hidden.index_select(0, positions))
 
 
 packed = PackedHiggs3       # of module()
@@ -302,38 +305,40 @@ def reset_buffers(model, device):
 
 
 def weight_parts(folder, config_dict=None):
-    """{our name: [Slice]} of a folder's model weights, without the codec's. UserError where the two
-    copies of a table differ: servers would run another model than the trained one."""
-    found = weights.open_model(folder)
+    """{name in Higgs3: [Slice]} of a folder's model weights, without the codec's. UserError where
+    the two copies of a table differ: servers would run another model than the trained one."""
+    slices = weights.open_model(folder)
     for head, table in HEADS.items():
-        if head in found and table in found and not torch.equal(found[head][:], found[table][:]):
-            raise UserError(f"{folder}: {head} and {table} differ: a trainer has untied them")
-    return {OURS.get(name, name): [part] for name, part in found.items()
+        if head in slices and table in slices:
+            require(torch.equal(slices[head][:], slices[table][:]),
+                    f"{folder}: {head} and {table} differ: a trainer has untied them")
+    return {NAMES.get(name, name): [tensor] for name, tensor in slices.items()
             if name not in HEADS and not name.startswith(CODEC)}
 
 
-def published(named):
-    """{our name: value} -> {name in the files: value}."""
-    names = {ours: name for name, ours in OURS.items()}
-    return {names.get(name, name): value for name, value in named.items()}
+def published_names(values):
+    """{name in Higgs3: value} -> {name in the files: value}."""
+    names = {name: published for published, name in NAMES.items()}
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (Slices, dtype, fold)} of a folder for servers, from a dict by our names,
-    with both heads, and the codec from `codec` (a native folder) or from inside `folder`."""
-    tensors = published(tensors)
+    """{name in the files: (Slices, dtype, fold)} of a folder for servers. tensors has the names of
+    Higgs3; added are both heads, and the codec from `codec` (a native folder) or from `folder`."""
+    tensors = published_names(tensors)
     for head, table in HEADS.items():
-        parts, dtype, fold = tensors[table]
-        tensors[head] = (parts, dtype, fold or torch.clone)     # a copy, as both are written
+        slices, dtype, fold = tensors[table]
+        tensors[head] = (slices, dtype, fold or torch.clone)    # a copy, as both are written
     source, prefix = (weights.find_codec(codec)[0], "") if codec else (folder, CODEC)
-    found = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
-    inside = {name.removeprefix(prefix): part for name, part in found.items()
-              if name.startswith(prefix)}
-    require(inside, f"{folder}: holds no codec, which the servers read from there; give "
+    stored = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
+    require(any(name.startswith(prefix) for name in stored),
+            f"{folder}: holds no codec, which the servers read from there; give "
             "--audio_tokenizer_path, or merge the adapter into the released folder")
-    return tensors | {CODEC + name: (
-        [part], part[:1].dtype if part.get_shape() else part[...].dtype, None)
-        for name, part in inside.items()}
+    for name, tensor in stored.items():
+        if name.startswith(prefix):
+            dtype = tensor[:1].dtype if tensor.get_shape() else tensor[...].dtype
+            tensors[CODEC + name.removeprefix(prefix)] = [tensor], dtype, None
+    return tensors
 
 
 # ---- Speaking
@@ -388,11 +393,12 @@ def embed_prompt(model, input_ids, is_audio, ref_rows):
 
 
 @torch.no_grad()
-def generate(model, prompts, sampling, seed, asked=lambda: False):
+def generate(model, prompts, sampling, seed, should_stop=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
-    prompts: [(input_ids, is_audio, ref_rows or None)]. asked(): called once per row; True stops
-    all. The draws of a prompt depend on seed and its index in the batch, not on other prompts."""
+    prompts: [(input_ids, is_audio, ref_rows or None)]. should_stop() is called once per row; True
+    ends all speech. The draws of a prompt depend on seed and its index in the batch, not on other
+    prompts."""
     device, config = model.audio_embedding.weight.device, model.config
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
     lengths = torch.tensor([len(e) for e in embedded], device=device)
@@ -402,7 +408,7 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n)]
     cache, spoken, ends = DynamicCache(), [[] for _ in range(n)], [None] * n
-    kept = model.body.config._attn_implementation
+    training_attention = model.body.config._attn_implementation
     model.body.set_attn_implementation("sdpa")          # packed attention has no KV cache
     try:
         for count in range(sampling.max_new_tokens):
@@ -414,13 +420,13 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
                 if ends[i] is None or count <= ends[i]:
                     rows[i], ends[i] = step(logits[i], count, ends[i], sampling, generators[i])
                     spoken[i].append(rows[i].clone())
-            if all(end is not None and count >= end for end in ends) or asked():
+            if all(end is not None and count >= end for end in ends) or should_stop():
                 break
             inputs = model.embed_rows(rows.to(device))[:, None].to(inputs.dtype)
             mask = F.pad(mask, (0, 1), value=1)
             positions = positions[:, -1:] + 1
     finally:
-        model.body.set_attn_implementation(kept)
+        model.body.set_attn_implementation(training_attention)
     return [(undelay(torch.stack(rows)), "eos" if end is not None and len(rows) > end else
              "length" if len(rows) == sampling.max_new_tokens else "time")
             for rows, end in zip(spoken, ends)]

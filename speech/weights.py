@@ -8,6 +8,7 @@ unexpected or misshapen weights stop the run.
 """
 import json
 import math
+import re
 import shutil
 from functools import partial
 from importlib import import_module
@@ -46,8 +47,7 @@ NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_to
          ("norm.", "model.norm."),
          ("audio_decoder_proj.", ""))       # last: every native name begins with ""
 DROPPED = ("audio_codebook_weights", "inv_freq")
-SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
-         for order, part in enumerate(("frozen", "trainable"))}     # joined in this order
+SPLIT = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(\.weight)$")
 # config.json keys: in both layouts, {2025: native}, and in the native layout only
 TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
@@ -79,8 +79,8 @@ RELEASED_TEXT = {
 # ---- Higgs-Audio V2 or Higgs TTS 3: chosen once; only the chosen module is imported
 
 
-def is_third(model_type):
-    """True if a model_type of config.json or read_config means Higgs TTS 3."""
+def is_tts3(model_type):
+    """True if a model_type, from config.json or read_config, is that of Higgs TTS 3."""
     return model_type in ("higgs_multimodal_qwen3", "qwen3")
 
 
@@ -88,7 +88,7 @@ def module(config):
     """speech.v3 or speech.v2, which have the same interface. config: config.json as a dict, or the
     result of read_config."""
     kind = config["model_type"] if isinstance(config, dict) else config.model_type
-    return import_module("speech.v3" if is_third(kind) else "speech.v2")    # both import this file
+    return import_module("speech.v3" if is_tts3(kind) else "speech.v2")    # both import this file
 
 
 def find_files(world, model_path, codec_path):
@@ -106,7 +106,7 @@ def find_files(world, model_path, codec_path):
 
 
 def find_checkpoint(name, flag):
-    """(local folder, its config.json as a dict) of a folder or hub name that a flag of KINDS gives.
+    """(local folder, its config.json as a dict) for a folder or hub name given by a flag of KINDS.
     Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
     try:
@@ -117,13 +117,11 @@ def find_checkpoint(name, flag):
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
-    kind, hint = config.get("model_type"), ""
-    if kind in sum(KINDS.values(), ()):
-        hint = "; --model_path and --audio_tokenizer_path are swapped"
-    elif flag != "--model_path":
-        hint = f"; the released codec is {HUB_CODEC}"
+    kind = config.get("model_type")
+    swapped = kind in sum(KINDS.values(), ())
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, KINDS[flag]))}{hint}")
+            f"{' or '.join(map(repr, KINDS[flag]))}"
+            + "; --model_path and --audio_tokenizer_path are swapped" * swapped)
     return folder, config
 
 
@@ -132,22 +130,17 @@ find_codec = partial(find_checkpoint, flag="--audio_tokenizer_path")
 
 
 def native_config(config):
-    """HiggsAudioV2Config of a config.json dict, native or 2025 format. UserError for unsupported
-    2025 variants."""
+    """HiggsAudioV2Config of a config.json dict in the native or the 2025 layout. UserError."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
+        # other variants differ in their weights, which check_weights reports
+        require(not config.get("audio_embed_avg"),
+                "config.json has audio_embed_avg, which the native class does not implement")
         text = config.get("text_config", {})
-        layers = list(range(text.get("num_hidden_layers", 28)))
-        known = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"],
-                 "audio_dual_ffn_layers": [layers], "skip_audio_tower": [True],
-                 **dict.fromkeys(("use_audio_out_self_attention", "use_audio_out_embed_projector",
-                                  "audio_embed_avg"), [False, None])}
-        wrong = [f"{key}={config.get(key)!r}" for key in known if config.get(key) not in known[key]]
-        require(not wrong, f"this model has parts unknown to the native class: {', '.join(wrong)}")
         native = HiggsAudioV2Config(
             **{key: text[key] for key in TEXT_KEYS if key in text},
-            **{ours: config[key] for key, ours in CONFIG.items() if key in config},
+            **{native_key: config[key] for key, native_key in CONFIG.items() if key in config},
             **{key: config[key] for key in EXTRA_IDS if key in config},
             codebook_size=config.get("audio_codebook_size", 1024) + 2)
     end = native.audio_stream_eos_id
@@ -157,22 +150,16 @@ def native_config(config):
 
 
 def native_names(names):
-    """{native name: [2025 names to join along dimension 0]}; some 2025 tensors are split in two.
-    Follows transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError."""
-    parts = {}
-    for original in names:
-        if any(drop in original for drop in DROPPED):
+    """{native name: [2025 names]}. Some 2025 tensors are split in two; those of a name are joined
+    along dimension 0. Follows transformers' convert_higgs_audio_v2_to_hf.py."""
+    joined = {}
+    for original in sorted(names):      # "..._frozen" is sorted before "..._trainable"
+        if any(dropped in original for dropped in DROPPED):
             continue
-        name, order = original, 0
-        for suffix, (plain, place) in SPLIT.items():
-            if name.endswith(suffix):
-                name, order = name.removesuffix(suffix) + plain, place
-        name = next((new + name.removeprefix(old) for old, new in NAMES if name.startswith(old)),
-                    name)
-        require(order not in parts.setdefault(name, {}),
-                f"two tensors of the checkpoint map to {name}")
-        parts[name][order] = original
-    return {name: [found[i] for i in sorted(found)] for name, found in parts.items()}
+        name = SPLIT.sub(r"\1", original)
+        old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
+        joined.setdefault(new + name.removeprefix(old), []).append(original)
+    return joined
 
 
 def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remote_code=False)):
@@ -189,8 +176,9 @@ def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remot
 def empty_model(config_dict, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config_dict: of config.json. folder: a native one's generation_config.json is used. That of the
-    2025 format has an end token that speech never emits, so generate would run to its limit."""
+    config_dict: from config.json. folder: its generation_config.json is used if it is a native
+    one. The 2025 one has an end token that speech never emits, so generate would run to its
+    limit."""
     config = native_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
@@ -214,11 +202,12 @@ def open_model(folder):
 
 
 def weight_parts(folder, config):
-    """{native name: [Slice, ...]} of a native or 2025-format folder; config: of config.json."""
-    found = open_model(folder)
+    """{native name: [Slice, ...]} of a folder in the native or 2025 layout. config: config.json."""
+    slices = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
-        return {name: [part] for name, part in found.items()}
-    return {name: [found[part] for part in parts] for name, parts in native_names(found).items()}
+        return {name: [tensor] for name, tensor in slices.items()}
+    return {name: [slices[original] for original in originals]
+            for name, originals in native_names(slices).items()}
 
 
 def check_weights(model, parts, folder):
@@ -226,13 +215,6 @@ def check_weights(model, parts, folder):
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
     problem = tensor_io.mismatch(wanted, parts)
     require(not problem, f"{folder}: {problem}")
-
-
-def check_finite(tensors, where):
-    """Raise UserError if one of {name: tensor} holds NaN or infinity. where: their folder."""
-    bad = sorted(name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor))
-    require(not bad, f"{where}: {len(bad)} of its tensors hold NaN or infinity, first "
-            f"{', '.join(bad[:5])}")
 
 
 def load_weights(weights, parts, world=None):
@@ -270,13 +252,14 @@ def save_config(model, tokenizer, folder, source, codec=None):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     path = folder / "processor_config.json"
-    if made := not (source / path.name).is_file():
+    is_new = not path.is_file()
+    if is_new:
         from transformers import HiggsAudioV2Processor
         template = Path(__file__).with_name("chat_template.jinja").read_text()
         feature_extractor().save_pretrained(folder)
         HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
                               chat_template=template).save_pretrained(folder)
-    if codec or made:
+    if codec or is_new:
         # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
         config = json.loads(path.read_text()) | {"audio_tokenizer": {
             "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
@@ -291,50 +274,51 @@ def feature_extractor():
 
 
 # ---- Export, with or without an adapter folded in (lora.py merge, export). Memory holds at most
-# one output file and the largest tensor in fp32. The folder appears whole or not at all.
+# one output file and the largest tensor in fp32. The folder appears only when it is complete.
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
            codec=None, base_dtype=None):
-    """Write the checkpoint `source` (folder or hub name, either layout) -> lines to print.
+    """Write the checkpoint `source` (folder or hub name, either layout) and return lines to print.
 
-    layout: native or 2025. dtype: a name, or None: as in the files, but float32 where an adapter
-    is folded in, since bf16 rounds most of a small update away. codec: see save_config. base_dtype
-    nf4: round the base as in the adapter's run. UserError also if output_dir is not empty."""
+    layout: native or 2025. dtype: a name. None keeps the dtypes of the files, but writes float32
+    where an adapter is folded in, since bf16 rounds most of a small update away. codec: see
+    save_config. base_dtype nf4: round the base as in the adapter's run. Raises UserError."""
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = find_model(source)
-    version, third = module(config), is_third(config["model_type"])
-    original = layout == "2025" and not third
+    version, tts3 = module(config), is_tts3(config["model_type"])
+    original = layout == "2025" and not tts3
     require(not (codec and original),
             "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
     tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
     model = version.empty_model(config, torch.float32, folder)
     check_weights(model, parts, folder)
-    layers = [*version.layers(model)]
-    linears = {layer for block in layers for layer in block.modules()
-               if type(layer) is torch.nn.Linear}
-    in_layers = [f"{name}.weight" for name, layer in model.named_modules() if layer in linears]
-    # to be written: {name: (Slices to join, dtype, function that adds the adapter's update)}
-    tensors = dict.fromkeys(name for name, _ in model.named_parameters())
+    # before find_folds, which adds adapters to the model
+    names = [name for name, _ in model.named_parameters()]
+    linears = [name for name, weight in model.named_parameters()
+               if ".layers." in name and weight.ndim == 2]
     folds = find_folds(model, adapter) if adapter else {}
     updated = len(folds)
     if base_dtype == "nf4":
         from core import quantized
-        folds |= {name: quantized.rounded_nf4(folds.get(name)) for name in in_layers}
-    wanted = "float32" if dtype is None and folds and not third else dtype
-    for name in tensors:
-        kind = getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
+        folds |= {name: quantized.rounded_nf4(folds.get(name)) for name in linears}
+    if dtype is None and folds and not tts3:
+        dtype = "float32"
+    # {name: (Slices to join, dtype to write, function that adds the adapter's update)}
+    tensors = {}
+    for name in names:
+        kind = getattr(torch, dtype) if dtype else parts[name][0][:1].dtype
         tensors[name] = parts[name], kind, folds.get(name)
     kinds = sorted({str(kind).removeprefix("torch.") for _, kind, _ in tensors.values()})
-    if third:
+    if tts3:
         tensors = version.whole_files(tensors, folder, codec)
     else:
         model.config.dtype = tensors["model.embed_tokens.weight"][1]
     if original:        # the inverse of native_names; split tensors stay joined
         tensors = {next(old + name.removeprefix(new) for old, new in NAMES
-                        if name.startswith(new)): found for name, found in tensors.items()}
-    sizes = {name: math.prod(tensor_io.shape_of(found)) * kind.itemsize
-             for name, (found, kind, _) in tensors.items()}
+                        if name.startswith(new)): entry for name, entry in tensors.items()}
+    sizes = {name: math.prod(tensor_io.shape_of(slices)) * kind.itemsize
+             for name, (slices, kind, _) in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes)
@@ -342,7 +326,9 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     with checkpoint.new_folder(output_dir, total) as building:
         for file, inside in files.items():
             written = {name: read(*tensors[name]) for name in inside}
-            check_finite(written, f"{source}, with its adapter," if folds else source)
+            for name, tensor in written.items():    # an update may overflow
+                require(tensor_io.is_finite(tensor),
+                        f"{source}, with its adapter: {name} holds NaN or infinity")
             tensor_io.save(written, building / file)
         if len(files) > 1:
             index = {"metadata": plan.metadata,
@@ -368,50 +354,52 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
 
 def find_folds(model, adapter):
-    """{weight name: function that adds the adapter's update to that weight in fp32}. model: on the
-    meta device. UserError unless the adapter's files match it exactly; PeftModel.from_pretrained
-    would only warn about missing weights."""
+    """{weight name: function that adds the adapter's update to that weight in fp32}. The model is
+    on the meta device and gets the adapter's layers. UserError unless the adapter's files match it
+    exactly: PeftModel.from_pretrained would only warn about missing weights."""
     from core import adapters
     whole = module(model.config).WHOLE_MODULES
     net = adapters.add_saved(model, adapter, whole=whole)
     stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
     known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", *tables.values())
-    other = [name for name in stored if not name.endswith(known)]
-    require(not other, f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this "
-            f"has {min(other, default='')}")
+    unknown = [name for name in stored if not name.endswith(known)]
+    require(not unknown, f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this "
+            f"has {min(unknown, default='')}")
     # on the meta device this compares names and shapes and copies nothing
     adapters.load_adapters(net, adapter)
-    check_finite({name: part[:] for name, part in stored.items()}, f"--adapter {adapter}")
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        length = stored.get(f"base_model.model.{name}.{adapters.MAGNITUDE}")
+        magnitude = stored.get(f"base_model.model.{name}.{adapters.MAGNITUDE}")
 
         def update(weight):
             weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
             # DoRA (Liu et al. 2024, eq. 5): the rows' direction, times a trained magnitude
-            if length is not None:
-                weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
+            if magnitude is not None:
+                weight *= (magnitude[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
             return weight
         return update
-    found = {name: lambda weight, table=table: stored[table][:].float().clone()
-             for name, table in tables.items() if table in stored}
-    return found | {f"{name}.weight": fold(name, layer.scaling["default"])
-                    for name, layer in net.get_base_model().named_modules()
-                    if hasattr(layer, "lora_A")}
+
+    def replace(table):
+        return lambda weight: stored[table][:].float().clone()
+    folds = {name: replace(table) for name, table in tables.items() if table in stored}
+    for name, layer in net.get_base_model().named_modules():
+        if hasattr(layer, "lora_A"):
+            folds[f"{name}.weight"] = fold(name, layer.scaling["default"])
+    return folds
 
 
-def read(parts, dtype, fold):
-    """A whole tensor from its Slices, in `dtype`; fold is applied in fp32."""
-    tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
+def read(slices, dtype, fold):
+    """Read a tensor from its Slices, apply fold, if given, in fp32, and convert it to dtype."""
+    tensor = torch.cat([piece[:] for piece in slices]) if len(slices) > 1 else slices[0][:]
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
 
 
 def original_config(native, tokenizer, dtype):
-    """config.json dict of the 2025 layout for a native config, with the released keys. Ids without
-    a key in that layout are added if they differ from the released model's; boson's config class
-    keeps unknown keys."""
+    """config.json dict of the 2025 layout for a native config, with the released keys. That layout
+    has no keys for EXTRA_IDS; they are added if they differ from the released model's, as boson's
+    config class keeps unknown keys."""
     def token(name):
         return tokenizer.convert_tokens_to_ids(name)
     text = {key: getattr(native, key) for key in (
@@ -420,7 +408,8 @@ def original_config(native, tokenizer, dtype):
                              "eos_token_id": token("<|end_of_text|>")}
     extra = {key: getattr(native, key) for key in EXTRA_IDS
              if getattr(native, key) != getattr(type(native)(), key)}
-    return extra | RELEASED | {key: getattr(native, ours) for key, ours in CONFIG.items()} | {
+    return extra | RELEASED | {
+        **{key: getattr(native, native_key) for key, native_key in CONFIG.items()},
         "text_config": text, "torch_dtype": dtype, "hidden_size": native.hidden_size,
         "audio_dual_ffn_layers": list(range(native.num_hidden_layers)),
         "audio_ffn_hidden_size": native.hidden_size,
@@ -430,8 +419,9 @@ def original_config(native, tokenizer, dtype):
 
 
 def save_original_config(native, tokenizer, folder, config):
-    """The files of a 2025 checkpoint except its weights; config: config.json of the source. boson's
-    code needs transformers 4.46, which does not know the tokenizer class that newer ones write."""
+    """Write a 2025 checkpoint's files except its weights. config: config.json of the source.
+    boson's code needs transformers 4.46, which does not know the tokenizer class that newer
+    versions write."""
     def write(name, values, **options):
         (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
     dtype = str(native.dtype).removeprefix("torch.")

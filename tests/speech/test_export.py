@@ -294,11 +294,11 @@ def refused(*args, **more):
     return str(error.value)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tiny, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("precious")
-    assert f"{tmp_path / 'out'}: is there already and not empty" in refused(str(tiny.model), None, tmp_path / "out")
-    assert [p.name for p in tmp_path.rglob("*")] == ["out", "mine.txt"]
+def test_an_adapter_may_be_the_current_folder(tiny, adapter, tmp_path, monkeypatch):
+    monkeypatch.chdir(adapter[0])
+    merge(str(tiny.model), ".", tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert "--adapter .: no such folder" in refused(str(tiny.model), ".", tmp_path / "other")
 
 
 def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
@@ -356,13 +356,6 @@ def test_original_config_gives_the_released_native_config():
     llama = LlamaConfig(hidden_size=3072, num_attention_heads=24, head_dim=128, max_position_embeddings=131072,
                         rope_parameters={"rope_theta": 500000.0, **text["rope_scaling"]})
     assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
-
-
-@pytest.mark.parametrize("key, value", [("audio_adapter_type", "stack"), ("audio_dual_ffn_layers", [0])])
-def test_unsupported_original_variant_is_named(key, value):
-    with pytest.raises(UserError) as error:
-        weights.native_config({**published_config(), key: value})
-    assert str(error.value).endswith(f"unknown to the native class: {key}={value!r}")
 
 
 UP, NORM, ODD = "model.layers.1.audio_mlp.up_proj.weight", "model.norm.weight", "model.layers.0.audio_attn.q_proj.weight"

@@ -276,8 +276,16 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     assert "2 problems" in error and "sample 1 (sample_00000000): audio file 'nope.wav' not found" in error
     assert "sample 2 (sample_00000001): has no text to speak" in error
     (tmp_path / "noise.wav").write_bytes(b"RIFF????")
-    assert "noise.wav: is not readable audio" in refuse(
-        "--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
+    voice = "--reference_audio", tmp_path / "noise.wav", "--reference_text"
+    assert "noise.wav: is not readable audio" in refuse("--text", "a", *voice, "b")
+    assert "--reference_audio and --reference_text go together" in refuse("--text", "a", *voice, "  ")
+    assert "has no text to speak" in refuse("--text", "[SPEAKER0] [SPEAKER1]", "--split_text", 9)
+    assert "texts.csv: is a table" in refuse("--prompts", written(tmp_path / "texts.csv", ["a"]))
+    np.save(tmp_path / "bad.npy", np.full((9, 8), 1024))        # the first prompt must not leave them as good codes
+    codes = {"role": "assistant", "content": {"type": "audio", "audio_url": "bad.npy"}}
+    rows = [{"messages": [{"role": "user", "content": "b"}, codes, {"role": "user", "content": "a"}]}] * 2
+    error = refuse("--prompts", written(tmp_path / "codes.json", rows))
+    assert "2 problems" in error and error.count("bad.npy: ") == 2
 
 
 def test_overwriting_spares_what_is_read(refuse, tmp_path):

@@ -45,10 +45,9 @@ def judged(spoken):
 
 
 def failed(judged, after, texts):
-    """The gates that `after`, a judgement, does not pass in the adapter's place."""
-    base, control, _ = judged
-    gain = judge_demo.interval(texts, np.array(control["errors"]) - after["errors"])
-    return {what for what, _, passed, _ in judge_demo.gates([base, control, after], gain) if not passed}
+    """The criteria that `after`, a judgement, does not pass in the adapter's place."""
+    gain = judge_demo.interval(texts, np.array(judged[1]["errors"]) - after["errors"])
+    return {what for what, _, passed, _ in judge_demo.criteria(after, gain) if not passed}
 
 
 @pytest.fixture(autouse=True)

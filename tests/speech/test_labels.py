@@ -34,7 +34,7 @@ def test_counts_are_those_of_the_rows(frames):
         sample = ids.assemble(np.array([5, 1, 6]), np.array([True, trained, True]), [codes])
         places, rows = sample["audio_at"], sample["audio_targets"]
         assert len(sample["audio_ids"]) == sample["is_audio"].sum() == ids.rows(frames, trained)
-        assert len(places) == trained * ids.predicting(frames)
+        assert len(places) == trained * ids.predictions(frames)
         assert (rows != IGNORE).sum() == trained * ids.targets(frames)
         # a place is right before the row that it predicts
         assert (delay_labels(codes, EOS)[places] == rows).all()    # audio rows begin at place 1

@@ -76,7 +76,7 @@ def test_what_has_no_place_is_counted_or_refused(ids3):
 
 
 def test_structural_tokens_are_forbidden_in_texts_and_tags_are_not(ids3, tokenizer3):
-    forbidden = set(ids3.forbidden(tokenizer3))
+    forbidden = set(ids3.forbidden_tokens(tokenizer3))
     assert {"<|tts|>", "<|text|>", "<|audio_end|>", "<|endoftext|>"} <= forbidden
     assert not any(":" in token for token in forbidden)
 

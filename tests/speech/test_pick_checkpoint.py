@@ -65,7 +65,7 @@ def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_ended(ti
             (out / "stop").touch()
             raise
     (status,), output = run.result()
-    assert status == 0 and "stopped    " in output and "stop       nothing better in 1 checkpoints" in done, output
+    assert status == 0 and "stopped    " in output and "stop       nothing better in 1 checkpoint:" in done, output
     assert [line.split()[-1] for line in done.splitlines()[:4]] == ["50.0%", "100.0%", "25.0%", "25.0%"]
     assert f"best       checkpoint-10 by word errors: 25.0%; the base 50.0%; {out / 'best'}\n" in done
     assert os.readlink(out / "best") == "checkpoint-10" and (out / "best" / "adapter_model.safetensors").exists()

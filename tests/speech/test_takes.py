@@ -78,7 +78,7 @@ def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
     ("One two, three four five.", 12, ["One two,", "three four", "five."]),
     ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]), ("你好。再见。谢谢。", 7, ["你好。再见。", "谢谢。"])])
 def test_texts_are_cut_behind_sentences_else_between_words(text, most, expected):
-    assert [part for _, part in speak.parts(text, most)] == expected
+    assert [part for _, part in speak.split_text(text, most)] == expected
 
 
 def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
@@ -93,7 +93,7 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     def say(prompts, turn):
         return speak.speak(native, codec, ids, settings, prompts, turn)
     prompts = prepare(speak.text_prompts([("a", "one two. three."), ("b", "four.")], False), None)
-    first, second = speak.speak_parts(prompts, 9, None, None, noted, say)
+    first, second = speak.speak_chunks(prompts, 9, None, None, noted, say)
     assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].audio_ids)
     codes, ended_by, wave, _ = first
     heard = len(seen[1][0].audio_ids) - 9       # frames of the first part
@@ -113,7 +113,7 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
         ("", "<|prosody:pitch_low|><|prosody:speed_fast|>One two."), ("", "<|prosody:pitch_low|><|prosody:speed_fast|>Three.")])])
 def test_marks_hold_for_all_the_parts_that_they_held_for(text, expected):
     """Nothing is lost, and no part goes on with another speaker or in another mood; a pause is of one spot."""
-    assert speak.parts(text, 12) == expected and speak.parts(text, 200) == [("", text)]
+    assert speak.split_text(text, 12) == expected and speak.split_text(text, 200) == [("", text)]
 
 
 def test_a_speaker_goes_on_behind_his_own_last_part():
@@ -128,7 +128,7 @@ def test_a_speaker_goes_on_behind_his_own_last_part():
                      for sample in samples)
         return [SimpleNamespace(text="") for _ in samples]
     whole = SimpleNamespace(name="0000", source="a", text="[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.")
-    speak.speak_parts([whole], 9, None, None, noted, say)
+    speak.speak_chunks([whole], 9, None, None, noted, say)
     assert asked == [[], [], [0], [1]]
 
 
