@@ -96,8 +96,6 @@ def empty_model(config, dtype, folder=None, attention=None):
     except Exception as error:      # another attention, sizes that no model has, ...
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
                         f"says ({repr(error).splitlines()[0]}); it is not supported")
-    stored = [name for name in model.state_dict() if name not in all_names(model)]
-    require(not stored, f"{config.model_type}: {stored} are no weights, which is not supported")
     # for the checkpoint's config.json
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     if folder and (Path(folder) / "generation_config.json").is_file():

@@ -219,29 +219,26 @@ def layer_weights(model):
     return total
 
 
-def step_work(table, samples, sizes, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. sizes:
-    [(layer_weights, config)] of the student, and of the model that reads the teacher's version.
+def step_work(table, samples, weights, config, lora):
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. Counts the FLOPs
+    of the student only. weights: from layer_weights. config: the student's.
     """
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
-    own, total = table.own[samples] if table.prompted else lengths, 0
-    for size, part, forward_only in zip(sizes, (own, lengths - own), (False, True)):
-        if part.any():
-            pairs = int((part * (part + 1) // 2).sum())
-            total += flops(*size, int(part.sum()), targets, pairs, lora, forward_only)
+    own = table.own[samples] if table.prompted else lengths
+    pairs = int((own * (own + 1) // 2).sum())
     return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
-            "flops": total}
+            "flops": flops(weights, config, int(own.sum()), targets, pairs, lora)}
 
 
-def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
-    """Model FLOPs of forward and backward, or of forward alone, without recomputation, adapters and
-    sliding windows. values: from layer_weights. A matrix with N weights costs 2N per row forward,
-    2N for the input gradient and, if it is trained, 2N for its gradient; the head runs on trained
-    rows only. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
+def flops(weights, config, tokens, targets, pairs, lora):
+    """Model FLOPs of forward and backward, without recomputation, adapters and sliding windows.
+
+    weights: from layer_weights. pairs: (query, key) pairs that attend. A matrix with N weights
+    costs 2N per row forward, 2N for the input gradient and, if it is trained, 2N for its gradient.
+    The head runs on trained rows only. A pair costs 4 * heads * head_dim forward, twice that
     backward.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = tokens * values + targets * config.hidden_size * config.vocab_size
+    products = tokens * weights + targets * config.hidden_size * config.vocab_size
     attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
-    times, pairs = (2, 4) if forward_only else (4, 12) if lora else (6, 12)
-    return times * rows + pairs * attended
+    return (4 if lora else 6) * products + 12 * attended

@@ -278,8 +278,7 @@ if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 sampler = frozen.Sampler(args, world) if args.base_url else None        # generates answers instead
-sizes = [(packed_lm.layer_weights(net), net.config) for net in (
-    model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
+weights = packed_lm.layer_weights(model.native)
 
 
 # ---- Validation and checkpoints
@@ -373,11 +372,11 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = packed_lm.step_work(table, train_ids[order.window(epoch, first_pack, per_step)], sizes,
-                               args.use_lora)
+    work = packed_lm.step_work(table, train_ids[order.window(epoch, first_pack, per_step)], weights,
+                               model.native.config, args.use_lora)
     taken = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss: losses are divided by the tokens of all answers
-        taken, work["targets"] = frozen.own_answers(
+        taken, work["targets"] = frozen.replace_answers(
             args, world, model, table, list(taken), ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro, batch in enumerate(taken):
