@@ -281,25 +281,23 @@ def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
     return kl if teacher else None, nll
 
 
-def ask_column(args, column, ends, thinking, requests):
-    """[Answer] of a Column, greedy. ends: end ids of trained answers. thinking: of THINKING."""
-    causal_lm.stop_at(column.native, ends)
-    draw = teachers.Sampling(args.max_new_tokens, thinking=THINKING[thinking])
-    answers = teachers.answers_of(column.native, column.tokenizer, draw, batch_size=args.batch_size)
-    with column.use(column.usual):
-        by_id = {request.id: answer for request, answer in answers(requests)}
-    return [by_id[request.id] for request in requests]
+def ask_column(args, column, ends, thinking, rows, prompt=None):
+    """[Answer] of a Column to each row's question, greedy.
 
-
-def requests_of(rows, prompt=None):
-    """[Request] for the last answers; with a prompt, those of the teacher."""
+    ends: end ids of trained answers. thinking: of THINKING. prompt: the teacher's, or None.
+    """
     requests = []
     for number, row in enumerate(rows):
         messages = row["messages"][:-1]
         if prompt:
             messages = teachers.add_prompt(prompt, row.get("teacher_messages") or messages)
         requests.append(teachers.Request(number, messages, tools=row.get("tools")))
-    return requests
+    causal_lm.stop_at(column.native, ends)
+    draw = teachers.Sampling(args.max_new_tokens, thinking=THINKING[thinking])
+    answers = teachers.answers_of(column.native, column.tokenizer, draw, batch_size=args.batch_size)
+    with column.use(column.usual):
+        by_id = {request.id: answer for request, answer in answers(requests)}
+    return [by_id[number] for number in range(len(rows))]
 
 
 def follows_rule(args, question, text):
@@ -447,8 +445,8 @@ def main(argv=None):
     for name, column in columns.items():
         print(f"asking     {name}: {len(rows):,} questions")
         is_goal = name == goal
-        requests = requests_of(rows, prompt if is_goal else None)
-        answers[name] = ask_column(args, column, ends, run.flags.enable_thinking, requests)
+        answers[name] = ask_column(args, column, ends, run.flags.enable_thinking, rows,
+                                   prompt if is_goal else None)
         teacher = None if is_goal else columns.get(goal)
         kl, nll = likelihoods(column, samples, args.batch_size, teacher, is_goal)
         measures[name] = {"kl": kl, "nll": nll}

@@ -36,7 +36,8 @@ def check_model(model):
     name, config = type(model).__name__, model.config
     parameters = [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    kinds = {one_rope.get("rope_type") for one_rope in (rope, *rope.values())
+             if isinstance(one_rope, dict)}
     other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     mixture = any(".experts." in name for name in parameters)
     for bad, why in (
@@ -99,13 +100,13 @@ class PackedLM(nn.Module):
     def forward(self, batch: PackedChats):
         """Sums. Without a teacher only the first three, and the loss is the cross-entropy."""
         prompted = KEPT if batch.kept else self.prompted
-        teacher, teacher_head = self.taught(batch) if prompted else ((), None)
+        teacher, teacher_head = self.teacher_rows(batch) if prompted else ((), None)
         (rows,), head = self.rows(batch)
-        loss, right, *taught = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
-                                            prompted, teacher_head)
+        loss, right, *parts = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
+                                           prompted, teacher_head)
         # filled on the device: copying a Python number would wait for the GPU
         targets = torch.full_like(right, len(batch.targets))
-        return Sums(loss, right, targets, *taught)
+        return Sums(loss, right, targets, *parts)      # parts: cross-entropy, divergence
 
     def rows(self, batch):
         """(((R, H) inputs of the head at positions that predict a trained token,), (weight, bias)
@@ -113,15 +114,15 @@ class PackedLM(nn.Module):
         """
         embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         bounds, longest = batch.cu_seqlens, batch.longest
-        found = self.native.base_model(
+        hidden = self.native.base_model(
             inputs_embeds=embedded.to(kernels.stream_dtype(embedded)), use_cache=False,
             position_ids=batch.position_ids[None], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
             max_length_q=longest, max_length_k=longest).last_hidden_state[0]
         head = self.native.get_output_embeddings()
-        return (found.index_select(0, batch.rows),), (head.weight, head.bias)
+        return (hidden.index_select(0, batch.rows),), (head.weight, head.bias)
 
     @torch.no_grad()
-    def taught(self, batch):
+    def teacher_rows(self, batch):
         """(the teacher's rows of the same tokens, without dropout; its head, None: this one)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
             return other.rows(batch.teacher)
@@ -189,10 +190,10 @@ def loss_report(sums, prefix):
 
 def train_line(step, total_steps, values):
     """One aligned line of the log, with units; metrics.jsonl has all numbers."""
-    taught = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" * ("train/kl_loss" in values)
+    distilled = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" * ("train/kl_loss" in values)
     mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
     left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-    return ("step {:>6}/{} | loss {train/loss:7.4f}" + taught + " acc {train/accuracy:6.1%} | "
+    return ("step {:>6}/{} | loss {train/loss:7.4f}" + distilled + " acc {train/accuracy:6.1%} | "
             "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
             "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
             " | eta {}").format(step, total_steps, left, **values)

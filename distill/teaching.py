@@ -76,18 +76,20 @@ def open_side(args, config, tokenizer):
     from core import chat
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
-    prompt = read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else Prompt(
-        "none", "")
-    teacher_config, encoder, tokens = config, None, config.vocab_size
+    prompt = Prompt("none", "")
+    if args.prompt_file:
+        prompt = read_prompt(args.prompt_file, args.prompt_role)
+    teacher_config, encoder = config, None
     if args.teacher_path != args.model_path or args.teacher_url:
         folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
         teacher_config = causal_lm.load_config(folder)
         teacher_tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
         causal_lm.check_vocabulary(teacher_tokenizer, teacher_config)
-        tokens = min(config.vocab_size, teacher_config.vocab_size)
-        check_same(tokenizer, teacher_tokenizer, tokens, args.teacher_path)
+        check_same(tokenizer, teacher_tokenizer,
+                   min(config.vocab_size, teacher_config.vocab_size), args.teacher_path)
         encoder = chat.Encoder(teacher_tokenizer, args.train_turns,
                                chat.THINKING[args.enable_thinking])
+    tokens = min(config.vocab_size, teacher_config.vocab_size)
     require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have "
             f"{tokens:,} tokens; give a smaller number, or 0 for all of them")
     require(not args.on_policy or config.vocab_size <= teacher_config.vocab_size,

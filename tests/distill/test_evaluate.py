@@ -202,7 +202,7 @@ def test_asked_as_trained(made, template, thinking, tools):
     answers = judge.ask_column(
         args, judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
-        judge.requests_of([{"messages": messages, "tools": tools} for messages in asked]))
+        [{"messages": messages, "tools": tools} for messages in asked])
     trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))

@@ -60,8 +60,7 @@ def test_a_hint_is_given_where_there_is_a_server():
 
 
 @pytest.mark.parametrize("url, key, said", [
-    ("http://anna:pa/ss@h/v1", "", "holds a name and password"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY"),
-    ("http://[::1/v1", "", "is not an address")])
+    ("http://anna:pa/ss@h/v1", "", "holds a name and password"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY")])
 def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, said):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(UserError) as error:
