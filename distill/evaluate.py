@@ -165,9 +165,7 @@ def open_columns(run, prompt, device, dtype):
 
 
 def read_chats(path):
-    """[record {"messages", ..., "line", "question", "answer"}] of a file; UserError for unusable
-    records.
-    """
+    """[record {"messages", ..., "line", "question", "answer"}] of a file. Raises UserError."""
     problems = []
     rows = [record | {"line": line, "question": chat.question(record["messages"][:-1]),
                       "answer": chat.plain(record["messages"][-1])}
@@ -262,8 +260,7 @@ def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
         chunk = samples[start:start + batch_size]
-        prompted = len(chunk[0]) > 3
-        batch = collate(chunk, prompted=True) if prompted else collate_kept(chunk)
+        batch = collate(chunk, prompted=True) if len(chunk[0]) > 3 else collate_kept(chunk)
         batch = batch.to(column.native.get_input_embeddings().weight.device)
         with column.use(kernels.packed_documents()):
             (rows,), head = column.packed.rows(batch.teacher if is_teacher else batch)
@@ -282,9 +279,8 @@ def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
 
 
 def ask_column(args, column, ends, thinking, rows, prompt=None):
-    """[Answer] of a Column to each row's question, greedy.
-
-    ends: end ids of trained answers. thinking: of THINKING. prompt: the teacher's, or None.
+    """[Answer] of a Column to each row, greedy. ends: end ids of trained answers. thinking: of
+    THINKING. prompt: the teacher's, or None.
     """
     requests = []
     for number, row in enumerate(rows):

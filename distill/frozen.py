@@ -64,8 +64,8 @@ def load_all(model, world, sharding):
         if sharding:        # gathers weights for this method as for forward()
             register_fsdp_forward_method(other, "rows")
         if world.is_main:
-            print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
-                  f"parameters, frozen, in {str(next(other.parameters()).dtype)[6:]}")
+            millions = sum(p.numel() for p in other.parameters()) / 1e6
+            print(f"{name:<10} {millions:,.1f} M parameters, frozen")
 
 
 def fingerprint(args, table):
@@ -218,9 +218,7 @@ class Sampler:
     """Gets answers from a server with the adapters of the last refresh()."""
 
     def __init__(self, args, world):
-        """args: base_url; output_dir, which the server must be able to read; request_timeout.
-        Collective.
-        """
+        """Collective. args: base_url, request_timeout, output_dir, which the server reads too."""
         self.world, self.server = world, Server(args.base_url, args.request_timeout)
         self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
 

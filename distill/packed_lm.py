@@ -36,8 +36,7 @@ def check_model(model):
     name, config = type(model).__name__, model.config
     parameters = [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
-    kinds = {one_rope.get("rope_type") for one_rope in (rope, *rope.values())
-             if isinstance(one_rope, dict)}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     mixture = any(".experts." in name for name in parameters)
     for bad, why in (

@@ -25,8 +25,7 @@ from core import json_files
 from core.cli import UserError, printable, require, require_package
 
 PLACE = "{text}"        # in the prompt: replaced by the line
-# default limit of prompt and answer: the 262,144 positions of some models would fill a GPU's memory
-LONGEST = 32768
+LONGEST = 32768         # tokens of prompt and answer: 262,144 positions would fill a GPU's memory
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")

@@ -4,6 +4,7 @@ The teacher reads the conversation, or the record's "teacher_messages", in its t
 --prompt_file, and then the exact tokens of the student's answer. So both must have the same
 vocabulary, which is checked token by token. Does not import torch: flags are parsed first.
 """
+from itertools import compress
 from pathlib import Path
 
 from core import cli
@@ -146,16 +147,11 @@ def add_teachers_version(prompt, encoder, records, results):
     for i, own in enumerate(results):
         teachers = encoded.get(i, chats[i])
         errors = [result for result in (own, teachers) if isinstance(result, ValueError)]
-        if not errors and trained_ids(own) != trained_ids(teachers):
+        # compress(ids, mask) gives the trained ids
+        if not errors and list(compress(*own)) != list(compress(*teachers)):
             hint = "; with teacher_messages give --train_turns last"
             errors = [ValueError("the teacher's template gives the answer other tokens"
                                  + hint * ("teacher_messages" in records[i]))]
         both.append(errors[0] if errors else (
             own[0] + teachers[0], own[1] + teachers[1], len(own[0])))
     return both
-
-
-def trained_ids(sample):
-    """The trained ids of (ids, mask)."""
-    ids, mask = sample
-    return [token for token, trained in zip(ids, mask) if trained]
