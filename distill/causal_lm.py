@@ -155,7 +155,7 @@ def weight_parts(folder, model):
     return parts
 
 
-def published(name, tensor, first=0):
+def split_experts(name, tensor, first=0):
     """{name in the files: tensor} of a parameter. For a tensor (experts, rows, columns) from expert
     `first` on, these are views of each expert's matrices.
     """
@@ -170,7 +170,7 @@ def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a bare, unsharded model."""
     wanted = {}
     for name, parameter in model.named_parameters():
-        views = {name: parameter} if name in parts else published(name, parameter.detach())
+        views = {name: parameter} if name in parts else split_experts(name, parameter.detach())
         wanted |= {stored: tensor.shape for stored, tensor in views.items()}
     problem = tensor_io.mismatch(wanted, parts)
     require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
@@ -186,7 +186,7 @@ def load_weights(weights, parts, world=None):
         if name in parts:
             tensor_io.read_rows(tensor, parts[name])
             continue
-        for matrix, rows in published(name, *tensor_io.local_rows(tensor)).items():
+        for matrix, rows in split_experts(name, *tensor_io.local_rows(tensor)).items():
             tensor_io.read_rows(rows, parts[matrix])
     barrier(world or World())       # a slow disk may take long
 

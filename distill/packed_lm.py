@@ -67,7 +67,7 @@ class Sums(NamedTuple):
     ce: object = None           # with a teacher: cross-entropies of all targets
     divergence: object = None   # from the teacher, of all targets
 
-    def stacked(self):
+    def stack(self):
         """(3,) or (5,) fp32 of the sums that are set, without gradients, for the log."""
         return torch.stack([value.detach() for value in self if value is not None])
 

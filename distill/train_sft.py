@@ -300,7 +300,7 @@ def validate():
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # rarely: it takes time
             return None         # the run ends
         with dist.autocast(device, dtype):
-            total += model(batch.to(device)).stacked().double()
+            total += model(batch.to(device)).stack().double()
     model.train()
     values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
     print0(packed_lm.EVAL_LINE.format(step, **values))
@@ -333,7 +333,7 @@ def save():
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
         "skipped": monitor.skipped, "scaler": scaler and scaler.saved(), "unlogged": unlogged,
-        "args": cli.stored(args)}, split=causal_lm.published)
+        "args": cli.stored(args)}, split=causal_lm.split_experts)
 
 
 # ---- Loop
@@ -393,7 +393,7 @@ while step < total_steps and not stopping:
             scale = world.size / work["targets"] * (scaler.scale if scaler else 1.0)
             (found.loss * scale).backward()
         monitor.watch(found.loss, mine)
-        step_sums += found.stacked()
+        step_sums += found.stack()
     if keeper:
         keeper.learn(step, scaler.scale if scaler else 1.0, log)
 
