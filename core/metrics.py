@@ -248,6 +248,12 @@ def loss_clause(rows):
     return f"{clause} and {rise * 100:.1f} % higher at step {last}: take {model}"
 
 
+def speech_clause(wer):
+    """Clause about speech with a word error rate."""
+    degree = "" if wer <= UNDERSTOOD else "partly " if wer <= PARTLY else "not "
+    return f"speech is {degree}understood (word errors {percent(wer)})"
+
+
 def verdict(rows, evaluations=()):
     """[clause] about a run. rows: of its metrics.jsonl. evaluations: contents of evaluation.json
     files, {"name", "metrics": {metric: number or None}}.
@@ -258,9 +264,7 @@ def verdict(rows, evaluations=()):
     for evaluation in evaluations:
         wer = evaluation["metrics"].get("wer")
         if wer is not None and math.isfinite(wer):
-            degree = "" if wer <= UNDERSTOOD else "partly " if wer <= PARTLY else "not "
-            clauses.append(f"{PurePath(evaluation['name']).name}: speech is {degree}understood "
-                           f"(word errors {percent(wer)})")
+            clauses.append(f"{PurePath(evaluation['name']).name}: {speech_clause(wer)}")
     return clauses
 
 

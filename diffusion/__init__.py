@@ -1,1 +1,0 @@
-"""Block diffusion: problems, noise, transformer, sampling."""

@@ -1,9 +1,9 @@
 """GSM8K, chat and HDP problems -> documents of numbered blocks -> rows -> batches -> noise.
 
-A document is a tokenised problem; each token has a block number. The model denoises a block given
+A document is a tokenised problem, each token with a block number. The model denoises a block given
 the clean blocks before it. gsm8k and chat: prompt and answer are cut into blocks of block_size.
-hdp: the question is block 0; plan blocks follow, then execution blocks. The end token (hdp:
-`<|pad|>`, after plan and execution) is repeated up to the block boundary and trained there, since
+hdp: the question is block 0, then plan blocks follow, then execution blocks. The end token (hdp:
+`<|pad|>`, after plan and execution) is repeated up to the end of its block and trained there, since
 a sampler fills whole blocks. Rows of several problems give the same loss as rows of one.
 
 A batch (Blocks) becomes the network's Inputs on the CPU, from random numbers that depend on the
@@ -25,12 +25,12 @@ import torch
 from torch.utils.data import Dataset
 
 from core import dist, packing
-from core.cli import UserError, require
+from core.cli import require
 from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
 from diffusion import dit
-from diffusion.choices import CHECKS, EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
+from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
 from diffusion.problems import read_chats, read_problems
 
 # counts of a document, which add up over rows and steps. clean: all tokens (slots in a row); noisy:
@@ -58,7 +58,7 @@ class Documents:
         return len(self.problems)
 
     def name(self, d):
-        """Place of document d in the user's files."""
+        """File and line of document d."""
         return self.problems[d].name
 
 
@@ -80,20 +80,21 @@ def make_document(regions, tokens, layout):
     """[(region, ids, number of given ids)] -> ((6, n) int64: ids, position, block, target, region,
     group; its COUNTS).
     """
-    parts, next_block = [], 0
+    arrays, next_block = [], 0
     for region, ids, pinned in regions:
         size = layout.regions[region][2] or len(ids)
         filled = np.array([*ids, *[tokens.end] * (-len(ids) % size)])
-        at = np.arange(len(filled))
-        block = next_block + at // size
+        offset = np.arange(len(filled))
+        block = next_block + offset // size
         next_block = block[-1] + 1
-        target, what = at >= pinned, np.where(at < len(ids), region, FILL)
+        target, token_region = offset >= pinned, np.where(offset < len(ids), region, FILL)
         if layout.system != "hdp":
-            what[:pinned] = QUESTION
+            token_region[:pinned] = QUESTION
         if layout.loss_on_question:
-            target |= (what == QUESTION) & (filled != tokens.bos)
-        parts.append(np.stack([filled, at + layout.start(region), block, target, what]))
-    document = np.concatenate(parts, axis=1)
+            target |= (token_region == QUESTION) & (filled != tokens.bos)
+        arrays.append(np.stack(
+            [filled, offset + layout.start(region), block, target, token_region]))
+    document = np.concatenate(arrays, axis=1)
     block, target, text = document[2], document[3] > 0, document[4] != FILL
     trained, sizes = np.unique(block[target]), np.bincount(block)
     group = np.where(np.isin(block, trained), np.searchsorted(trained, block), -1)
@@ -116,12 +117,12 @@ def make_documents(problems, tokens, layout, bad, path=""):
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
                                                  add_special_tokens=False))
-    kept, parts, counts = [], [], []
+    kept, arrays, counts = [], [], []
     for p, group in zip(problems, texts):
         ids = [next(encoded).ids for _ in group]
-        # (region, ids, number of given, not generated, ids)
+        # (region, ids, number of ids that are given and not generated)
         if p.ids:
-            regions = [(PLAN, p.ids, p.given)]
+            regions = [(PLAN, p.ids, p.prompt_length)]
         elif layout.system == "hdp":
             execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
             regions = [(QUESTION, ids[0], len(ids[0])),
@@ -129,24 +130,25 @@ def make_documents(problems, tokens, layout, bad, path=""):
         else:
             head = prompt_ids(ids[0], tokens, layout)
             regions = [(PLAN, head + ids[1] + [tokens.end], len(head))]
-        # regions that exceed their budgets
-        long = ", ".join(
-            f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and "
-            f"end token included, more than --{flag} {most}" for region, ids, _ in regions
-            for flag, most, _ in [layout.regions[region]] if len(ids) > most)
+        too_long = []       # regions that exceed their budgets
+        for region, ids, _ in regions:
+            flag, most, _ = layout.regions[region]
+            if len(ids) > most:
+                too_long.append(f"has {len(ids)} tokens with markers and end token, more than "
+                                f"--{flag} {most}")
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
             why = f"its text holds the special token {token}; remove it"
             bad.append(bad_problem(p.name, "control_token", why, path))
-        elif long:
-            bad.append(bad_problem(p.name, "too_long", long, path))
+        elif too_long:
+            bad.append(bad_problem(p.name, "too_long", ", ".join(too_long), path))
         else:
             kept.append(p)
-            part, count = make_document(regions, tokens, layout)
-            parts.append(part)
+            document, count = make_document(regions, tokens, layout)
+            arrays.append(document)
             counts.append(count)
     first = f", the first one being {bad[0]}{length_hint(bad)}" if bad else ""
-    require(parts, f"{path or 'data'}: none of {len(bad)} problems can be used{first}")
-    ids, position, block, target, region, group = np.concatenate(parts, axis=1)
+    require(kept, f"{path or 'data'}: none of {len(bad)} problems can be used{first}")
+    ids, position, block, target, region, group = np.concatenate(arrays, axis=1)
     counts = dict(zip(COUNTS, np.array(counts).T))
     offsets = np.concatenate([[0], counts["clean"].cumsum()])
     return Documents(layout, ids, position, block, target > 0, region, group, offsets, counts,
@@ -217,19 +219,15 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     """
     bad, folder = [], output_dir if world.is_main else None
 
-    def documents(path, split):
-        problems, found = dist.rank0(world, read_any, path, split, layout, args.tokenizer, tokens)
-        bad.extend(found)           # on every rank, so that all exit
-        try:
-            return make_documents(problems, tokens, layout, bad, path)
-        except UserError:           # none is left; the list is written all the same
-            settle(bad, CHECKS, folder)
-            raise
+    def read_documents(path, split):
+        problems, wrong = dist.rank0(world, read_any, path, split, layout, args.tokenizer, tokens)
+        bad.extend(wrong)           # on every rank, so that all exit
+        return make_documents(problems, tokens, layout, bad, path)
 
-    train = evaluation = documents(args.train_data_file, "train")
+    train = evaluation = read_documents(args.train_data_file, "train")
     numbers, held_out = np.arange(len(train)), []
     if args.eval_data_file:
-        evaluation = documents(args.eval_data_file, "test")
+        evaluation = read_documents(args.eval_data_file, "test")
         held_out = np.arange(len(evaluation))
     dropped = settle(bad, args.drop_bad, folder, length_hint(bad))
     if dropped and world.is_main:
@@ -237,8 +235,8 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     if args.validation_split and not args.eval_data_file:
         names = {}      # answers of one chat share a name and stay together
         chat = [names.setdefault(problem.name, len(names)) for problem in train.problems]
-        share = min(max(1, round(len(names) * args.validation_split)), len(names) - 1)
-        chosen = np.random.default_rng((args.seed, 2)).permutation(len(names))[:share]
+        n = min(max(1, round(len(names) * args.validation_split)), len(names) - 1)
+        chosen = np.random.default_rng((args.seed, 2)).permutation(len(names))[:n]
         is_held_out = np.isin(chat, chosen)
         numbers, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     how = args.row_length, args.pack, args.seed
@@ -269,19 +267,19 @@ def collate(rows, batch_rows, length, noisy_length, pad):
               for name, value in (fields | {"doc": -1}).items()}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
     for r, (d, members) in enumerate(rows):
-        at = 0
+        start = 0
         for number, document in enumerate(members):
-            part = slice(*d.offsets[document:document + 2])
-            to = r, slice(at, at + part.stop - part.start)
+            source = slice(*d.offsets[document:document + 2])
+            target = r, slice(start, start + source.stop - source.start)
             for name in fields:
-                joined[name][to] = getattr(d, name)[part]
-            joined["doc"][to] = number
-            joined["group"][to] += np.where(d.group[part] >= 0, groups, 0)
-            at, groups = to[1].stop, groups + int(d.counts["groups"][document])
-        places = np.flatnonzero(joined["group"][r] >= 0)
-        noisy[r, :len(places)] = places
-    at = noisy.clip(min=0)
-    doc, block = (np.take_along_axis(joined[key], at, 1) for key in ("doc", "block"))
+                joined[name][target] = getattr(d, name)[source]
+            joined["doc"][target] = number
+            joined["group"][target] += np.where(d.group[source] >= 0, groups, 0)
+            start, groups = target[1].stop, groups + int(d.counts["groups"][document])
+        copied = np.flatnonzero(joined["group"][r] >= 0)
+        noisy[r, :len(copied)] = copied
+    places = noisy.clip(min=0)
+    doc, block = (np.take_along_axis(joined[key], places, 1) for key in ("doc", "block"))
     tiles = dit.tile_states(np.concatenate([np.where(noisy >= 0, doc, -1), joined["doc"]], 1),
                             np.concatenate([block, joined["block"]], 1), noisy_length)
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
@@ -292,8 +290,8 @@ def collate(rows, batch_rows, length, noisy_length, pad):
 def make_loader(rows, packs, batch_rows, **options):
     """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
     return packing.over_packs(
-        rows, packs, lambda some: collate(some, batch_rows, rows.length, rows.noisy_length,
-                                          rows.documents.pad), **options)
+        rows, packs, lambda items: collate(items, batch_rows, rows.length, rows.noisy_length,
+                                           rows.documents.pad), **options)
 
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
@@ -377,17 +375,17 @@ def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
     masked = torch.zeros(batch.target.shape, dtype=torch.bool)
     masked[batch.target] = choose_masked(batch, t, draws, t_range)
 
-    copied, at = batch.noisy >= 0, batch.noisy.clamp(min=0)
-    clean, group = batch.input_ids.gather(1, at), batch.group.gather(1, at)
-    hidden = masked.gather(1, at) & copied
+    is_copy, places = batch.noisy >= 0, batch.noisy.clamp(min=0)
+    clean, group = batch.input_ids.gather(1, places), batch.group.gather(1, places)
+    hidden = masked.gather(1, places) & is_copy
     if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
         raise ValueError("a target has no noisy copy or no group")
     weights = torch.ones(int(hidden.sum()))
     if weighting == "elbo" and low <= 0.5:
         weights = (1 / t)[group[hidden]].float()
-    doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
-    block, position = (torch.cat([numbers.gather(1, at), numbers], 1)
+    doc = torch.cat([batch.doc.gather(1, places).masked_fill(~is_copy, -1), batch.doc], 1).int()
+    block, position = (torch.cat([numbers.gather(1, places), numbers], 1)
                        for numbers in (batch.block, batch.position))
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1), position,
                   doc, block.int(), hidden.flatten().nonzero()[:, 0], clean[hidden], weights,
-                  group[hidden], batch.tiles, at.shape[1])
+                  group[hidden], batch.tiles, places.shape[1])

@@ -48,9 +48,9 @@ class Config:
     @functools.cached_property
     def native(self):
         """transformers' config of this network."""
-        given = {k: v for k, v in self.source.items() if k not in ("model_type", "auto_map")}
+        values = {k: v for k, v in self.source.items() if k not in ("model_type", "auto_map")}
         kind = self.source["model_type"].replace("sdar", "qwen3")
-        return AutoConfig.for_model(kind, **given | {"vocab_size": self.vocab_size})
+        return AutoConfig.for_model(kind, **values | {"vocab_size": self.vocab_size})
 
     layers = property(lambda self: self.native.num_hidden_layers)
     heads = property(lambda self: self.native.num_attention_heads)
@@ -87,7 +87,7 @@ def model_files(folder):
 
 def read_folder(folder, config):
     """{name: CPU tensor} of a transformers folder; a tied head is left out. Raises UserError."""
-    tensors = {name: part[:] for name, part in tensor_io.open_tensors(model_files(folder)).items()
+    tensors = {name: rows[:] for name, rows in tensor_io.open_tensors(model_files(folder)).items()
                if not name.endswith("rotary_emb.inv_freq")}
     table = tensors.get("model.embed_tokens.weight")
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
@@ -109,8 +109,8 @@ class Decoder(dit.Network):
                                                attn_implementation=ATTENTION)
         self.model, self.lm_head = kernels.use(net).model, net.lm_head
         for layer in self.layers:
-            for part in (layer.self_attn, layer.mlp):
-                part.register_forward_hook(functools.partial(drop_output, config.dropout))
+            for module in (layer.self_attn, layer.mlp):
+                module.register_forward_hook(functools.partial(drop_output, config.dropout))
         self.register_parameter("mask_row", None)
         if config.lora:
             from core import adapters       # late: importing PEFT takes seconds

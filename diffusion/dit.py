@@ -1,10 +1,11 @@
-"""The DiT backbone of block diffusion: clean text and noisy copies of its blocks in one pass.
+"""The DiT backbone of block diffusion (BD3-LM, arXiv 2503.09573).
 
-A row of the batch is [noisy copies (N) | clean tokens (L)]. Every token has a document, a block
-number in it and a position. Only these determine the attention mask (attends below), so one model
-covers packed rows, padded rows, BD3-LM's blocks and the hierarchy of question, plan and execution.
-The backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv 2212.09748):
-RoPE, GELU MLP, untied zero-initialised head. There is no time conditioning: modulation is constant.
+A row of the batch is x_t, the noisy copies of blocks (N tokens), then x_0, the clean tokens (L).
+One pass gives the loss of all blocks: a noisy block attends to itself and to the clean blocks
+before it. The mask depends only on each token's document, block number and half (attends), so one
+model covers packed rows, padded rows and the hierarchy of question, plan and execution.
+The network is that of BD3-LM and MDLM: RoPE, adaLN-zero (DiT, arXiv 2212.09748), GELU MLP, untied
+zero-initialised head. There is no time conditioning, so the modulation is constant.
 """
 import functools
 import math
@@ -20,22 +21,22 @@ from torch.utils.checkpoint import checkpoint
 
 from core import kernels
 
-# hidden size, layers, heads, width of the conditioning; nano is for demos and tests
+# hidden size, layers, heads, size of the condition; nano is for demos and tests
 SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128),
          "medium": (1024, 24, 16, 128)}
 HEAD_ROWS = 8192        # rows of logits at a time; the backward pass recomputes them
-ROW_STEP = 128          # on a GPU logits are padded to a multiple of this: fewer sizes to allocate
+ROW_STEP = 128          # on a GPU the number of rows of logits is a multiple of this
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
 # the default of 4 warps spills 920 bytes per thread on sm_90, 8 warps spill none
 KERNEL = {"fwd_num_warps": 8}
 NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
-FREQUENCIES = 256       # width of the sinusoid of the noise level
+FREQUENCIES = 256       # sines and cosines of the noise level
 
 
 @dataclass
 class Config:
-    """Shape of a DiT. vocab_size includes the mask token mask_id, which is never predicted."""
+    """Shape of a DiT. vocab_size includes mask_id, the mask token, which is never predicted."""
     vocab_size: int
     mask_id: int
     hidden_size: int
@@ -55,11 +56,11 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
 
 
 def attends(doc, block, n_noisy):
-    """The mask as a function of (row, head, query, key) indices, for FlexAttention.
+    """BD3-LM's attention mask as FlexAttention's function of (row, head, query, key) indices.
 
-    doc, block: (B, S) ints; doc is -1 on padding. The first n_noisy tokens of a row are noisy
-    copies, the others are clean. Within its document, a query attends to its block in its half,
-    and to clean tokens of earlier blocks. Padding attends to itself, so no softmax row is empty.
+    doc, block: (B, S) ints; doc is -1 on padding. The first n_noisy tokens of a row are noisy.
+    Within its document a query attends to its block in its half (M_BD), and to clean tokens of
+    earlier blocks (M_OBC, M_BC). Padding attends to itself, so no softmax row is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
@@ -71,9 +72,9 @@ def attends(doc, block, n_noisy):
 
 
 def tile_states(doc, block, n_noisy):
-    """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: tiles that flex_attention may skip.
-    doc, block: (B, S) int arrays as in attends. Counts pairs by runs of tokens of one block, about
-    50 per row, instead of one by one as create_block_mask does, so a loader process can do it.
+    """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: how many pairs of each tile may attend.
+    doc, block: (B, S) int arrays as in attends. Tests pairs of runs (tokens of one block, about 50
+    runs per row) instead of pairs of tokens as create_block_mask does, so a loader can do it.
     """
     rows, length = doc.shape
     edges = np.append(np.arange(0, length, TILE), length)
@@ -82,44 +83,43 @@ def tile_states(doc, block, n_noisy):
         changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
         starts = np.unique(np.concatenate([[0, n_noisy], changes]))
         ends = np.append(starts[1:], length)[:, None]
-        at, live = np.arange(len(starts)), doc[r, starts] >= 0
+        runs, is_text = np.arange(len(starts)), doc[r, starts] >= 0
         rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts],
                        np.searchsorted(starts, n_noisy))
-        seen = rule(0, 0, at[:, None], at) & live       # padding does not attend to other padding
+        seen = rule(0, 0, runs[:, None], runs) & is_text    # runs of padding do not attend
         # (runs, tiles) tokens of each run in each tile
         tokens = (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
         counts[r] = tokens.T @ seen @ tokens
-        np.einsum("ii->i", counts[r])[:] += (tokens * ~live[:, None]).sum(0)    # only to itself
+        counts[r] += np.diag((tokens * ~is_text[:, None]).sum(0))   # each padding token to itself
     states = np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING)
     return torch.from_numpy(states.astype(np.int8))
 
 
 def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
-    With states (tile_states, on the device of doc and block): two BlockMasks, as from
-    create_block_mask; the second has all queries and all keys. Otherwise: two (B, 1, queries, keys)
-    bool; the second has clean queries and clean keys.
+    With states (tile_states, on the device of doc and block): two BlockMasks; the second has all
+    queries and keys. Otherwise: two (B, 1, queries, keys) bool; the second has clean ones only.
     """
     (rows, length), device = doc.shape, doc.device
     rule = attends(doc, block, n_noisy)
 
-    def sparse(states, queries):
-        parts = []
+    def block_mask(states, queries):
+        tiles = []      # number and indices of partial tiles, then of full ones
         for state in (SOME, ALL):
-            where = (states[:, None] == state).int()
-            parts += [where.sum(-1, dtype=torch.int32),
-                      where.argsort(dim=-1, descending=True, stable=True).int()]
-        return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=TILE, mask_mod=rule,
+            chosen = (states[:, None] == state).int()
+            tiles += [chosen.sum(-1, dtype=torch.int32),
+                      chosen.argsort(dim=-1, descending=True, stable=True).int()]
+        return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=TILE, mask_mod=rule,
                                         seq_lengths=(queries, length))
     if states is not None:
-        return sparse(states[:, :-(-n_noisy // TILE)], n_noisy), sparse(states, length)
+        return block_mask(states[:, :-(-n_noisy // TILE)], n_noisy), block_mask(states, length)
     b = torch.arange(rows, device=device)[:, None, None]
-    at = torch.arange(length, device=device)
-    noisy, clean = at[:n_noisy, None], at[n_noisy:]
-    return rule(b, 0, noisy, at)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
+    tokens = torch.arange(length, device=device)
+    noisy, clean = tokens[:n_noisy, None], tokens[n_noisy:]
+    return rule(b, 0, noisy, tokens)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
 
 
-# compiled to one kernel, which does not store all scores. Late: the compiler takes seconds to load
+# compiled to one kernel, which does not store the scores; late, as the compiler loads for seconds
 compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 
@@ -148,8 +148,8 @@ def attend(q, k, v, queries, mask, clean_mask):
 
 def masks_of(model, inputs):
     """attend()'s (queries, mask, clean_mask) for inner layers, and for the last one, which has only
-    noisy queries. Fewer copies than a tile get dense masks, since torch compiles FlexAttention for
-    few queries without a backward pass.
+    noisy queries. Rows with fewer noisy tokens than a tile get dense masks, since torch compiles
+    FlexAttention of few queries without a backward pass.
     """
     flex, n_noisy = model.backend == "flex" and inputs.n_noisy >= TILE, inputs.n_noisy
     noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy,
@@ -159,9 +159,9 @@ def masks_of(model, inputs):
 
 
 class Past:
-    """Cache of keys and values of clean tokens, for a layer or transformers' attention.
+    """Keys and values of the clean tokens before a block, for a Layer or transformers' attention.
 
-    pairs: [(keys, values)] of every layer, (B, heads, P, D); new: those of the tokens at hand.
+    pairs: [(keys, values)] of every layer, (B, heads, P, D). new: those of the block.
     """
 
     def __init__(self, pairs):
@@ -190,19 +190,20 @@ class Network(nn.Module):
 
     def _logits(self, hidden):
         """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
-        Padded, as tensor cores need rows of a multiple of 16 bytes, unlike GPT-2's 50,258 tokens.
+        GPT-2's 50,258 rows are padded, since tensor cores need rows of a multiple of 16 bytes.
         """
         x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
-        at = torch.arange(size := len(weight), device=x.device)
+        size = len(weight)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
-        bias = bias.masked_fill(at == self.config.mask_id, -torch.inf)
+        is_mask = torch.arange(size, device=x.device) == self.config.mask_id
+        bias = bias.masked_fill(is_mask, -torch.inf)
         if kernels.can_fuse(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
         return F.linear(x, weight, bias.to(x.dtype))
 
     def logits(self, hidden):
-        """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
+        """(..., H) -> (..., V) float32; -inf for the mask (SUBS: it has no probability)."""
         return self._logits(hidden)[..., :len(self.head.weight)].float()
 
     def row_losses(self, hidden, labels):
@@ -215,15 +216,15 @@ class Network(nn.Module):
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows, in chunks."""
         hidden, rows, labels = self.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-        if kernels.can_fuse(hidden):        # the number of masked tokens varies
+        if kernels.can_fuse(hidden):      # the number of masked tokens varies: allocate fewer sizes
             rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
                             for numbers in (rows, labels))
         rows = hidden.index_select(0, rows)
         if len(rows) <= HEAD_ROWS:
             return self.row_losses(rows, labels)[:len(inputs.rows)]
-        parts = zip(rows.split(HEAD_ROWS), labels.split(HEAD_ROWS))
-        found = [checkpoint(self.row_losses, *part, use_reentrant=False) for part in parts]
-        return torch.cat(found)[:len(inputs.rows)]
+        chunks = zip(rows.split(HEAD_ROWS), labels.split(HEAD_ROWS))
+        losses = [checkpoint(self.row_losses, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat(losses)[:len(inputs.rows)]
 
     @staticmethod
     def decays(name, parameter):
@@ -231,9 +232,9 @@ class Network(nn.Module):
         return parameter.ndim > 1 and "embed" not in name
 
     def flops(self, tokens, rows, pairs):
-        """Model FLOPs of forward and backward: three times the forward, or twice if frozen. tokens:
-        noisy and clean; rows: masked tokens that reach the head; pairs: (query, key) pairs that may
-        attend. Padding, recomputation and adapters are not counted.
+        """Model FLOPs of forward and backward: three times the forward; twice for frozen weights.
+        tokens: noisy and clean. rows: masked tokens, which reach the head. pairs: (query, key)
+        pairs that attend. Padding, recomputation and adapters are not counted.
         """
         matrices = sum(p.numel() for name, p in self.named_parameters() if p.ndim > 1
                        and "layers." in name and not re.search("modulation|lora_", name))
@@ -247,8 +248,8 @@ def modulate(norm, x, shift, scale):
     return kernels.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
 
 
-def constants(modulation, condition, number):
-    """`number` (H,) float32 tensors, a layer's modulation, from condition (cond_size,)."""
+def modulations(modulation, condition, number):
+    """`number` (H,) float32 tensors (shifts, scales, gates) from a condition (cond_size,)."""
     with torch.autocast(condition.device.type, enabled=False):      # a few numbers
         return modulation(condition.to(modulation.weight.dtype)).float().chunk(number)
 
@@ -259,8 +260,8 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-def gated(linear, x, gate):
-    """gate * linear(x); the gate (outputs,) is folded into the weights if x has more rows."""
+def gated_linear(linear, x, gate):
+    """gate * linear(x). The gate (outputs,) multiplies the weights instead if x has more rows."""
     if x[..., 0].numel() < linear.in_features:
         return gate.to(x.dtype) * linear(x)
     bias = None if linear.bias is None else gate * linear.bias
@@ -282,11 +283,11 @@ class Layer(nn.Module):
 
     def forward(self, x, condition, cos, sin, queries, mask, clean_mask, past):
         """x (B, S, H) -> same shape, or (B, queries, H). The first `queries` tokens attend by mask,
-        the others by clean_mask; without clean_mask those only give keys and values.
+        the others by clean_mask. If that is None, the others only give keys and values.
 
         condition (cond_size,). past: None, or Past, included in mask (B, 1, S, P + S).
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = constants(self.modulation, condition, 6)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulations(self.modulation, condition, 6)
         qkv = self.qkv(modulate(self.norm_attention, x, shift1, scale1))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
@@ -294,9 +295,10 @@ class Layer(nn.Module):
             k, v = past.update(k, v, self.number)
         out = attend(q, k, v, queries, mask, clean_mask)
         x = x[:, :out.shape[1]]
-        x = x + F.dropout(gated(self.out, out.flatten(2), gate1), self.dropout, self.training)
+        attention = gated_linear(self.out, out.flatten(2), gate1)
+        x = x + F.dropout(attention, self.dropout, self.training)
         mlp = F.gelu(self.up(modulate(self.norm_mlp, x, shift2, scale2)), approximate="tanh")
-        return x + F.dropout(gated(self.down, mlp, gate2), self.dropout, self.training)
+        return x + F.dropout(gated_linear(self.down, mlp, gate2), self.dropout, self.training)
 
 
 class DiT(Network):
@@ -304,7 +306,7 @@ class DiT(Network):
 
     def __init__(self, config, backend="sdpa", recompute=None):
         super().__init__()
-        self.config, self.backend, self.call = config, backend, None
+        self.config, self.backend, self.call = config, backend, None    # call: of kernels.set_mode
         size, cond = config.hidden_size, config.cond_size
         self.embed = nn.Embedding(config.vocab_size, size)
         self.condition_in = nn.Linear(FREQUENCIES, cond)
@@ -321,12 +323,12 @@ class DiT(Network):
             kernels.set_mode(self, self.layers, recompute)
 
     def condition(self):
-        """(cond_size,) embedding of noise level 0, with cosines 1 and sines 0."""
+        """(cond_size,) embedding of noise level 0, whose cosines are 1 and sines 0."""
         weight = self.condition_in.weight
-        at = torch.arange(FREQUENCIES, device=weight.device)
-        wave = (at < FREQUENCIES // 2).to(weight.dtype)
+        waves = torch.zeros(FREQUENCIES, device=weight.device, dtype=weight.dtype)
+        waves[:FREQUENCIES // 2] = 1
         with torch.autocast(weight.device.type, enabled=False):
-            return F.silu(self.condition_out(F.silu(self.condition_in(wave))))
+            return F.silu(self.condition_out(F.silu(self.condition_in(waves))))
 
     def run(self, tokens, position, masks, past=None):
         """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
@@ -335,22 +337,23 @@ class DiT(Network):
         x = self.embed(tokens)
         x = x.to(kernels.stream_dtype(x))
         half = self.config.head_size // 2
-        at = torch.arange(half, device=position.device, dtype=torch.float32)
-        angle = position[..., None, None] * THETA ** (-at / half)
-        constant = self.condition(), angle.cos(), angle.sin()
+        exponents = -torch.arange(half, device=position.device, dtype=torch.float32) / half
+        angle = position[..., None, None] * THETA ** exponents
+        condition, cos, sin = self.condition(), angle.cos(), angle.sin()
         for layer in self.layers:
-            given = x, *constant, *masks[layer is self.layers[-1]], past
-            x = self.call(layer, *given) if self.call and self.training else layer(*given)
+            is_last = layer is self.layers[-1]
+            inputs = x, condition, cos, sin, *masks[is_last], past
+            x = self.call(layer, *inputs) if self.call and self.training else layer(*inputs)
         return x
 
     def head_inputs(self, hidden):
         """Hidden states (..., H) as input of the head."""
-        return modulate(self.norm, hidden, *constants(self.modulation, self.condition(), 2))
+        return modulate(self.norm, hidden, *modulations(self.modulation, self.condition(), 2))
 
 
 Config.network = DiT
 
 
-def trained(model):
+def trained_parameters(model):
     """{name: parameter} of the trained parameters: all, or adapters and the mask's row."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -13,7 +13,7 @@ from core import dist, tensor_io
 from core.cli import named_flags
 from diffusion import blocks, dit
 from diffusion.choices import FULL, bound_range, range_fits
-from diffusion.dit import trained
+from diffusion.dit import trained_parameters
 
 SEARCH_BATCHES = 4  # batches per search of the noise range
 
@@ -22,7 +22,7 @@ class Average:
     """EMA of a model's trained weights; its decay at update n is min(decay, (1 + n) / (10 + n))."""
 
     def __init__(self, model, decay):
-        self.decay, self.parameters = decay, trained(model)
+        self.decay, self.parameters = decay, trained_parameters(model)
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.updates = torch.zeros((), device=next(model.parameters()).device)
 
@@ -83,12 +83,12 @@ def share_of_batches(world, rows, batch_rows, most=None):
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
-        found = [rows[r] for r in range(first, min(first + batch_rows, len(rows)))]
-        yield number, blocks.collate(found, batch_rows, rows.length, rows.noisy_length,
+        items = [rows[r] for r in range(first, min(first + batch_rows, len(rows)))]
+        yield number, blocks.collate(items, batch_rows, rows.length, rows.noisy_length,
                                      rows.documents.pad)
 
 
-def noised_losses(model, how, batch, purpose, number, t_range, device):
+def losses_of_draw(model, how, batch, purpose, number, t_range, device):
     """(Inputs, (R,) float64 weighted losses) of Blocks for one draw of the noise; how: Eval."""
     draws = blocks.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = how.weighting if purpose == "search" else "elbo"
@@ -113,8 +113,8 @@ def bound(world, model, how, asked_to_stop):
             return None
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
-            inputs, losses = noised_losses(model, how, batch, "validation", (number, repeat),
-                                           t_range, device)
+            inputs, losses = losses_of_draw(model, how, batch, "validation", (number, repeat),
+                                            t_range, device)
             of_block[repeat].index_add_(0, inputs.group, losses)
         sums[:-1] += of_block.sum(1)
         if repeats > 1 and batch.n_groups:      # 0 groups: padding batch
@@ -128,8 +128,8 @@ def bound(world, model, how, asked_to_stop):
     return values | ({"eval/stderr": math.sqrt(variance) / text} if repeats > 1 else {})
 
 
-def improved(best, values):
-    """True if a bound or an accuracy beats those of `best`, {name: value}, which is updated."""
+def update_best(best, values):
+    """Update `best`, {name: least value}, with a bound and accuracy; True if one is better."""
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:
         news["wrong"] = 1 - values["eval/accuracy"]
@@ -140,9 +140,9 @@ def improved(best, values):
 
 def candidates(widths, block_sizes):
     """[(low, high)] to try: (0, 1], and for each width the ranges that start at 0, 0.05, ..."""
-    found = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
-                     for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
-    return list(dict.fromkeys(t_range for t_range in found
+    ranges = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
+                      for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
+    return list(dict.fromkeys(t_range for t_range in ranges
                               if all(range_fits(t_range, size) for size in block_sizes)))
 
 
@@ -159,7 +159,7 @@ def search_range(world, model, how, asked_to_stop):
             return None
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
         for index, t_range in enumerate(tried):     # with the same random numbers
-            inputs, losses = noised_losses(model, how, batch, "search", number, t_range, device)
+            inputs, losses = losses_of_draw(model, how, batch, "search", number, t_range, device)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
             per_block.index_add_(0, inputs.group, losses).div_(sizes)
             moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
@@ -187,9 +187,9 @@ def accuracy(world, model, how):
     # lengths change with every block, which would recompile compiled layers
     with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
         answers = answer(solver, states[mine], how.batch_rows)
-    scores = [(score(found["text"], problem.answer), found["forwards"])
-              for problem, found in zip(problems[mine], answers)]
-    scores = [pair for found in dist.all_gather(world, scores) for pair in found]
+    scores = [(score(record["text"], problem.answer), record["forwards"])
+              for problem, record in zip(problems[mine], answers)]
+    scores = [pair for of_rank in dist.all_gather(world, scores) for pair in of_rank]
     right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
     return {"eval/accuracy": right, "eval/nfe": forwards}
 
@@ -239,8 +239,8 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0)
         return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
                                held_out if eval_rows else None)
     if order:
-        found = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
-        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left)
+        needed = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
+        memory.print_plan(args, setup, needed, f"{setup.batch_size} rows", step.model, [], left)
         return
     most = np.sort(rows.table["targets"])[::-1].cumsum()
     tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))

@@ -21,9 +21,9 @@ from diffusion import choices
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
     choices.answers(p, "confidence")
-    one = p.add_mutually_exclusive_group(required=True)
-    one.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
-    one.add_argument("--tasks", help="names of lm-eval's tasks", nargs="+")
+    task = p.add_mutually_exclusive_group(required=True)
+    task.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
+    task.add_argument("--tasks", help="names of lm-eval's tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
     p.flag("--num_fewshot", 0, "solved examples before each question")
     return p
@@ -49,7 +49,7 @@ def continuations(solver, pairs):
     """Documents of (name, ids of a context, ids after it); only the latter count. Positions after
     the text in its last block stay masked. Raises UserError.
     """
-    problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
+    problems = [Problem(name, "", "", "", ids=[*context, *ids], prompt_length=len(context))
                 for name, context, ids in pairs]
     documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad := [])
     settle(bad)
@@ -73,8 +73,8 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
         rows = blocks.make_rows(documents, numbers, int(lengths[numbers].max()), False)
         batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, 0)
         for draw in range(draws):
-            inputs, losses = elbo.noised_losses(solver.model, how, batch, "validation",
-                                                (first, draw), t_range, device)
+            inputs, losses = elbo.losses_of_draw(solver.model, how, batch, "validation",
+                                                 (first, draw), t_range, device)
             sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
             sums.index_add_(0, inputs.rows // inputs.n_noisy, losses)
             nats[numbers, draw] = sums.cpu().numpy()
@@ -92,11 +92,11 @@ def bound_file(args, folder, solver):
     exact = choices.bound_range(layout)[0] == 1         # then all draws are equal
     n, draws = len(documents), 1 if exact else args.draws
     rows = blocks.make_rows(documents, np.arange(n), int(documents.counts["clean"].max()), True)
-    found = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
+    values = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
         rows, solver.tokens, args.batch_size, draws, args.seed, args.bf16), int)
-    summary = found | {"texts": n, "tokens": int(rows.table["text"].sum())}
-    print(f"bound      {'nll =' if exact else 'nll <='} {found['eval/nll']:.4f} +- "
-          f"{found.get('eval/stderr', 0):.4f} nats/token, {found['eval/bits_per_token']:.4f} "
+    summary = values | {"texts": n, "tokens": int(rows.table["text"].sum())}
+    print(f"bound      {'nll =' if exact else 'nll <='} {values['eval/nll']:.4f} +- "
+          f"{values.get('eval/stderr', 0):.4f} nats/token, {values['eval/bits_per_token']:.4f} "
           f"bits/token; {summary['tokens']} tokens in {n} texts, {draws} draws")
     return f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": summary}
 
@@ -110,7 +110,7 @@ def harness_model(base, solver, batch_size, draws):
         return blocks.prompt_ids(tokens.encode(text), tokens, layout)
 
     class BlockDiffusion(base):
-        too_long = 0        # without room: an answer is "" then, a context loses its first tokens
+        too_long = 0        # requests without room: answers are "", contexts lose first tokens
 
         def generate_until(self, requests, disable_tqdm=False):
             """Texts in the order of the requests; their args are (prompt, {"until": [text]})."""
@@ -120,8 +120,8 @@ def harness_model(base, solver, batch_size, draws):
                     states[number] = ids_state("", context_ids(request.args[0]), layout)
                 except UserError:
                     self.too_long += 1
-            found = answer(solver, list(states.values()), batch_size)
-            for number, text in zip(states, (made["text"] for made in found)):
+            answers = answer(solver, list(states.values()), batch_size)
+            for number, text in zip(states, (record["text"] for record in answers)):
                 until = requests[number].args[1].get("until") or []
                 for stop in filter(None, [until] if isinstance(until, str) else until):
                     text = text.partition(stop)[0]
@@ -133,7 +133,7 @@ def harness_model(base, solver, batch_size, draws):
             it is the greedy answer is not checked. A context that is too long loses its first
             tokens; a continuation that is too long gets minus infinity.
             """
-            pairs, found = {}, [-math.inf] * len(requests)
+            pairs, values = {}, [-math.inf] * len(requests)
             for number, request in enumerate(requests):
                 ids, head = tokens.encode(request.args[1]), context_ids(request.args[0])
                 require(ids, f"request {number}: its continuation is empty")
@@ -145,8 +145,8 @@ def harness_model(base, solver, batch_size, draws):
                 nats = draw_bounds(solver, continuations(solver, pairs.values()), draws,
                                    batch_size, 0)
                 for number, mean in zip(pairs, nats.mean(1)):
-                    found[number] = -float(mean)
-            return [(value, False) for value in found]
+                    values[number] = -float(mean)
+            return [(value, False) for value in values]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             raise UserError("this task scores texts without a question: not trained on")
@@ -161,28 +161,28 @@ def run_tasks(args, folder, solver):
     layout = solver.layout
     require(layout.system != "hdp", f"--checkpoint {folder}: an hdp model writes a plan first; "
                                     "give one of --system gsm8k or chat")
-    ours = harness_model(LM, solver, args.batch_size, args.draws)
-    found = lm_eval.simple_evaluate(
-        model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
+    model = harness_model(LM, solver, args.batch_size, args.draws)
+    output = lm_eval.simple_evaluate(
+        model=model, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
         bootstrap_iters=0, log_samples=False)
-    for task, scores in found["results"].items():
+    for task, scores in output["results"].items():
         print(task, {name: value for name, value in scores.items() if isinstance(value, float)})
     print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
-          f"temperature 0, {args.draws} draws of each bound; {ours.too_long} questions too long")
+          f"temperature 0, {args.draws} draws of each bound; {model.too_long} questions too long")
     return f"lm-eval-{folder.name}.json", {
-        "lm_eval": lm_eval.__version__, "too_long": ours.too_long,
-        "results": json.loads(json.dumps(found["results"], default=str))}
+        "lm_eval": lm_eval.__version__, "too_long": model.too_long,
+        "results": json.loads(json.dumps(output["results"], default=str))}
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
-    name, found = (bound_file if args.bound else run_tasks)(args, folder, solver)
+    name, values = (bound_file if args.bound else run_tasks)(args, folder, solver)
     path = Path(args.output or folder.parent / name)
     checkpoint.prepare_folder(path.parent, "--output")
     checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.safe_flags(args),
-                                 **found})
+                                 **values})
     print(f"results    {path}")
 
 

@@ -24,12 +24,12 @@ def load(folder, device="cpu", dtype=torch.float32):
     form: block_size, mask_token_id, end_token_id, max_length (tokens of prompt and answer), prompt
     (text with {question}; "": Question: ... Answer:), begin_token_id (used if prompt is "").
     """
-    given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    kind = given.pop("model_type").replace("sdar", "qwen3")     # SDAR is Qwen3 under another mask
-    form = given.pop("block_diffusion")
-    given.pop("auto_map", None)
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    kind = config.pop("model_type").replace("sdar", "qwen3")     # SDAR is Qwen3 under another mask
+    form = config.pop("block_diffusion")
+    config.pop("auto_map", None)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, config=AutoConfig.for_model(kind, **given), dtype=dtype,
+        folder, config=AutoConfig.for_model(kind, **config), dtype=dtype,
         attn_implementation="sdpa", trust_remote_code=False)
     return model.to(device).eval(), Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), form
 
@@ -46,14 +46,14 @@ def prompt(tokenizer, form, question):
 
 def run(model, ids, first, cache, block_size):
     """Logits (n, V) of ids (n,) at positions from `first` on, in blocks; extends the cache."""
-    at = torch.arange(first + len(ids), device=ids.device)
-    seen = at[first:, None] // block_size >= at // block_size
+    position = torch.arange(first + len(ids), device=ids.device)
+    seen = position[first:, None] // block_size >= position // block_size
     bias = torch.zeros(seen.shape, device=ids.device, dtype=model.dtype)
     bias.masked_fill_(~seen, torch.finfo(model.dtype).min)
     # transformers renames it
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     return model(input_ids=ids[None], attention_mask=bias[None, None], use_cache=True,
-                 position_ids=at[None, first:], **{name: cache}).logits[0]
+                 position_ids=position[None, first:], **{name: cache}).logits[0]
 
 
 @torch.no_grad()
@@ -68,24 +68,24 @@ def generate(model, ids, form, threshold=0.9):
         raise ValueError(f"{len(ids)} tokens of prompt leave no room in {room}")
     if first:
         run(model, torch.tensor(ids[:first], device=device), 0, cache, size)
-    given = ids[first:]
+    pinned = ids[first:]
     while first + size <= room:
-        new = torch.tensor(given + [mask] * (size - len(given)), device=device)
+        new = torch.tensor(pinned + [mask] * (size - len(pinned)), device=device)
         masked = new == mask
         while masked.any():
             logits = run(model, new, first, cache, size)[masked].double()
             cache.crop(-size)               # drop the keys of an unfinished block
             logits[:, mask] = -torch.inf    # the mask is never an answer
-            sure, found = logits.softmax(-1).max(-1)
-            chosen = sure >= threshold
-            chosen[sure.argmax()] = True
+            confidence, best = logits.softmax(-1).max(-1)
+            chosen = confidence >= threshold
+            chosen[confidence.argmax()] = True
             places = masked.nonzero()[:, 0][chosen]
-            new[places], masked[places] = found[chosen], False
-        written += new[len(given):].tolist()
+            new[places], masked[places] = best[chosen], False
+        written += new[len(pinned):].tolist()
         if end in written:
             return written[:written.index(end)]
         run(model, new, first, cache, size)     # run the finished block for its keys and values
-        first, given = first + size, []
+        first, pinned = first + size, []
     return written
 
 

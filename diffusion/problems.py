@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from core import json_files
-from core.cli import UserError, first_line, one_line, require
+from core.cli import UserError, first_line, require
 from core.problems import problem, settle
 
 END = "<|endoftext|>"
@@ -23,19 +23,18 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder
 SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet")
-CHAT_HINT = re.compile(r"; give .*--chat_template.*")       # hints at flags of the chat trainer
 
 
 @dataclass
 class Problem:
-    """One problem. name: where it is in the user's files; answer: the final number as text."""
-    name: str
+    """One problem."""
+    name: str               # file and line
     question: str
     solution: str           # gsm8k: worked answer with its last line `#### N`; hdp: the execution
-    answer: str
-    plan: str = ""          # hdp only, else empty
-    ids: list = None        # chat: tokenised prompt and answer; the prompt has `given` ids
-    given: int = 0
+    answer: str             # the final number
+    plan: str = ""          # hdp only
+    ids: list = None        # chat: tokenised prompt and answer
+    prompt_length: int = 0  # chat: ids of the prompt
 
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
@@ -81,28 +80,27 @@ def parse_problem(name, entry, system, strip_calculator):
 
 def read_entries(path, split):
     """Yield (name, JSON value) of the problems of a file, folder or hub dataset. UserError."""
-    place = Path(path)
-    if not place.exists():
+    source = Path(path)
+    if not source.exists():
         require("/" in str(path) and HUB_NAME.fullmatch(str(path)), f"{path}: no such file")
         from huggingface_hub import snapshot_download
         try:
-            place = Path(snapshot_download(str(path), repo_type="dataset",
-                                           allow_patterns=["*.json*", "*.parquet"]))
+            source = Path(snapshot_download(str(path), repo_type="dataset",
+                                            allow_patterns=["*.json*", "*.parquet"]))
         except Exception as error:      # many kinds
             raise UserError(f"{path}: no such file, nor on the hub ({type(error).__name__}); try: "
                             f"hf download {path} --repo-type dataset --local-dir FOLDER")
-    files = [place] if place.is_file() else next(filter(None, (
-        sorted(place.glob(form.format(split))) for form in SPLITS)), None)
-    require(files, f"{place}: has none of {', '.join(SPLITS).format(*[split] * len(SPLITS))}")
+    patterns = [pattern.format(split) for pattern in SPLITS]
+    files = [source] if source.is_file() else next(
+        filter(None, (sorted(source.glob(pattern)) for pattern in patterns)), None)
+    require(files, f"{source}: has none of {', '.join(patterns)}")
     for file in files:
         unit, entries = "sample", enumerate(json_files.table_rows(file))
         if file.suffix != ".parquet":
             unit, read = json_files.read_entries(file)
             entries = read(lambda number: True)
         for number, entry in entries:
-            label = entry.get("id") if unit == "sample" and isinstance(entry, dict) else None
-            yield (f"{file} {unit} {number + (unit == 'line')}"
-                   + (f" ({one_line(label, 80)})" if label else "")), entry
+            yield f"{file} {unit} {number + (unit == 'line')}", entry
 
 
 @dataclass
@@ -134,10 +132,10 @@ class Tokens:
         return next((name for name in sorted(self.special, key=self.special.get)
                      if any(name in text for text in texts)), None)
 
-    def plain(self):
-        """{text: id} of the vocabulary without the markers."""
-        vocabulary = self.tokenizer.get_vocab().items()
-        return {text: number for text, number in vocabulary if text not in self.markers}
+    def vocabulary(self):
+        """{text: id} of the tokens that are no markers."""
+        tokens = self.tokenizer.get_vocab().items()
+        return {text: number for text, number in tokens if text not in self.markers}
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -210,9 +208,9 @@ def read_chats(path, folder, tokens, bad):
     """
     from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
-    found = []
-    for records, wrong in chat.read_chunks(path, 1024):
-        bad += [problem(p.name, "invalid", p.reason, path) for p in wrong]
+    problems = []
+    for records, unusable in chat.read_chunks(path, 1024):
+        bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
         answers = []
         for line, record in records:
             places = [i for i, message in enumerate(record["messages"])
@@ -224,7 +222,7 @@ def read_chats(path, folder, tokens, bad):
                                  [record.get("tools") for _, _, record in answers])
         for (name, i, record), result in zip(answers, results):
             if isinstance(result, ValueError):
-                why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
+                why = f"answer in message {i + 1}: {result}"
                 bad.append(problem(name, "invalid", why, path))
                 continue
             ids, mask = result
@@ -232,7 +230,7 @@ def read_chats(path, folder, tokens, bad):
             last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
             require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
                                  f"token is {end}; give --end_token '{last}'")
-            found.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
-                                 given=mask.index(True)))
-    require(found or bad, f"{path}: holds no chats")
-    return found
+            problems.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
+                                    prompt_length=mask.index(True)))
+    require(problems or bad, f"{path}: holds no chats")
+    return problems

@@ -1,15 +1,15 @@
-"""Import weights for a run (--init_from), and export checkpoints for other code.
+"""Import weights into a run (--init_from), and export checkpoints for other code.
 
     python diffusion/published.py --checkpoint out --output_dir exported
     python diffusion/published.py --checkpoint out --output_dir served --format sdar
 
-Import: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model
-of transformers, SDAR, a checkpoint or an export of this trainer. Known marker rows, prompt form,
-end token and block size are kept. New rows get the mean row and a little noise.
+Import reads BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), causal language
+models of transformers, SDAR, and checkpoints or exports of this trainer. Rows of known markers,
+prompt form, end token and block size are kept. New rows get the mean row and a little noise.
 
-Export: averaged weights. A DiT is written in the published layout, which transformers before
-version 5 loads with trust_remote_code=True. A converted language model is written in its class, or
-a Qwen3 in SDAR's (github.com/JetAstra/SDAR), with generate.py to sample it.
+Export writes averaged weights. A DiT gets the published layout, which transformers before version 5
+loads with trust_remote_code=True. A converted language model keeps its class; a Qwen3 may get
+SDAR's (github.com/JetAstra/SDAR). Both get generate.py, which samples them.
 """
 import dataclasses
 import json
@@ -57,16 +57,16 @@ def load_checkpoint(folder):
     """(network in eval mode, with averaged weights and merged adapters; config.json). UserError."""
     folder, kind = Path(folder), dit
     try:
-        about = json_files.read_object(folder / "config.json")
-        if "hidden_size" not in about["model"]:
+        stored = json_files.read_object(folder / "config.json")
+        if "hidden_size" not in stored["model"]:
             from diffusion import decoder as kind
-        config = kind.Config(**about["model"])
+        config = kind.Config(**stored["model"])
         config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    tensor_io.load(dist.World(), folder, "ema", dit.trained(model))
-    return (kind.merge_adapters(model) if config.lora else model).eval(), about
+    tensor_io.load(dist.World(), folder, "ema", dit.trained_parameters(model))
+    return (kind.merge_adapters(model) if config.lora else model).eval(), stored
 
 
 def state_of(folder):
@@ -105,16 +105,16 @@ def find(name):
         path = find_checkpoint(path, "--init_from")
     require(not (path / "adapter_config.json").is_file(),
             f"--init_from {path}: is an adapter; merge it into its base with PEFT")
-    about = json_files.read_object(path / "config.json")
-    if (path / checkpoint.MANIFEST).exists() and "model" in about:
-        form = about["layout"] | {"vocab_size": about["model"]["vocab_size"]}
-        return Origin(path, "ours", form, about.get("source", {}))
-    if about.get("model_type") in ("bd3lm", "mdlm", None):
-        for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
-            require(about.get(key, right) == right, f"{path}: its config.json has {key} "
-                                                    f"{about.get(key)}, which is not supported")
+    config = json_files.read_object(path / "config.json")
+    if (path / checkpoint.MANIFEST).exists() and "model" in config:
+        form = config["layout"] | {"vocab_size": config["model"]["vocab_size"]}
+        return Origin(path, "ours", form, config.get("source", {}))
+    if config.get("model_type") in ("bd3lm", "mdlm", None):
+        for key, value in (("time_conditioning", False), ("causal", False), ("adaln", True)):
+            require(config.get(key, value) == value, f"{path}: its config.json has {key} "
+                                                     f"{config.get(key)}, which is not supported")
         return Origin(path, "published", {}, {})
-    return Origin(path, "causal", about | about.get("block_diffusion", {}), about)
+    return Origin(path, "causal", config | config.get("block_diffusion", {}), config)
 
 
 def open_start(world, args, layout, tokenizer):
@@ -124,9 +124,9 @@ def open_start(world, args, layout, tokenizer):
     has_tokenizer = origin and (origin.source or (origin.path / "tokenizer.json").is_file())
     tokenizer = origin.path if has_tokenizer and not args.tokenizer else tokenizer
     if args.chat or args.system == "chat":
-        args.tokenizer, layout = str(tokenizer), with_chat(layout, tokenizer)
+        args.tokenizer, layout = str(tokenizer), add_chat_form(layout, tokenizer)
     elif args.system != "hdp":
-        layout = with_form(layout, origin.form)
+        layout = add_form(layout, origin.form)
     size = origin and origin.form.get("block_size")
     if size and "block_size" not in cli.named_flags(args):
         layout = dataclasses.replace(layout, block_size=size)
@@ -134,13 +134,13 @@ def open_start(world, args, layout, tokenizer):
     return layout, origin, tokenizer
 
 
-def with_form(layout, form):
+def add_form(layout, form):
     """A Layout with the prompt form of an Origin and, if it has none, its end token."""
     return dataclasses.replace(layout, prompt=form.get("prompt", ""),
                                end_token=layout.end_token or form.get("end_token", ""))
 
 
-def with_chat(layout, folder):
+def add_chat_form(layout, folder):
     """A Layout with prompt and end token from a tokenizer folder's chat template. UserError."""
     question = [{"role": "user", "content": "{question}"}]
     try:
@@ -151,7 +151,7 @@ def with_chat(layout, folder):
     except Exception as error:      # many kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
                         f"({first_line(error):.120})")
-    return with_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
+    return add_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 
 def copy_chat_files(folder, to):
@@ -182,10 +182,10 @@ def read(origin, config, tokens, seed=0):
     else:
         files = tensor_io.files_of(path, "model")
         require(files, f"{path}: has no model.safetensors; convert its weights to that")
-        tensors = from_official({name: part[:] for name, part in tensor_io.open_tensors(
-            files).items() if part.get_shape()}, config, path)      # sampling_eps_* are 0-d
+        tensors = from_official({name: tensor[:] for name, tensor in tensor_io.open_tensors(
+            files).items() if tensor.get_shape()}, config, path)    # sampling_eps_* are 0-d
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
-    known = tokens.plain() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
+    known = tokens.vocabulary() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
     if origin.kind != "published":
         known = read_tokenizer(path).get_vocab()
     most, mask = max(known.values()) + 1, form.get("mask_token_id")
@@ -195,13 +195,13 @@ def read(origin, config, tokens, seed=0):
     require(mask in (None, tokens.mask),
             f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
             f"mask at {tokens.mask}; correct tokenizer.json ({SDAR_MASK}) or config.json")
-    require(known == tokens.plain(), f"--init_from {path}: its tokenizer is not that of "
+    require(known == tokens.vocabulary(), f"--init_from {path}: its tokenizer is not that of "
                                      "--tokenizer, so ids would mean other words; drop --tokenizer")
     with torch.device("meta"):
         wanted = {name: p.shape[name in ROWS:] for name, p
                   in config.network(config).named_parameters()}
-    found = {name: tensor.shape[name in ROWS:] for name, tensor in tensors.items()}
-    wrong = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+    shapes = {name: tensor.shape[name in ROWS:] for name, tensor in tensors.items()}
+    wrong = sorted(name for name in wanted | shapes if wanted.get(name) != shapes.get(name))
     require(not wrong, f"--init_from {path}: {len(wrong)} names are missing, unknown or of another "
                        f"shape (--model_size), first {', '.join(wrong[:5])}")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
@@ -212,7 +212,7 @@ def read(origin, config, tokens, seed=0):
             "; ".join(filter(None, words)))
 
 
-def with_lora(config, origin, bf16, name, lora):
+def add_lora(config, origin, bf16, name, lora):
     """A Config whose network has adapters; frozen weights are bfloat16 with bf16. UserError."""
     require(origin.kind == "causal",
             "--use_lora needs --init_from of a language model; other weights are trained whole")
@@ -243,7 +243,7 @@ def fill(model, tensors, seed, resumed):
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
     """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: source row}."""
-    count, generator = len(tokens.plain()), torch.Generator().manual_seed(seed)
+    count, generator = len(tokens.vocabulary()), torch.Generator().manual_seed(seed)
     new, fitted = [name for name in tokens.markers if name not in markers], {}
     for name, rows in tensors.items():
         fitted[name] = rows = rows.detach()
@@ -298,15 +298,15 @@ def from_official(state, config, path):
     require(len(frequencies) in (0, config.head_size // 2),
             f"{path}: heads of {2 * len(frequencies)}, --model_size has them of {config.head_size}")
     with torch.device("meta"):
-        ours = {official_name(name): name for name, _ in config.network(config).named_parameters()}
-    return {ours.get(name, name): tensor for name, tensor in plain.items()}
+        names = {official_name(name): name for name, _ in config.network(config).named_parameters()}
+    return {names.get(name, name): tensor for name, tensor in plain.items()}
 
 
 def export(folder, output, layout_of="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
-    model, about = load_checkpoint(folder)
-    config, layout = model.config, choices.Layout(**about["layout"])
-    tokens, source = load_tokenizer(folder, layout.system, layout.end_token), about.get("source")
+    model, stored = load_checkpoint(folder)
+    config, layout = model.config, choices.Layout(**stored["layout"])
+    tokens, source = load_tokenizer(folder, layout.system, layout.end_token), stored.get("source")
     # an SDAR source stays SDAR: its config.json names files that are not here
     is_sdar = layout_of == "sdar" or (
         config.mask_id == SDAR_MASK_ID and source and source["model_type"] == "sdar")

@@ -22,9 +22,9 @@ from diffusion import choices
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
     choices.answers(p, "first_hitting")
-    one = p.add_mutually_exclusive_group(required=True)
-    one.add_argument("--test_file", help="problems or chats: file, dataset folder, hub name")
-    one.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--test_file", help="problems or chats: file, dataset folder, hub name")
+    source.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
     p.flag("--temperature", 0.0, "0 = greedy, 1 = the model's distribution")
     p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers")
     return p
@@ -103,17 +103,17 @@ def unmask(model, hidden, tokens, masked, how, generator):
         chosen = masked & (chance == chance.amax(1, keepdim=True))
         tokens[chosen] = pick(model.logits(hidden[chosen]), how.temperature, generator)[0]
     else:
-        proposed, sure = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
-        found = pick(model.logits(hidden[masked]), how.temperature, generator)
-        proposed[masked], sure[masked] = found
-        rank = sure.argsort(1, descending=True).argsort(1)
-        chosen = masked & ((rank < 1) | (sure >= how.threshold))
+        proposed, confidence = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
+        proposed[masked], confidence[masked] = pick(model.logits(hidden[masked]), how.temperature,
+                                                    generator)
+        rank = confidence.argsort(1, descending=True).argsort(1)
+        chosen = masked & ((rank < 1) | (confidence >= how.threshold))
         tokens[chosen] = proposed[chosen]
     masked &= ~chosen
 
 
-def keep(rows, known, past):
-    """(known, past [(keys, values)]) of only these rows of the batch (list of numbers)."""
+def select_rows(rows, known, past):
+    """(known, past [(keys, values)]) of some rows of the batch, by their numbers."""
     rows = torch.tensor(rows, dtype=torch.int64, device=known.device)
     return known[rows], [(k[rows], v[rows]) for k, v in past]
 
@@ -123,8 +123,8 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
     """[Generated] of every problem: blocks until the `end` token or its limit of blocks.
 
     model: in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints,
-    ids, positions and block numbers of clean tokens. pinned: first ids of the first block, fewer
-    than block_size; first: its position. rooms: most blocks of each problem.
+    the ids, positions and block numbers of clean tokens. pinned: given ids at the start of the
+    first block, fewer than block_size. first: its position. rooms: most blocks of each problem.
     """
     contexts, pinned = zip(*states)
     device, mask = model.embed.weight.device, model.config.mask_id
@@ -134,34 +134,38 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
     starts = torch.tensor([first for _, first in pinned], device=device)
     active = [i for i, blocks in enumerate(rooms) if blocks > 0]
     written, forwards, ended = [[] for _ in contexts], [0] * len(contexts), [False] * len(contexts)
-    known, past = keep(active, known > 0, prefill(model, tokens, position, block, known > 0))
+    known = known > 0
+    known, past = select_rows(active, known, prefill(model, tokens, position, block, known))
     done = 0
     while active:
         new = torch.full((len(active), block_size), mask, device=device)
         for row, i in enumerate(active if done == 0 else ()):
-            given = pinned[i][0]
-            new[row, :len(given)] = torch.tensor(given, dtype=torch.int64, device=device)
+            ids = pinned[i][0]
+            new[row, :len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
         masked = new == mask
-        given = ~masked
-        at = starts[active, None] + done * block_size + torch.arange(block_size, device=device)
+        is_pinned = ~masked
+        first = starts[active, None] + done * block_size
+        position = first + torch.arange(block_size, device=device)
         seen = torch.cat([known, torch.ones_like(masked)], 1)
         seen = seen[:, None, None].expand(-1, -1, block_size, -1)
         while masked.any():
-            for row, waits in enumerate(masked.any(1).tolist()):
-                forwards[active[row]] += waits
-            unmask(model, model.extend(new, at, seen, past)[0], new, masked, how, generator)
+            for row, is_unfinished in enumerate(masked.any(1).tolist()):
+                forwards[active[row]] += is_unfinished
+            hidden, _ = model.extend(new, position, seen, past)
+            unmask(model, hidden, new, masked, how, generator)
         done += 1
-        stop = ((new == end) & ~given).any(1).tolist()
+        stop = ((new == end) & ~is_pinned).any(1).tolist()
         for row, i in enumerate(active):
             written[i] += new[row].tolist()
             ended[i] = stop[row]
         left = [row for row, i in enumerate(active) if not stop[row] and done < rooms[i]]
         # run the finished, clean block again for its keys and values
         if left:
-            new_past = model.extend(new, at, seen, past)[1]
+            _, new_past = model.extend(new, position, seen, past)
             past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
                     for (k, v), (new_k, new_v) in zip(past, new_past)]
-        known, past = keep(left, torch.cat([known, torch.ones_like(given)], 1), past)
+        known = torch.cat([known, torch.ones_like(is_pinned)], 1)
+        known, past = select_rows(left, known, past)
         active = [active[row] for row in left]
     return [Generated(*parts) for parts in zip(written, forwards, ended)]
 
@@ -171,7 +175,7 @@ def question_state(problem, tokens, layout):
     position of the first generated block)). UserError if the question is too long.
     """
     if problem.ids:
-        return ids_state(problem.name, problem.ids[:problem.given], layout)
+        return ids_state(problem.name, problem.ids[:problem.prompt_length], layout)
     token = tokens.find_control_token(problem.question)
     require(not token, f"{problem.name}: its text holds the special token {token}; remove it")
     ids = tokens.encode(pieces(problem, layout)[0])
@@ -180,28 +184,29 @@ def question_state(problem, tokens, layout):
     require(len(ids) <= layout.question_budget,
             f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
             f"{layout.question_budget}")
-    at = np.arange(len(ids))
-    return np.stack([ids, at, 0 * at]), ([tokens.plan], layout.start(PLAN))
+    position = np.arange(len(ids))
+    return np.stack([ids, position, 0 * position]), ([tokens.plan], layout.start(PLAN))
 
 
 def ids_state(name, ids, layout):
-    """State after all ids before an answer. UserError without room."""
+    """State after all ids before an answer. UserError if they leave no room."""
     require(len(ids) < layout.max_length, f"{name}: its question has {len(ids)} tokens, no room in "
                                           f"--max_length {layout.max_length}")
     whole = len(ids) - len(ids) % layout.block_size
-    at = np.arange(whole)
-    return np.stack([np.array(ids)[:whole], at, at // layout.block_size]), (ids[whole:], whole)
+    position = np.arange(whole)
+    context = np.stack([np.array(ids)[:whole], position, position // layout.block_size])
+    return context, (ids[whole:], whole)
 
 
 def execution_state(context, plan, tokens, layout):
     """State before the second region: the context and the finished plan's ids."""
-    at = np.arange(len(plan))
-    block = context[2].max(initial=-1) + 1 + at // layout.regions[PLAN][2]
-    return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
-            ([tokens.execution], layout.start(EXECUTION)))
+    offset = np.arange(len(plan))
+    block = context[2].max(initial=-1) + 1 + offset // layout.regions[PLAN][2]
+    context = np.concatenate([context, [plan, layout.start(PLAN) + offset, block]], axis=1)
+    return context, ([tokens.execution], layout.start(EXECUTION))
 
 
-def room(first_position, region, layout):
+def blocks_left(first_position, region, layout):
     """Most blocks of a region whose first generated block starts at first_position."""
     _, most, size = layout.regions[region]
     return (layout.start(region) + most - first_position) // size
@@ -219,8 +224,8 @@ def region_text(ids, pinned, tokens):
     if tokens.end in body:
         body = body[:body.index(tokens.end)]
     if tokens.answer in body:
-        at = body.index(tokens.answer)
-        steps, answer = tokens.decode(body[:at]), tokens.decode(body[at + 1:])
+        marker = body.index(tokens.answer)
+        steps, answer = tokens.decode(body[:marker]), tokens.decode(body[marker + 1:])
         return f"{steps.strip()}\n#### {answer.strip()}"
     return tokens.decode(body).strip()
 
@@ -230,16 +235,15 @@ def load_solver(args, how):
     from diffusion import published
     folder = published.find_checkpoint(args.checkpoint)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, about = published.load_checkpoint(folder)
-    layout = Layout(**about["layout"])
+    model, config = published.load_checkpoint(folder)
+    layout = Layout(**config["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
     return folder, Solver(model.to(device), tokens, layout, how, args.bf16)
 
 
 def answer(solver, states, batch_size, seed=0):
-    """A Solver's answers to problems with these states -> list of dicts: text (hdp: also plan);
-    forwards: network passes; tokens: number of generated tokens including the end token; ended:
-    True if every region has its end token.
+    """A Solver's answers to problems with these states: [{"text", "plan" (hdp), "forwards": network
+    passes, "tokens": generated ones with the end token, "ended": each region has its end token}].
     """
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
@@ -249,22 +253,22 @@ def answer(solver, states, batch_size, seed=0):
         batch = order[first:first + batch_size]
         generator = torch.Generator(device)
         generator.manual_seed(seed + 1_000_003 * (first // batch_size + 1))
-        given = [states[i] for i in batch]
+        batch_states = [states[i] for i in batch]
         for region in sorted(layout.regions.keys() - {QUESTION}):
             name = "plan" if layout.system == "hdp" and region == PLAN else "text"
-            rooms = [room(start, region, layout) for _, (_, start) in given]
+            rooms = [blocks_left(start, region, layout) for _, (_, start) in batch_states]
             with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
-                written = generate(solver.model, given, rooms, layout.regions[region][2],
+                results = generate(solver.model, batch_states, rooms, layout.regions[region][2],
                                    tokens.end, solver.how, generator)
-            for row, (made, (context, (pinned, _))) in enumerate(zip(written, given)):
-                ids, found = finish_region(made.ids, len(pinned), tokens.end), answers[batch[row]]
-                body = ids[len(pinned):]
-                found[name] = region_text(ids, len(pinned), tokens)
-                found["forwards"] += made.forwards
-                found["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
-                found["ended"] &= made.ended
+            for row, (result, (context, (pinned, _))) in enumerate(zip(results, batch_states)):
+                ids = finish_region(result.ids, len(pinned), tokens.end)
+                body, record = ids[len(pinned):], answers[batch[row]]
+                record[name] = region_text(ids, len(pinned), tokens)
+                record["forwards"] += result.forwards
+                record["tokens"] += body.index(tokens.end) + 1 if result.ended else len(body)
+                record["ended"] &= result.ended
                 if name == "plan":
-                    given[row] = execution_state(context, ids, tokens, layout)
+                    batch_states[row] = execution_state(context, ids, tokens, layout)
     return answers
 
 
@@ -288,51 +292,53 @@ def main(argv=None):
         problems, bad = read_any(args.test_file, "test", layout, folder, tokens)
         settle(bad)
         output = output or folder.parent / f"answers-{folder.name}.json"
-    problems, states, wrong = problems[:args.limit or len(problems)], {}, []
-    require(not args.min_accuracy or problems[0].answer, f"--min_accuracy: {args.test_file} holds "
-            "chats, of which no answer is right or wrong")
+    problems, states, too_long = problems[:args.limit or len(problems)], {}, []
     if output:
         checkpoint.prepare_folder(Path(output).parent, "--output")
     for i, problem in enumerate(problems):
         try:
             states[i] = question_state(problem, tokens, layout)
         except UserError as error:
-            wrong.append(str(error))
-    require(args.drop_too_long or not wrong, wrong and problem_text(wrong) +
+            too_long.append(str(error))
+    require(args.drop_too_long or not too_long, too_long and problem_text(too_long) +
             "\n  fix: shorten them, or --drop_too_long counts them as wrong")
-    answers = [{"name": p.name, "question": p.question, "answer": p.answer, "text": "",
-                "forwards": 0, "tokens": 0, "ended": False} for p in problems]
-    began = time.monotonic()
-    for i, made in zip(states, answer(solver, list(states.values()), args.batch_size, args.seed)):
-        answers[i] |= made
-    seconds = time.monotonic() - began      # ids are on the host, so the device is done
-    for problem, found in zip(problems, answers):
-        if problem.answer:
-            found["strict"] = score(found["text"], problem.answer)
-    n, percent, clauses = len(answers), metrics.percent, []
-    total = {name: sum(found[name] for found in answers) / n for name in answers[0]
-             if name in ("strict", "ended", "forwards", "tokens")}
-    total |= {"problems": n, "too_long": len(wrong), "seconds": seconds,
-              "tokens_per_second": total["tokens"] * n / max(seconds, 1e-9)}
+
+    start = time.monotonic()
+    written = answer(solver, list(states.values()), args.batch_size, args.seed)
+    seconds = time.monotonic() - start      # ids are on the host, so the device is done
+    written, answers = dict(zip(states, written)), []
+    for i, p in enumerate(problems):
+        record = {"name": p.name, "question": p.question, "answer": p.answer, "text": "",
+                  "forwards": 0, "tokens": 0, "ended": False} | written.get(i, {})
+        if p.answer:
+            record["strict"] = score(record["text"], p.answer)
+        answers.append(record)
+
+    n = len(answers)
+    summary = {name: sum(record[name] for record in answers) / n for name in answers[0]
+               if name in ("strict", "ended", "forwards", "tokens")}
+    summary |= {"problems": n, "too_long": len(too_long), "seconds": seconds,
+                "tokens_per_second": summary["tokens"] * n / max(seconds, 1e-9)}
     if output:
         checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.safe_flags(args),
-                                       "summary": total, "answers": answers})
-    for found in answers[:3] if args.test_file else answers:
-        print(f"-- {found['name']}\n   question  {one_line(found['question'], 2000)}")
-        print("".join(f"   {part:<9} {found[part]!r}\n" for part in ("plan", "text", "answer")
-                      if found.get(part)), end="")
-    if "strict" in total:       # the problems came with answers
-        error = math.sqrt(total["strict"] * (1 - total["strict"]) / n)
-        print(f"accuracy   strict {total['strict']:.2%} +- {error:.2%} of {n} problems, "
-              f"{len(wrong)} of them too long")
-        if total["strict"] < args.min_accuracy:
-            clauses.append(f"FAILED: not {percent(args.min_accuracy)} of the answers are right")
-        clauses.append(f"{percent(total['strict'])} of {n} problems were answered right")
-    print(f"speed      NFE {total['forwards']:.1f}, {total['tokens_per_second']:,.1f} tok/s, "
+                                       "summary": summary, "answers": answers})
+    for record in answers[:3] if args.test_file else answers:
+        print(f"-- {record['name']}\n   question  {one_line(record['question'], 2000)}")
+        print("".join(f"   {name:<9} {record[name]!r}\n" for name in ("plan", "text", "answer")
+                      if record.get(name)), end="")
+    clauses = [f"{metrics.percent(summary['ended'])} of the answers ended by themselves"]
+    if "strict" in summary:     # the problems came with answers
+        right = summary["strict"]
+        print(f"accuracy   strict {right:.2%} +- {math.sqrt(right * (1 - right) / n):.2%} of {n} "
+              f"problems, {len(too_long)} of them too long")
+        clauses.insert(0, f"{metrics.percent(right)} of {n} problems were answered right")
+    failed, least = summary.get("strict", 0) < args.min_accuracy, metrics.percent(args.min_accuracy)
+    if failed:
+        clauses.insert(0, f"FAILED: not {least} of the answers are right")
+    print(f"speed      NFE {summary['forwards']:.1f}, {summary['tokens_per_second']:,.1f} tok/s, "
           f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
-    clauses.append(f"{percent(total['ended'])} of the answers ended by themselves")
     print(metrics.verdict_line(clauses))
-    if clauses[0].startswith("FAILED"):
+    if failed:
         sys.exit(1)
 
 

@@ -126,7 +126,7 @@ lora = args.use_lora and {
     "rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
     "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
 if lora:
-    config = published.with_lora(config, origin, args.bf16, args.init_from, lora)
+    config = published.add_lora(config, origin, args.bf16, args.init_from, lora)
 chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
     eval_rows and args.eval_accuracy) else []       # problems to answer in validations
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
@@ -201,7 +201,7 @@ if args.parallel != "ddp":
 if origin:
     published.fill(model, weights, args.seed, bool(resume))
 if resume:
-    tensor_io.load(world, resume, "model", elbo.trained(model))
+    tensor_io.load(world, resume, "model", elbo.trained_parameters(model))
 average = elbo.Average(model, args.ema_decay)
 if resume:
     tensor_io.load(world, resume, "ema", average.shadow)
@@ -226,7 +226,7 @@ def validate():
     if result is None:
         return None
     values, t_range = result
-    stale = 0 if elbo.improved(bests, values) else stale + 1
+    stale = 0 if elbo.update_best(bests, values) else stale + 1
     print0(("eval   step {:>6} | nll <= {eval/nll:.4f} nats/token | perplexity <= "
             "{eval/perplexity:,.2f} | loss {eval/loss:.4f}" + " | right {eval/accuracy:.1%}" *
             bool(chosen)).format(step, **values))
@@ -258,7 +258,7 @@ def save():
         if origin or templated:     # these files keep a chat template usable
             published.copy_chat_files(tokenizer, path)
 
-    checkpoints.save(step, model, optimizer, "model", elbo.trained(model), save_config, {
+    checkpoints.save(step, model, optimizer, "model", elbo.trained_parameters(model), save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "best_tie": best_tie,
         "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,

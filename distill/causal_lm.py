@@ -1,8 +1,8 @@
 """transformers' causal language models: find, build empty, load into any sharding, answer.
 
-A model starts empty on the meta device and reads its weights row by row from safetensors files, so
-no process holds more than its shard. Missing, unexpected or misshapen weights stop the run. Of a
-mixture of experts the files have a matrix per expert, transformers (experts, rows, columns).
+A model starts empty on the meta device. Each process reads only the rows of its shard from the
+safetensors files. Missing, unexpected or misshapen weights stop the run. For a mixture of experts
+the files hold a matrix per expert; transformers holds one tensor (experts, rows, columns).
 """
 import copy
 import math
@@ -96,8 +96,6 @@ def empty_model(config, dtype, folder=None, attention=None):
     except Exception as error:      # another attention, sizes that no model has, ...
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
                         f"says ({repr(error).splitlines()[0]}); it is not supported")
-    stored = [name for name in model.state_dict() if name not in all_names(model)]
-    require(not stored, f"{config.model_type}: {stored} are no weights, which is not supported")
     # for the checkpoint's config.json
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     if folder and (Path(folder) / "generation_config.json").is_file():
@@ -120,8 +118,8 @@ def give_memory(model, device, buffer_device=None):
                for name, buffer in module.named_buffers(recurse=False)]
     model.to_empty(device=device)
     for name, first in tied.items():
-        place, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(place), leaf, model.get_parameter(first))
+        module_name, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module_name), leaf, model.get_parameter(first))
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
 
@@ -139,32 +137,32 @@ def decoder_layers(model):
 
 def weight_parts(folder, model):
     """{name: [slice handle]} of a folder's weights; tied weights appear once. UserError."""
-    found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
-    require(found, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    tensors = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
+    require(tensors, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     names, parts = all_names(model), {}
-    for name, part in found.items():
+    for name, tensor in tensors.items():
         if name.endswith(IGNORED):
             continue
         first = names.get(name, name)
-        if name == first or first not in found:
-            parts[first] = [part]
+        if name == first or first not in tensors:
+            parts[first] = [tensor]
             continue
-        rows, other = part.get_shape()[0], found[first]
-        same = part.get_shape() == other.get_shape() and all(
-            torch.equal(part[i:i + 4096], other[i:i + 4096]) for i in range(0, rows, 4096))
+        rows, twin = tensor.get_shape()[0], tensors[first]
+        same = tensor.get_shape() == twin.get_shape() and all(
+            torch.equal(tensor[i:i + 4096], twin[i:i + 4096]) for i in range(0, rows, 4096))
         require(same, f"{folder}: its files hold other values for {name} than for {first}, and its "
                       "config.json ties the two: set tie_word_embeddings to false there")
     return parts
 
 
-def published(name, tensor, first=0):
-    """{published name: tensor} of a parameter. For experts, a tensor (experts, rows, columns) from
-    expert `first` on, these are views of each expert's matrices.
+def split_experts(name, tensor, first=0):
+    """{name in the files: tensor} of a parameter. For a tensor (experts, rows, columns) from expert
+    `first` on, these are views of each expert's matrices.
     """
-    place, _, leaf = name.rpartition(".")
+    module_name, _, leaf = name.rpartition(".")
     if tensor.ndim != 3 or leaf not in EXPERTS:
         return {name: tensor}
-    return {f"{place}.{i}.{matrix}.weight": rows for i, whole in enumerate(tensor, first)
+    return {f"{module_name}.{i}.{matrix}.weight": rows for i, whole in enumerate(tensor, first)
             for matrix, rows in zip(EXPERTS[leaf], whole.chunk(len(EXPERTS[leaf])))}
 
 
@@ -172,8 +170,8 @@ def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a bare, unsharded model."""
     wanted = {}
     for name, parameter in model.named_parameters():
-        found = {name: parameter} if name in parts else published(name, parameter.detach())
-        wanted |= {stored: tensor.shape for stored, tensor in found.items()}
+        views = {name: parameter} if name in parts else split_experts(name, parameter.detach())
+        wanted |= {stored: tensor.shape for stored, tensor in views.items()}
     problem = tensor_io.mismatch(wanted, parts)
     require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
 
@@ -188,7 +186,7 @@ def load_weights(weights, parts, world=None):
         if name in parts:
             tensor_io.read_rows(tensor, parts[name])
             continue
-        for matrix, rows in published(name, *tensor_io.local_rows(tensor)).items():
+        for matrix, rows in split_experts(name, *tensor_io.local_rows(tensor)).items():
             tensor_io.read_rows(rows, parts[matrix])
     barrier(world or World())       # a slow disk may take long
 
@@ -229,8 +227,8 @@ class Draw(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         """scores (B, V) -> (B, V), 0 at the token drawn and -inf elsewhere."""
-        numbers = torch.stack([torch.rand(1, generator=one, dtype=torch.float64)
-                               for one in self.generators]).to(scores.device)
+        numbers = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64)
+                               for generator in self.generators]).to(scores.device)
         # float64: a float32 sum over the vocabulary would lose the smallest probabilities
         sums = scores.double().softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
@@ -250,19 +248,19 @@ def generate(model, prompts, tokens, ends, processors=()):
     for row, prompt in enumerate(prompts):      # left-padded: all answers begin at one index
         ids[row, width - len(prompt):] = torch.as_tensor(prompt)
         mask[row, width - len(prompt):] = 1
-    own = model.generation_config
+    usual = model.generation_config
     # set in the model, whose values replace missing arguments
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
     try:
         # not synced: under FSDP2 transformers would wait for ranks with fewer tokens
-        found = model.generate(
+        output = model.generate(
             input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
             synced_gpus=False, max_new_tokens=tokens,
             logits_processor=LogitsProcessorList(processors))
     finally:
-        model.generation_config = own
+        model.generation_config = usual
     answers = []
-    for new in found[:, width:].tolist():
+    for new in output[:, width:].tolist():
         stop = next((i for i, token in enumerate(new) if token in ends), len(new))
         answers.append(new[:stop + 1])          # drop the padding after the end
     return answers

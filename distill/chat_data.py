@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import checkpoint, cli, dist, packing
+from core import checkpoint, dist, packing
 from core.chat import dumped, group_key, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
@@ -48,31 +48,23 @@ class Reading(NamedTuple):
 
 
 def encode_chunk(records, path, reading, problems):
-    """[(line, record)] -> {column of the table: array; "ends": Counter; "split": number of chats
-    with several samples}. Runs in several processes at once. Adds a Problem for each unusable
-    record to the list `problems`.
+    """Tokenise [(line, record)] into {column of the table: array; "ends": Counter}. Adds a Problem
+    for each unusable record to the list `problems`. Runs in several processes at once.
     """
     encoder, limit, prompt = reading[:3]
-    encoder.ends, split, short, ids, masks, numbers = Counter(), 0, [], [], [], []
+    encoder.ends, ids, masks, numbers = Counter(), [], [], []
 
     def refuse(line, check, why):
         problems.append(problem(f"{path}:{line}", check, why, path))
 
-    for line, record in records:    # a record of megabytes would take minutes: check its start
-        text = max((message["content"] for message in record["messages"]), key=len)
-        if len(text) > 8 * limit and len(encoder.lists([text[:8 * limit]])[0]) > limit * 9 // 8:
-            refuse(line, "too_long", f"{len(text):,} characters, more than {limit} tokens")
-        else:
-            short.append((line, record))
-    results = encoder.encode([record["messages"] for _, record in short],
-                             [record.get("tools") for _, record in short])
+    results = encoder.encode([record["messages"] for _, record in records],
+                             [record.get("tools") for _, record in records])
     if prompt:
-        from distill.teaching import after_prompt
-        results = after_prompt(prompt, reading.teacher or encoder,
-                                [record for _, record in short], results)
-    for (line, record), result in zip(short, results):
-        # several samples if the template rewrites earlier turns
-        split += isinstance(result, list)
+        from distill.teaching import add_teachers_version
+        results = add_teachers_version(prompt, reading.teacher or encoder,
+                                       [record for _, record in records], results)
+    for (line, record), result in zip(records, results):
+        # a chat becomes several samples if the template rewrites earlier turns
         for sample in result if isinstance(result, list) else [result]:
             if isinstance(sample, ValueError):
                 refuse(line, "template", sample)
@@ -92,7 +84,7 @@ def encode_chunk(records, path, reading, problems):
     return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
             "trained": np.fromiter(itertools.chain.from_iterable(masks), bool, total),
             **dict(zip(("lengths", "targets", "lines", "keys", "own", "asked"), numbers)),
-            "ends": encoder.ends, "split": split}
+            "ends": encoder.ends}
 
 
 def question_hash(messages):
@@ -102,11 +94,11 @@ def question_hash(messages):
 
 
 def write_table(folder, paths, reading, output_dir=None):
-    """Tokenise files into a table in `folder` -> {"samples": [number per file], "split": number of
-    chats with several samples, "bad": text with the drops per check of reading.drop}. UserError
-    lists all other unusable samples; output_dir: folder for the full list.
+    """Tokenise files into a table in `folder`. Returns ([number of samples per file], text with the
+    number of samples dropped by each check of reading.drop). UserError lists all other unusable
+    samples; output_dir: folder for the full list.
     """
-    ends, samples, split = Counter(), [], 0
+    ends, samples = Counter(), []
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
@@ -116,33 +108,31 @@ def write_table(folder, paths, reading, output_dir=None):
         first = len(columns["lengths"])
 
         def chunks(first, step, path=path):
-            for records, wrong in read_chunks(path, CHUNK, first, step):
-                yield encode_chunk(records, path, reading, wrong), wrong
+            for records, bad_records in read_chunks(path, CHUNK, first, step):
+                yield encode_chunk(records, path, reading, bad_records), bad_records
 
-        def take(part, source=source):
-            nonlocal split
-            chunk, wrong = part
-            problems.add(wrong)
+        def append(result, source=source):
+            chunk, bad_records = result
+            problems.add(bad_records)
             ends.update(chunk["ends"])
-            split += chunk["split"]
             chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
             for name, column in columns.items():
                 column.append(chunk[name])
 
-        parallel_map_ordered(chunks, reading.processes, take)
+        parallel_map_ordered(chunks, reading.processes, append)
         samples.append(len(columns["lengths"]) - first)
         check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
         if not samples[-1] and not problems.n_fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
-    bad = problems.settle(hint * bool(problems.counts["too_long"]))
+    dropped = problems.settle(hint * bool(problems.counts["too_long"]))
     for column in columns.values():
         column.close()
     reading.encoder.ends = ends
     with error_names_file(folder):
         (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
-    return {"samples": samples, "split": split, "bad": bad}
+    return samples, dropped
 
 
 class ChatTable(Dataset):
@@ -162,39 +152,37 @@ class ChatTable(Dataset):
         return len(self.lengths)
 
     def __getitem__(self, i):
-        part = slice(self.offsets[i], self.offsets[i + 1])
-        sample = i, self.tokens[part].astype(np.int64), self.trained[part]
+        tokens = slice(self.offsets[i], self.offsets[i + 1])
+        sample = i, self.tokens[tokens].astype(np.int64), self.trained[tokens]
         return (*sample, int(self.own[i])) if self.prompted else sample
 
     def name(self, i):
-        """The place of sample i in the user's files."""
+        """The file and line of sample i."""
         return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
 
     def fingerprint(self, numbers):
         """Short hash of these samples' tokens, masks and numbers (sorted); "" of none."""
         if not len(numbers):
             return ""
-        part = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
+        tokens = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
         digest = hashlib.sha256()
-        for values in (self.tokens[part], self.trained[part], np.asarray(numbers - numbers[0])):
+        for values in (self.tokens[tokens], self.trained[tokens], np.asarray(numbers - numbers[0])):
             digest.update(np.ascontiguousarray(values))
         return digest.hexdigest()[:16]
 
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
-    """write_table on rank 0 into output_dir, mapped by every rank -> (ChatTable, number of samples
-    in the first file, sorted end ids of trained turns). Deletes an earlier run's table.
+    """Write a table below output_dir on rank 0 and map it on every rank. Deletes an earlier run's.
+    Returns (ChatTable, number of samples in the first file, sorted end ids of trained turns).
     list_in: output_dir of write_table.
     """
     def build():
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
-        found = write_table(folder, paths, reading, list_in)
+        samples, dropped = write_table(folder, paths, reading, list_in)
         print(f"data       read in {time.monotonic() - start:.1f} s"
-              + f"; {cli.plural(found['split'], 'chat')} with a sample for each answer: the "
-              "template rewrites earlier turns" * bool(found["split"])
-              + f"\ndata       dropped: {found['bad']}" * bool(found["bad"]), flush=True)
-        return folder, found["samples"][0], sorted(reading.encoder.ends)
+              + f"\ndata       dropped: {dropped}" * bool(dropped), flush=True)
+        return folder, samples[0], sorted(reading.encoder.ends)
 
     folder, n_train, ends = dist.rank0(world, build)
     return ChatTable(folder), n_train, ends
@@ -219,13 +207,11 @@ def group_numbers(keys, lines, group_size):
 
 def check_duplicates(path, lines, keys):
     """UserError if two lines of a file have the same id. keys: (n,), -1 without an id."""
-    lines, once = np.unique(lines, return_index=True)       # a line may give several samples
-    _, first, which = np.unique(keys[once], return_index=True, return_inverse=True)
-    again = np.flatnonzero((keys[once] >= 0) & (first[which] < np.arange(len(once))))
-    for at in again[:1]:
-        raise UserError(f"{path}:{lines[at]}: has the same id {keys[once][at]} as "
-                        f"{path}:{lines[first[which[at]]]} ({len(again)} such lines); give each "
-                        "another id, or join files that create_data.py made of different inputs")
+    first_lines = {}
+    for line, key in zip(lines.tolist(), keys.tolist()):        # a line may give several samples
+        first = line if key < 0 else first_lines.setdefault(key, line)
+        require(first == line, f"{path}:{line}: has the same id {key} as {path}:{first}; give it "
+                "another id, or join files that create_data.py made of different inputs")
 
 
 def split_groups(groups, share, seed):
@@ -254,9 +240,9 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     A record has its "id", or its line from 0 if ids are missing. "trained_as" names a sample of
     `train` with the same question. A line with several samples is written once.
     """
-    about = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
+    facts = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
     if not len(held_out):
-        return about
+        return facts
     ids = table.keys if (table.keys[held_out] >= 0).all() else table.lines - 1
     twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
     once = {int(table.lines[i]): i for i in reversed(held_out)}     # of one file
@@ -269,7 +255,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
             row["trained_as"] = twin
         text += dumped(row) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
-    return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
+    return facts | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
 # ---- Packed batches
@@ -295,8 +281,8 @@ class PackedChats:
         return replace(packing.to(self, device), teacher=self.teacher and self.teacher.to(device))
 
 
-def kept(samples):
-    """PackedChats of samples that the student and the base read in the same form."""
+def collate_kept(samples):
+    """PackedChats of --keep's samples: student and base read the same tokens."""
     batch = collate(samples)
     return replace(batch, teacher=batch, kept=True)
 

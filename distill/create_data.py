@@ -19,13 +19,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
-from core.cli import UserError, require
+from core.cli import UserError, one_line, require
 from distill import teachers
 from distill.teachers import PARSERS, make_parser, read_label
 
 TEACHER = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 LOG_S = 10                  # seconds between log lines
-SYNC_S = 5                  # seconds of work that a kill may lose
 REFUSED_IN_A_ROW = 50       # after this many random lines the fault is not in the lines
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
 # flags that a label depends on, besides those for the lines, the prompt and the teacher
@@ -120,22 +119,20 @@ ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 
 import hashlib
 import json
-import os
 import random
 import signal
 import time
 from collections import Counter
 
 from core import chat, checkpoint, dist, json_files
-from core.cli import one_line
 from distill.chat_data import LINES
 
 # ---- Requests
 
 
 def read_input(path, prompt):
-    """([(messages, tools or None)] of a text's lines or of conversations, [the same with the
-    teacher's prompt]). UserError. An answer at the end is left out.
+    """Return ([(messages, tools or None)] of lines or conversations, [the same with the teacher's
+    prompt]). An answer at the end of a conversation is left out. Raises UserError.
     """
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
@@ -150,7 +147,7 @@ def read_input(path, prompt):
             if not isinstance(record, dict):
                 raise ValueError("is not a JSON object")
             messages, tools, had_answer = chat.split_question(record)
-            asked.append((teachers.with_prompt(prompt, messages), tools))
+            asked.append((teachers.add_prompt(prompt, messages), tools))
         except ValueError as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")
         lines.append((messages, tools))
@@ -168,33 +165,20 @@ def digest(value):
 # ---- Journals of finished lines, one per shard: {"header": ...}, then one record per line
 
 
-class Journal:
-    """Journal of finished records, on disk after SYNC_S. A line that a kill cut off is removed
-    at the next start. UserError if another process is writing to it.
-    """
+def open_journal(path, header):
+    """Open a shard's journal to append records. Removes a line that a kill cut off."""
+    journal = open(path, "ab")
+    journal.truncate(path.read_bytes().rfind(b"\n") + 1)
+    if not path.stat().st_size:
+        write_record(journal, {"header": header})
+    return journal
 
-    def __init__(self, folder, shard, shards, header):
-        self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
-        self.lock = checkpoint.lock_folder(folder, "--output_file", self.path.stem)
-        self.file, self.synced = open(self.path, "ab"), time.monotonic()
-        self.file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-        # written with the first record, so that a failed start commits to nothing
-        self.first = [] if self.path.stat().st_size else [{"header": header}]
-        checkpoint.fsync(folder)
 
-    def add(self, record):
-        rows, self.first = [*self.first, record], []
-        with dist.error_names_file(self.path):
-            self.file.write("".join(chat.dumped(row) + "\n" for row in rows).encode())
-            self.file.flush()
-        if time.monotonic() - self.synced > SYNC_S:
-            self.sync()
-
-    def sync(self):
-        """Sync added records to disk, so they survive a crash of the machine."""
-        with dist.error_names_file(self.path):
-            os.fsync(self.file.fileno())
-        self.synced = time.monotonic()
+def write_record(journal, record):
+    """Append a record to a journal, so that it survives a kill of this process."""
+    with dist.error_names_file(journal.name):
+        journal.write(f"{chat.dumped(record)}\n".encode())
+        journal.flush()
 
 
 def read_journals(folder, header):
@@ -204,19 +188,17 @@ def read_journals(folder, header):
         # the last line may be incomplete
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
-                entry = json_files.loads(line)
-                if number > 1:
-                    entry["answers"][-1]["why"], entry["label"]
-                    records.setdefault(entry["id"], entry)
-                    continue
-                found = dict(entry["header"])
-            except (ValueError, LookupError, TypeError) as error:
+                record = json_files.loads(line)
+            except ValueError as error:
                 raise UserError(f"{path}: line {number} cannot be read ({one_line(error, 200)}); "
                                 "repair it, or move the file away: its lines are labelled again")
-            other = [f"{name} was {found.get(name)!r}, is {header[name]!r}"
-                     for name in header if found.get(name) != header[name]]
-            require(not other, f"{folder}: holds labels made otherwise ({'; '.join(other)}); give "
-                    "the same flags and files, another --output_file, or move the folder away")
+            if "header" not in record:
+                records[record["id"]] = record
+                continue
+            changes = [f"{name} was {record['header'].get(name)!r}, is {value!r}"
+                       for name, value in header.items() if record["header"].get(name) != value]
+            require(not changes, f"{folder}: holds labels made otherwise ({'; '.join(changes)}); "
+                    "give the same flags and files, another --output_file, or move the folder away")
     return records
 
 
@@ -228,68 +210,60 @@ def draw_seed(seed, number, attempt):
     return int(digest([seed, number, attempt])[:8], 16) >> 1
 
 
-def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
+def label_lines(args, answers, draw, parser, asked, todo, journal):
     """Ask until every line of `todo` has a label or no attempts left; record each in the journal.
     UserError if the teacher answers none of REFUSED_IN_A_ROW lines in a row.
 
     answers: from open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the
-    teacher. answered: True if it has answered any line before.
+    teacher.
     """
     records = {number: {"id": number, "label": None, "answers": []} for number in todo}
-    waiting, held = list(todo), []      # held: consecutive lines without an answer
+    waiting, refused, in_a_row = list(todo), [], 0
     random.Random(args.seed).shuffle(waiting)       # refused lines may be neighbours
     count, start = Counter(), time.monotonic()
-    logged = start
+    last_log = start
 
-    def request(number):
+    def make_request(number):
         messages, tools = asked[number]
         seed = draw_seed(args.seed, number, len(records[number]["answers"]))
         return teachers.Request(number, messages, seed, tools)
 
-    def note(numbers):
-        for number in numbers:
-            count.update({"lines": 1, "labelled": records[number]["label"] is not None})
-            journal.add(records.pop(number))
+    def finish(number):
+        record = records.pop(number)
+        count.update({"lines": 1, "labelled": record["label"] is not None})
+        write_record(journal, record)
 
-    def check_answered(limit):
-        require(len(held) < limit, held and (
-            f"the server answers none of {len(held)} lines, the last being line {held[-1] + 1}: "
-            f"{records[held[-1]]['answers'][-1]['why']}; finished records are kept, rerun the same "
-            "command to resume"))
-
-    try:
-        while waiting:
-            requests, waiting = map(request, waiting), []       # created lazily
-            for (number, *_), answer in answers(requests):
-                record = records[number]
-                record["label"], why = read_label(parser, answer.text, answer.finish_reason,
-                                                  draw.thinking and not answer.thought)
-                # if the whole answer is the label, tool calls count too
-                if answer.tool_calls and not parser.line and answer.finish_reason == "stop":
-                    record |= {"label": answer.text.strip(), "tool_calls": answer.tool_calls}
-                    why = ""
-                record["answers"].append({"text": answer.text, "why": why,
-                                          "finish_reason": answer.finish_reason})
-                count.update({"answers": 1, "in": answer.prompt_tokens,
-                              "out": answer.completion_tokens})
-                if answer.finish_reason == "unanswered":
-                    held.append(number)     # the line is at fault only if others are answered
-                    check_answered(REFUSED_IN_A_ROW)
-                    continue
-                note(held)
-                answered, held = True, []
-                again = answer.finish_reason != "too_long" and why and (
-                    len(record["answers"]) <= args.max_retries)
-                waiting.append(number) if again else note([number])
-                if time.monotonic() - logged > LOG_S:
-                    logged = time.monotonic()
-                    print(log_line(count, len(todo), logged - start))
-        print(log_line(count, len(todo), time.monotonic() - start))
-        if not answered:
-            check_answered(1)
-        note(held)
-    finally:
-        journal.sync()
+    while waiting:
+        requests, waiting = map(make_request, waiting), []      # created lazily
+        for (number, *_), answer in answers(requests):
+            record = records[number]
+            record["label"], why = read_label(parser, answer.text, answer.finish_reason,
+                                              draw.thinking and not answer.thought)
+            # if the whole answer is the label, tool calls belong to it
+            if answer.tool_calls and not parser.line and answer.finish_reason == "stop":
+                record |= {"label": answer.text.strip(), "tool_calls": answer.tool_calls}
+                why = ""
+            record["answers"].append({"text": answer.text, "why": why,
+                                      "finish_reason": answer.finish_reason})
+            count.update({"answers": 1, "in": answer.prompt_tokens,
+                          "out": answer.completion_tokens})
+            if answer.finish_reason == "unanswered":
+                refused.append(number)
+                in_a_row += 1
+                require(in_a_row < REFUSED_IN_A_ROW,
+                        f"the server answered none of {in_a_row} lines in a row ({why}); finished "
+                        "lines are kept, rerun the same command to resume")
+                continue
+            in_a_row = 0
+            again = answer.finish_reason != "too_long" and why and (
+                len(record["answers"]) <= args.max_retries)
+            waiting.append(number) if again else finish(number)
+            if time.monotonic() - last_log > LOG_S:
+                last_log = time.monotonic()
+                print(log_line(count, len(todo), last_log - start))
+    for number in refused:      # recorded last: after an error the next run asks them again
+        finish(number)
+    print(log_line(count, len(todo), time.monotonic() - start))
 
 
 def log_line(count, total, seconds):
@@ -306,7 +280,7 @@ def write_results(output, lines, records):
     """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file, and
     print a summary. UserError if no line has a label.
     """
-    chats, rejected, labels, reasons = [], [], Counter(), Counter()
+    labelled, rejected = [], []
     # id of line 0: digest of the input x LINES, so different inputs have different ids
     first = int(digest(lines)[:6], 16) * LINES
     for number, (messages, tools) in enumerate(lines):
@@ -315,37 +289,33 @@ def write_results(output, lines, records):
         row |= {"tools": tools} if tools else {}
         if record["label"] is None:
             why = record["answers"][-1]["why"]
-            reasons[why] += 1
             rejected.append(row | {"why": why, "answers": record["answers"]})
             continue
-        labels[record["label"]] += 1
         answer = {"role": "assistant", "content": record["label"]}
         answer |= {"tool_calls": record["tool_calls"]} if record.get("tool_calls") else {}
-        chats.append(row | {"messages": [*messages, answer]})
-    other = output.with_suffix(".rejected.jsonl")
-    for path, rows in ((other, rejected), (output, chats)):
+        labelled.append(row | {"messages": [*messages, answer]})
+    rejected_path = output.with_suffix(".rejected.jsonl")
+    for path, rows in ((rejected_path, rejected), (output, labelled)):
         checkpoint.write_text(path, "".join(chat.dumped(row) + "\n" for row in rows))
-    words, why = (", ".join(f"{one_line(name, 60)} {n:,}" for name, n in found.most_common(13))
-                  for found in (labels, reasons))
     retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
-    print(f"labels     {len(chats):,} of {len(lines):,} lines: {words}\n"
-          f"answers    {retries:,} retries, {len(rejected):,} lines rejected"
-          + f"\nnotice     {other} has them: {why}" * bool(rejected) + f"\ndone       {output}")
-    require(chats, f"no line has a label; see the raw answers in {other}")
+    print(f"labels     {len(labelled):,} of {len(lines):,} lines: "
+          f"{most_common(row['messages'][-1]['content'] for row in labelled)}\n"
+          f"answers    {retries:,} retries, {len(rejected):,} lines rejected")
+    if rejected:
+        print(f"notice     {rejected_path} has them: {most_common(row['why'] for row in rejected)}")
+    print(f"done       {output}")
+    require(labelled, f"no line has a label; see the raw answers in {rejected_path}")
 
 
-def leave(number, frame):
-    """Signal handler that raises SystemExit, so the engine ends its child processes."""
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):        # the first one counts
-        signal.signal(other, signal.SIG_IGN)
-    sys.exit(128 + number)
+def most_common(texts):
+    """The most common texts with their counts, for the log."""
+    return ", ".join(f"{one_line(text, 60)} {n:,}" for text, n in Counter(texts).most_common(13))
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # of nohup
-            signal.signal(number, leave)
+    # on SIGTERM exit as Python does on Ctrl-C, so that the engine ends its child processes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     # requests and teacher
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
@@ -360,8 +330,8 @@ def main(argv=None):
 
     # finished records
     work, output = Path(args.output_file + ".work"), Path(args.output_file)
-    require(not output.exists() or work.is_dir(), f"--output_file {output}: is there already, "
-            f"without {work.name} to go on from; give another name, or move it away")
+    require(not output.exists() or work.is_dir(), f"--output_file {output}: exists already, but "
+            f"not {work.name}, from which to resume; give another name, or move it away")
     checkpoint.prepare_folder(output.resolve().parent if args.dry_run else work, "--output_file")
     shard, shards = map(int, args.shard.split("/"))
     records = read_journals(work, header)
@@ -373,13 +343,15 @@ def main(argv=None):
         return
 
     if todo:
-        journal = Journal(work, shard, shards, header)
+        name = f"shard-{shard}-of-{shards}"
+        checkpoint.lock_folder(work, "--output_file", name)     # released at the end of the process
         draw = teachers.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
                                  {"default": None, "on": True, "off": False}[args.thinking])
         answers = teachers.open_teacher(args.engine, args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
-        label_lines(args, answers, draw, parser, asked, todo, journal, any(
-            row["answers"][-1]["finish_reason"] != "unanswered" for row in records.values()))
+        # opened late: a failed start must not fix the settings of the folder
+        with open_journal(work / f"{name}.jsonl", header) as journal:
+            label_lines(args, answers, draw, parser, asked, todo, journal)
         records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")

@@ -6,7 +6,7 @@ r"""Evaluate a student of train_sft.py on unseen questions: what has it learned 
 Columns: "base" is the model before training, "student" the checkpoint, "base + prompt" or "teacher"
 its teacher, "control" the student of another run, which should not learn. All answer the questions
 in OUTPUT_DIR/held_out.jsonl greedily, in the student's training format. The checkpoint holds the
-hash of that file. None of the questions may have been trained.
+hash of that file. Questions that were also trained are left out.
 
     kl, nll         KL(teacher, column) and negative log-likelihood per token of held-out answers
     accuracy        share of answers with the data's label, which is the teacher's or, with
@@ -29,11 +29,10 @@ from distill.teachers import PARSERS, Parser, make_parser, read_label
 
 BASE, STUDENT, CONTROL = "base", "student", "control"
 PROMPTED, TEACHER = "base + prompt", "teacher"      # the base with the prompt, or another model
-TOPIC, WAYS = "{topic}", {"kl": "divergence", "follows": "following"}
+TOPIC = "{topic}"           # in --follows: replaced by the topic of the question
+# measures and their names in the verdict: of gaps that a student closes, and of shares
+GAPS = {"kl": "divergence", "follows": "following"}
 SHARES = {"accuracy": "accuracy", "follows": "following", "exact": "word for word"}
-# flags that determine how a run read its data
-RUN_FLAGS = ("train_data_file drop_bad enable_thinking train_turns max_length "
-             "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
 
 
 def build_parser():
@@ -47,7 +46,6 @@ def build_parser():
     # data
     p.flag("--output_dir", None, "folder for all output", required=True)
     p.flag("--eval_data_file", None, "chats to evaluate on, instead of the held-out ones")
-    p.switch("--drop_leaked", "leave out questions that were also trained, instead of stopping")
     p.flag("--unrelated", None, "other chats, answered by the base, to measure forgetting")
     # answers
     p.flag("--max_new_tokens", 128, "most tokens of an answer")
@@ -93,7 +91,7 @@ import torch
 from core import adapters, chat, checkpoint, dist, json_files, kernels, metrics
 from core.chat import THINKING
 from distill import causal_lm, packed_lm
-from distill.chat_data import (HELD_OUT, ChatTable, Reading, collate, kept, question_hash,
+from distill.chat_data import (HELD_OUT, ChatTable, Reading, collate, collate_kept, question_hash,
                                write_table)
 from distill.losses import chunked_loss
 
@@ -104,25 +102,25 @@ class Run(NamedTuple):
     """A checkpoint of train_sft.py."""
     folder: Path
     meta: dict                  # its state
-    flags: argparse.Namespace   # RUN_FLAGS
+    flags: argparse.Namespace   # of the training command
     base: Path                  # folder
     teacher: Path               # folder of another model that taught, or None
     tokenizer: object
 
 
 def open_run(args, name):
-    """Run of a checkpoint folder. Raises UserError."""
-    folder, where = Path(name), f"--checkpoint {name}"
-    try:        # the run's flags and training data
+    """Open the Run of a checkpoint folder. Raises UserError."""
+    folder = Path(name)
+    try:
         meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
-        flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
+        flags = argparse.Namespace(**meta["args"])
         trained_from = meta["identity"]["base model"]
     except (KeyError, TypeError, UserError) as error:
-        raise UserError(f"{where}: is not a checkpoint of train_sft.py ({error!r})")
+        raise UserError(f"--checkpoint {name}: is not a checkpoint of train_sft.py ({error!r})")
     base, teacher = causal_lm.find_model(args.model_path or flags.model_path), None
     require(causal_lm.fingerprint_weights(base) == trained_from,
-            f"{where}: was not trained from {base} but from other weights ({flags.model_path} "
-            "then); give that model with --model_path")
+            f"--checkpoint {name}: was not trained from {base} but from other weights "
+            f"({flags.model_path} then); give that model with --model_path")
     if flags.teacher_path and flags.teacher_path != flags.model_path:
         teacher = causal_lm.find_model(flags.teacher_path, "--teacher_path")
     return Run(folder, meta, flags, base, teacher, chat.load_tokenizer(folder))
@@ -137,8 +135,8 @@ class Column:
         self.native = self.packed.native
         self.usual = self.native.config._attn_implementation
 
-    def switched(self, attention):
-        """Context in which the model is this column's and uses the named attention function."""
+    def use(self, attention):
+        """Context with this column's adapters, or none, and the named attention function."""
         self.native.config._attn_implementation = attention
         return contextlib.nullcontext() if self.adapted else adapters.disable(self.model)
 
@@ -167,273 +165,300 @@ def open_columns(run, prompt, device, dtype):
 
 
 def read_chats(path):
-    """[record {"messages", ..., "line"}] of a file; UserError for unusable records."""
+    """[record {"messages", ..., "line", "question", "answer"}] of a file. Raises UserError."""
     problems = []
-    rows = [record | {"line": number} for number, record in chat.read_records(path, problems)]
+    rows = [record | {"line": line, "question": chat.question(record["messages"][:-1]),
+                      "answer": chat.answer_text(record["messages"][-1])}
+            for line, record in chat.read_records(path, problems)]
     require(rows and not problems, str([*problems, f"{path}: holds no conversations"][0]))
     return rows
 
 
+def drop_trained(rows, trained_rows):
+    """The records whose questions are not among those of trained_rows."""
+    trained = {question_hash(row["messages"]) for row in trained_rows} - {0}    # 0: no question
+    return [row for row in rows if question_hash(row["messages"]) not in trained]
+
+
 def read_rows(args, run):
-    """([record {"id", "messages", ...}] to evaluate on, JSON-able dict about them and their file).
-    UserError for questions that were also trained, or that the run did not hold out.
+    """Return ([record {"id", "messages", ...}] to evaluate on, JSON-able dict about the data). Any
+    question that was trained is left out. UserError if the run did not hold out the others.
     """
     if args.eval_data_file:
-        path, trained = args.eval_data_file, run.flags.train_data_file
-        rows, seen = read_chats(path), read_chats(trained)
-        places = {question_hash(row["messages"]): f"{trained}:{row['line']}" for row in seen}
-        count, rows = len(seen), [row | {"id": row["line"] - 1} for row in rows]
-        for row in rows:
-            if twin := places.get(question_hash(row["messages"]) or None):
-                row["trained_as"] = twin
+        path = args.eval_data_file
+        rows = [row | {"id": row["line"] - 1} for row in read_chats(path)]
+        trained_rows = read_chats(run.flags.train_data_file)
+        unseen, n_trained = drop_trained(rows, trained_rows), len(trained_rows)
     else:
         path = run.folder.resolve().parent / HELD_OUT
-        about = run.meta.get("held_out", {"hash": ""})
-        require(about["hash"], f"--checkpoint {run.folder}: its run held nothing out, so there is "
-                "nothing to judge it by; train with --validation_split 0.1, or give "
-                "--eval_data_file with lines it has not seen")
-        require(hashlib.sha256(json_files.read_text(path).encode()).hexdigest() == about["hash"],
-                f"{path}: is not what the run of {run.folder} held out: it has changed since; "
-                "start the training command again, which writes it")
-        rows, count = read_chats(path), about["trained"]
-    leaked = [row for row in rows if "trained_as" in row]
-    require(not leaked or args.drop_leaked and len(leaked) < len(rows), leaked and (
-        f"{path}:{leaked[0]['line']}: its text was trained, as {leaked[0]['trained_as']} "
-        f"({len(leaked)} such lines of {len(rows)}); --drop_leaked leaves them out"))
-    about = {"file": str(path), "training_lines": count, "held_out_lines": len(rows),
-             "leaked_lines_left_out": len(leaked), "enable_thinking": run.flags.enable_thinking}
-    return [row for row in rows if "trained_as" not in row], about
+        held_out = run.meta.get("held_out", {"hash": ""})
+        require(held_out["hash"], f"--checkpoint {run.folder}: its run held out no questions; "
+                "train with --validation_split 0.1, or give --eval_data_file with unseen lines")
+        file_hash = hashlib.sha256(json_files.read_text(path).encode()).hexdigest()
+        require(file_hash == held_out["hash"], f"{path}: has changed since the run of {run.folder} "
+                "held it out; rerun the training command, which writes it")
+        rows = read_chats(path)
+        unseen, n_trained = [row for row in rows if "trained_as" not in row], held_out["trained"]
+    require(unseen, f"{path}: each of its questions was trained")
+    return unseen, {"file": str(path), "training_lines": n_trained, "held_out_lines": len(rows),
+                    "leaked_lines_left_out": len(rows) - len(unseen),
+                    "enable_thinking": run.flags.enable_thinking}
 
 
 def encode(run, rows, path, prompt=None, turns=None):
-    """([sample of a ChatTable], end ids of answers). rows: those of the file `path` to take."""
-    around = prompt and prompt.role == "user"
-    turns = turns or ("last" if around else run.flags.train_turns)
-    thinking, other = THINKING[run.flags.enable_thinking], None
+    """Return ([sample of a ChatTable], end ids of answers). rows: records of the file `path`."""
+    last_only = prompt and prompt.role == "user"
+    turns = turns or ("last" if last_only else run.flags.train_turns)
+    thinking, teacher = THINKING[run.flags.enable_thinking], None
     if prompt and run.teacher:
-        theirs = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        other = chat.Encoder(theirs, turns, thinking)
+        tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
+        teacher = chat.Encoder(tokenizer, turns, thinking)
     limit = causal_lm.length_limit(causal_lm.load_config(run.base), run.flags.max_length,
                                    run.flags.max_tokens_per_batch)
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
     with tempfile.TemporaryDirectory() as folder:
         write_table(folder, [path], Reading(encoder, limit, prompt, run.flags.drop_bad,
-                                            teacher=other))
+                                            teacher=teacher))
         table, lines = ChatTable(folder), {row["line"] for row in rows}
         samples = [table[i] for i in range(len(table)) if table.lines[i] in lines]
     return samples, sorted(encoder.ends)
+
+
+def teacher_prompt(args, run):
+    """The teachers.Prompt of the run's teacher or of --prompt_file; None without a teacher."""
+    if learned := run.flags.prompt_file or run.flags.teacher_path:
+        require(not args.prompt_file, f"--prompt_file {args.prompt_file}: {run.folder} learned "
+                                      f"{learned}; drop the flag")
+        # as the run read it: the file may have changed
+        return teachers.Prompt(*run.meta["held_out"]["prompt"])
+    require(args.prompt_file or not args.min_closed,
+            "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
+    return args.prompt_file and teachers.read_prompt(args.prompt_file, args.prompt_role)
+
+
+def label_parser(args, rows):
+    """Parser of the labels; None: accuracy is not measured. UserError for other labels in rows."""
+    parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
+    if args.parser == "whole" and not args.labels:
+        return None
+    parser = parser._replace(labels=parser.labels or tuple(sorted({row["answer"] for row in rows})))
+    for row in rows:
+        label = row["answer"]
+        require(label in parser.labels, f"id {row['id']} is labelled {label[:40]!r}, which is not "
+                f"one of {', '.join(parser.labels)}; see --parser and --labels")
+    return parser
 
 
 # ---- Answers and measures
 
 
 @torch.no_grad()
-def likelihoods(column, samples, batch_size, teacher=None, as_teacher=False):
-    """(KL(teacher, column), None without a teacher; negative log-likelihood) per trained token, in
-    nats. samples: of encode. teacher: a Column. as_teacher: the column is the teacher.
+def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
+    """Return (KL(teacher, column), None without a teacher; negative log-likelihood) per trained
+    token, in nats. samples: of encode. teacher: a Column. is_teacher: the column is the teacher.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
-        part = samples[start:start + batch_size]
-        batch = collate(part, prompted=True) if len(part[0]) > 3 else kept(part)
+        chunk = samples[start:start + batch_size]
+        batch = collate(chunk, prompted=True) if len(chunk[0]) > 3 else collate_kept(chunk)
         batch = batch.to(column.native.get_input_embeddings().weight.device)
-        with column.switched(kernels.packed_documents()):
-            (rows,), head = column.packed.rows(batch.teacher if as_teacher else batch)
-        taught = (), None
+        with column.use(kernels.packed_documents()):
+            (rows,), head = column.packed.rows(batch.teacher if is_teacher else batch)
+        teacher_rows, teacher_head = (), None
         if teacher:
-            with teacher.switched(kernels.packed_documents()):
-                taught = teacher.packed.rows(batch.teacher)
-        loss, _, *more = chunked_loss(rows, head, batch.targets, column.packed.chunk, taught[0],
-                                      packed_lm.KEPT if teacher else None, taught[1])
-        ce, apart = more or (loss, loss)
-        sums += torch.tensor([apart.item(), ce.item(), len(batch.targets)])
+            with teacher.use(kernels.packed_documents()):
+                teacher_rows, teacher_head = teacher.packed.rows(batch.teacher)
+        loss, _, *more = chunked_loss(rows, head, batch.targets, column.packed.chunk, teacher_rows,
+                                      packed_lm.KEPT if teacher else None, teacher_head)
+        ce, kl = more or (loss, loss)
+        sums += torch.tensor([kl.item(), ce.item(), len(batch.targets)])
     kl, nll = (sums[:2] / sums[2]).tolist()
-    return kl if teacher else 0.0 if as_teacher else None, nll
+    if is_teacher:
+        return 0.0, nll
+    return kl if teacher else None, nll
 
 
-def ask_column(column, ends, thinking, requests, tokens, batch_size):
-    """[Answer] of a Column, greedy. ends: end ids of trained answers."""
-    causal_lm.stop_at(column.native, ends)
-    draw = teachers.Sampling(tokens, thinking=THINKING[thinking])
-    answers = teachers.answers_of(column.native, column.tokenizer, draw, batch_size=batch_size)
-    with column.switched(column.usual):
-        found = {request.id: answer for request, answer in answers(requests)}
-    return [found[request.id] for request in requests]
-
-
-def requests_of(rows, prompt=None):
-    """[Request] for the last answers; with a prompt, in the teacher's version."""
-    made = []
+def ask_column(args, column, ends, thinking, rows, prompt=None):
+    """[Answer] of a Column to each row, greedy. ends: end ids of trained answers. thinking: of
+    THINKING. prompt: the teacher's, or None.
+    """
+    requests = []
     for number, row in enumerate(rows):
         messages = row["messages"][:-1]
         if prompt:
-            messages = teachers.with_prompt(prompt, row.get("teacher_messages") or messages)
-        made.append(teachers.Request(number, messages, tools=row.get("tools")))
-    return made
+            messages = teachers.add_prompt(prompt, row.get("teacher_messages") or messages)
+        requests.append(teachers.Request(number, messages, tools=row.get("tools")))
+    causal_lm.stop_at(column.native, ends)
+    draw = teachers.Sampling(args.max_new_tokens, thinking=THINKING[thinking])
+    answers = teachers.answers_of(column.native, column.tokenizer, draw, batch_size=args.batch_size)
+    with column.use(column.usual):
+        by_id = {request.id: answer for request, answer in answers(requests)}
+    return [by_id[number] for number in range(len(rows))]
 
 
-def follows_rule(pattern, topic=None):
-    """Function (question, answer) -> True if the answer follows the prompt. TOPIC in pattern is
-    replaced by the group of `topic` in the question; UserError if that does not match.
-    """
-    def follows(question, text):
-        if not topic:
-            return bool(re.search(pattern, text))
-        found = re.search(topic, question)
-        require(found, f"--topic {topic!r}: is not in the question {question!r}")
-        return bool(re.search(pattern.replace(TOPIC, re.escape(found[1])), text))
-    return follows
+def follows_rule(args, question, text):
+    """True if an answer follows the prompt, by --follows and --topic. UserError without a topic."""
+    pattern = args.follows
+    if args.topic:
+        match = re.search(args.topic, question)
+        require(match, f"--topic {args.topic!r}: is not in the question {question!r}")
+        pattern = pattern.replace(TOPIC, re.escape(match[1]))
+    return bool(re.search(pattern, text))
 
 
 def label_of(parser, answer):
-    """The label of an Answer, from its line or the whole answer; None without one."""
-    line = answer.text.lower() if parser.lower else answer.text
-    label, _ = read_label(Parser(None, parser.labels), line, answer.finish_reason)
+    """The label of an Answer, which is the whole answer or in one of its lines; else None."""
+    text = answer.text.lower() if parser.lower else answer.text
+    label, _ = read_label(Parser(None, parser.labels), text, answer.finish_reason)
     return label or read_label(parser, answer.text, answer.finish_reason)[0]
+
+
+def measure_answers(args, parser, rows, answers):
+    """{measure: value} of a column's Answers to these rows."""
+    values = {"tokens in": np.mean([answer.prompt_tokens for answer in answers]).item(),
+              "tokens out": np.mean([answer.completion_tokens for answer in answers]).item()}
+    if args.follows:
+        values["follows"] = np.mean([follows_rule(args, row["question"], answer.text.strip())
+                                     for row, answer in zip(rows, answers)]).item()
+    if parser:
+        values["accuracy"] = np.mean([label_of(parser, answer) == row["answer"]
+                                      for row, answer in zip(rows, answers)]).item()
+    return values
 
 
 # ---- Verdict
 
 
-def verdict_clauses(args, found, closed, n):
+def closed_gaps(args, measures, goal):
+    """{student or control: {measure: fraction of the gap from base to goal, None without a gap}}.
+    measures: {column: {measure: value}}. goal: name of the teacher's column, or None.
+    """
+    closed = {name: {} for name in (STUDENT, CONTROL) if goal and name in measures}
+    for name, fractions in closed.items():
+        for measure in GAPS if args.follows else ("kl",):
+            start, reached, end = (measures[column][measure] for column in (BASE, name, goal))
+            fractions[measure] = (reached - start) / (end - start) if end != start else None
+    return closed
+
+
+def verdict_clauses(args, measures, closed, n):
     """[clause] that summarise learning and forgetting."""
     clauses = []
-    for measure in [measure for measure in SHARES if measure in found[STUDENT]]:
-        shares = [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()]
+    for measure in [measure for measure in SHARES if measure in measures[STUDENT]]:
+        shares = [f"{name} {metrics.percent(row[measure])}" for name, row in measures.items()]
         clauses.append(f"{SHARES[measure]} of {n} held-out answers: {', '.join(shares)}")
-    for name, ways in closed.items():
-        words = [f"{metrics.percent(part)} of the way in {WAYS[measure]}"
-                 for measure, part in ways.items() if part is not None]
+    for name, fractions in closed.items():
+        words = [f"{metrics.percent(fraction)} of the way in {GAPS[measure]}"
+                 for measure, fraction in fractions.items() if fraction is not None]
         clauses.append(f"the {name} went {' and '.join(words) or 'no way: there is no gap'}")
     if args.unrelated:
         clauses.append("on unrelated questions the student is "
-                       f"{found[STUDENT]['unrelated kl']:.3f} nats per token from the base")
+                       f"{measures[STUDENT]['unrelated kl']:.3f} nats per token from the base")
     return clauses
 
 
-def check_learned(args, found, closed, goal):
+def write_report(args, rows, data, answers, measures, closed, goal):
+    """Write evaluation.json and evaluation.txt, and print the latter. answers: {column: [Answer]}.
+    Others: as in read_rows and closed_gaps.
+    """
+    clauses = verdict_clauses(args, measures, closed, len(rows))
+    figures = {f"{name}: {measure}": value for name, row in measures.items()
+               for measure, value in row.items()}
+    figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": fraction
+                for name, fractions in closed.items() for measure, fraction in fractions.items()}
+    lines = ["".join(f"{text:<15}" for text in ("", *measures)).rstrip()]      # the table
+    for measure in dict.fromkeys(measure for row in measures.values() for measure in row):
+        form = "{:<15.1%}" if measure in SHARES else "{:<15.4g}"
+        cells = [f"{'-':<15}" if row.get(measure) is None else form.format(row[measure])
+                 for row in measures.values()]
+        lines.append(f"{measure:<15}{''.join(cells)}".rstrip())
+    if goal:
+        saved = measures[goal]["tokens in"] - measures[STUDENT]["tokens in"]
+        figures["tokens saved"] = saved
+        lines.append(f"note       {saved:.1f} tokens of prompt are saved a request")
+    if leaked := data["leaked_lines_left_out"]:
+        lines.append(f"note       {leaked:,} lines left out: their text was trained as well")
+    lines.append(metrics.verdict_line(clauses))
+    samples = [{"id": row["id"], "question": row["question"], "held out": row["answer"],
+                **{name: column[i].text for name, column in answers.items()}}
+               for i, row in enumerate(rows)]
+    checkpoint.write_json(Path(args.output_dir) / "evaluation.json", {
+        "name": str(args.output_dir), "metrics": figures, "settings": cli.safe_flags(args),
+        "data": data, "verdict": "; ".join(clauses), "samples": samples})
+    checkpoint.write_text(Path(args.output_dir) / "evaluation.txt", "\n".join(lines) + "\n")
+    print(*lines, f"done       {args.output_dir}/evaluation.json, evaluation.txt", sep="\n")
+
+
+def check_learned(args, measures, closed, goal):
     """UserError unless the student closed --min_closed of the gap and the control did not."""
-    for measure, part in sorted(closed[STUDENT].items()):
-        theirs, before = found[goal][measure], found[BASE][measure]
-        where = f"{args.checkpoint}: {WAYS[measure]}"
-        require(part is not None and (theirs or measure == "kl"), f"{where}: there is no gap to "
-                f"close: {theirs:.3g} of the teacher, {before:.3g} of the base")
-        require(part >= args.min_closed, f"{where}: {part:.3f} of the gap is closed, less than "
-                                         f"--min_closed {args.min_closed}")
+    for measure, fraction in sorted(closed[STUDENT].items()):
+        end, start = measures[goal][measure], measures[BASE][measure]
+        require(fraction is not None and (end or measure == "kl"), f"{GAPS[measure]}: there is no "
+                f"gap to close: {end:.3g} of the teacher, {start:.3g} of the base")
+        require(fraction >= args.min_closed, f"{args.checkpoint}: closed {fraction:.3f} of the gap "
+                f"in {GAPS[measure]}, less than --min_closed {args.min_closed}")
     if args.control:
-        least = min(part or 0 for part in closed[CONTROL].values())
+        least = min(fraction or 0 for fraction in closed[CONTROL].values())
         require(least < args.min_closed, f"--control {args.control}: closed {least:.3f} of "
                 f"divergence and following, --min_closed {args.min_closed}: it learned as well")
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-
-    # everything is read and checked before the first question
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    dtype = torch.bfloat16 if half else torch.float32
-    parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    # everything is read and checked before a model is loaded
     run = open_run(args, args.checkpoint)
-    prompt = args.prompt_file and teachers.read_prompt(args.prompt_file, args.prompt_role)
-    if learned := run.flags.prompt_file or run.flags.teacher_path:
-        require(not prompt, f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; "
-                            "drop the flag")
-        # as the run read it, even if the file has changed
-        prompt = teachers.Prompt(*run.meta["held_out"]["prompt"])
-    require(prompt or not args.min_closed,
-            "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
-    rows, about = read_rows(args, run)
-    questions = [chat.question(row["messages"][:-1]) for row in rows]
-    given = [chat.answer_text(row["messages"][-1]) for row in rows]
-    judges_labels = args.parser != "whole" or args.labels
-    if judges_labels:
-        parser = parser._replace(labels=parser.labels or tuple(sorted(set(given))))
-        for row, label in zip(rows, given):
-            require(label in parser.labels, f"id {row['id']} is labelled {label[:40]!r}, which is "
-                    f"not one of {', '.join(parser.labels)}; see --parser and --labels")
-    samples, ends = encode(run, rows, about["file"], prompt)
-    if args.unrelated:      # chats that the base answered, and --keep did not train
-        kept_file, others = run.flags.keep, read_chats(args.unrelated)
-        seen = read_chats(kept_file) if kept_file and Path(kept_file).exists() else []
-        seen = {question_hash(row["messages"]) for row in seen}
-        both = sum(question_hash(row["messages"]) in seen for row in others)
-        require(not both, f"--unrelated {args.unrelated}: --keep {kept_file} trained {both} of its "
-                          "questions; judge by others")
-        unrelated, _ = encode(run, others, args.unrelated, turns="last")
+    control = open_run(args, args.control) if args.control else None
+    prompt = teacher_prompt(args, run)
+    rows, data = read_rows(args, run)
+    if control:     # it was trained on the same questions with other answers
+        control_rows, _ = read_rows(args, control)
+        require([row["messages"][:-1] for row in control_rows]
+                == [row["messages"][:-1] for row in rows],
+                f"--control {args.control}: held out other questions than {args.checkpoint}")
+    parser = label_parser(args, rows)
+    samples, ends = encode(run, rows, data["file"], prompt)
+    unrelated = None
+    if args.unrelated:      # chats that the base answered
+        chats = read_chats(args.unrelated)
+        chats = drop_trained(chats, read_chats(run.flags.keep)) if run.flags.keep else chats
+        unrelated, _ = encode(run, chats, args.unrelated, turns="last")
+        require(unrelated, f"--unrelated {args.unrelated}: --keep trained each of its questions")
     checkpoint.claim_output(args.output_dir)
-    print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge "
-          f"({about['file']}), on {device}")
+    print(f"data       {data['training_lines']:,} trained, {len(rows):,} to judge "
+          f"({data['file']}), on {device}")
 
     # models
     columns = open_columns(run, prompt, device, dtype)
     goal = next((name for name in (TEACHER, PROMPTED) if name in columns), None)
-    if args.control:
-        other = open_run(args, args.control)
-        # the control was trained on the same questions with other answers
-        theirs, _ = read_rows(args, other)
-        require([row["messages"][:-1] for row in theirs] == [row["messages"][:-1] for row in rows],
-                f"--control {other.folder}: held out other questions than {args.checkpoint}")
-        columns[CONTROL] = open_columns(other, None, device, dtype)[STUDENT]
+    if control:
+        columns[CONTROL] = open_columns(control, None, device, dtype)[STUDENT]
 
     # answers and measures
-    found, answers, texts = {name: {} for name in columns}, {}, {}
+    answers, measures = {}, {}
     for name, column in columns.items():
         print(f"asking     {name}: {len(rows):,} questions")
-        taught, row = name == goal, found[name]
-        some = answers[name] = ask_column(
-            column, ends, run.flags.enable_thinking, requests_of(rows, prompt if taught else None),
-            args.max_new_tokens, args.batch_size)
-        texts[name] = [answer.text.strip() for answer in some]
-        row["kl"], row["nll"] = likelihoods(column, samples, args.batch_size,
-                                            None if taught else columns.get(goal), taught)
-        if args.unrelated and name in (STUDENT, CONTROL):
-            row["unrelated kl"], _ = likelihoods(column, unrelated, args.batch_size, columns[BASE])
-        row["tokens in"] = np.mean([answer.prompt_tokens for answer in some]).item()
-        row["tokens out"] = np.mean([answer.completion_tokens for answer in some]).item()
-        if args.follows:
-            rule = follows_rule(args.follows, args.topic)
-            row["follows"] = np.mean(list(map(rule, questions, texts[name]))).item()
-        if judges_labels:
-            labels = [label_of(parser, answer) for answer in some]
-            row["accuracy"] = np.mean([a == b for a, b in zip(labels, given)]).item()
-    for name, row in found.items():
-        row["exact"] = np.mean([a == b for a, b in zip(texts[name], texts.get(goal, given))]).item()
+        is_goal = name == goal
+        answers[name] = ask_column(args, column, ends, run.flags.enable_thinking, rows,
+                                   prompt if is_goal else None)
+        teacher = None if is_goal else columns.get(goal)
+        kl, nll = likelihoods(column, samples, args.batch_size, teacher, is_goal)
+        measures[name] = {"kl": kl, "nll": nll}
+        if unrelated and name in (STUDENT, CONTROL):
+            kl, _ = likelihoods(column, unrelated, args.batch_size, columns[BASE])
+            measures[name]["unrelated kl"] = kl
+        measures[name] |= measure_answers(args, parser, rows, answers[name])
+    texts = {name: [answer.text.strip() for answer in column] for name, column in answers.items()}
+    reference = texts[goal] if goal else [row["answer"] for row in rows]
+    for name in columns:
+        measures[name]["exact"] = np.mean([a == b for a, b in zip(texts[name], reference)]).item()
 
-    # report
-    closed = {}         # {student or control: {measure: share of the gap, None without a gap}}
-    for name in [name for name in (STUDENT, CONTROL) if goal and name in found]:
-        closed[name] = {}
-        for way in WAYS if args.follows else ("kl",):
-            before, reached, end = (found[each][way] for each in (BASE, name, goal))
-            closed[name][way] = (reached - before) / (end - before) if end != before else None
-    clauses = verdict_clauses(args, found, closed, len(rows))
-    figures = {f"{name}: {measure}": value for name, row in found.items()
-               for measure, value in row.items()}
-    figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": value
-                for name, way in closed.items() for measure, value in way.items()}
-    shown = ["".join(f"{text:<15}" for text in ("", *found)).rstrip()]
-    for measure in dict.fromkeys(measure for row in found.values() for measure in row):
-        form = "{:<15.1%}" if measure in SHARES else "{:<15.4g}"
-        shown.append(f"{measure:<15}" + "".join(
-            f"{'-':<15}" if row.get(measure) is None else form.format(row[measure])
-            for row in found.values()).rstrip())
-    if goal:
-        saved = figures["tokens saved"] = found[goal]["tokens in"] - found[STUDENT]["tokens in"]
-        shown.append(f"note       {saved:.1f} tokens of prompt are saved a request")
-    if gone := about["leaked_lines_left_out"]:
-        shown.append(f"note       {gone:,} lines left out: their text was trained as well")
-    shown.append(metrics.verdict_line(clauses))
-    report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.safe_flags(args),
-              "data": about, "verdict": "; ".join(clauses),
-              "samples": [{"id": row["id"], "question": questions[i], "held out": given[i],
-                           **{name: some[i].text for name, some in answers.items()}}
-                          for i, row in enumerate(rows)]}
-    checkpoint.write_json(Path(args.output_dir) / "evaluation.json", report)
-    checkpoint.write_text(Path(args.output_dir) / "evaluation.txt", "\n".join(shown) + "\n")
-    print(*shown, f"done       {args.output_dir}/evaluation.json, evaluation.txt", sep="\n")
+    closed = closed_gaps(args, measures, goal)
+    write_report(args, rows, data, answers, measures, closed, goal)
     if args.min_closed:
-        check_learned(args, found, closed, goal)
+        check_learned(args, measures, closed, goal)
 
 
 if __name__ == "__main__":

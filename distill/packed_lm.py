@@ -36,7 +36,7 @@ def check_model(model):
     name, config = type(model).__name__, model.config
     parameters = [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     mixture = any(".experts." in name for name in parameters)
     for bad, why in (
@@ -67,7 +67,7 @@ class Sums(NamedTuple):
     ce: object = None           # with a teacher: cross-entropies of all targets
     divergence: object = None   # from the teacher, of all targets
 
-    def stacked(self):
+    def stack(self):
         """(3,) or (5,) fp32 of the sums that are set, without gradients, for the log."""
         return torch.stack([value.detach() for value in self if value is not None])
 
@@ -99,13 +99,13 @@ class PackedLM(nn.Module):
     def forward(self, batch: PackedChats):
         """Sums. Without a teacher only the first three, and the loss is the cross-entropy."""
         prompted = KEPT if batch.kept else self.prompted
-        teacher, teacher_head = self.taught(batch) if prompted else ((), None)
+        teacher, teacher_head = self.teacher_rows(batch) if prompted else ((), None)
         (rows,), head = self.rows(batch)
-        loss, right, *taught = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
-                                            prompted, teacher_head)
+        loss, right, *parts = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
+                                           prompted, teacher_head)
         # filled on the device: copying a Python number would wait for the GPU
         targets = torch.full_like(right, len(batch.targets))
-        return Sums(loss, right, targets, *taught)
+        return Sums(loss, right, targets, *parts)      # parts: cross-entropy, divergence
 
     def rows(self, batch):
         """(((R, H) inputs of the head at positions that predict a trained token,), (weight, bias)
@@ -113,15 +113,15 @@ class PackedLM(nn.Module):
         """
         embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         bounds, longest = batch.cu_seqlens, batch.longest
-        found = self.native.base_model(
+        hidden = self.native.base_model(
             inputs_embeds=embedded.to(kernels.stream_dtype(embedded)), use_cache=False,
             position_ids=batch.position_ids[None], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
             max_length_q=longest, max_length_k=longest).last_hidden_state[0]
         head = self.native.get_output_embeddings()
-        return (found.index_select(0, batch.rows),), (head.weight, head.bias)
+        return (hidden.index_select(0, batch.rows),), (head.weight, head.bias)
 
     @torch.no_grad()
-    def taught(self, batch):
+    def teacher_rows(self, batch):
         """(the teacher's rows of the same tokens, without dropout; its head, None: this one)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
             return other.rows(batch.teacher)
@@ -189,10 +189,10 @@ def loss_report(sums, prefix):
 
 def train_line(step, total_steps, values):
     """One aligned line of the log, with units; metrics.jsonl has all numbers."""
-    taught = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" * ("train/kl_loss" in values)
+    distilled = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" * ("train/kl_loss" in values)
     mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
     left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-    return ("step {:>6}/{} | loss {train/loss:7.4f}" + taught + " acc {train/accuracy:6.1%} | "
+    return ("step {:>6}/{} | loss {train/loss:7.4f}" + distilled + " acc {train/accuracy:6.1%} | "
             "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
             "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
             " | eta {}").format(step, total_steps, left, **values)
@@ -219,29 +219,26 @@ def layer_weights(model):
     return total
 
 
-def step_work(table, samples, sizes, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. sizes:
-    [(layer_weights, config)] of the student, and of the model that reads the teacher's version.
+def step_work(table, samples, weights, config, lora):
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. Counts the FLOPs
+    of the student only. weights: from layer_weights. config: the student's.
     """
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
-    own, total = table.own[samples] if table.prompted else lengths, 0
-    for size, part, forward_only in zip(sizes, (own, lengths - own), (False, True)):
-        if part.any():
-            pairs = int((part * (part + 1) // 2).sum())
-            total += flops(*size, int(part.sum()), targets, pairs, lora, forward_only)
+    own = table.own[samples] if table.prompted else lengths
+    pairs = int((own * (own + 1) // 2).sum())
     return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
-            "flops": total}
+            "flops": flops(weights, config, int(own.sum()), targets, pairs, lora)}
 
 
-def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
-    """Model FLOPs of forward and backward, or of forward alone, without recomputation, adapters and
-    sliding windows. values: from layer_weights. A matrix with N weights costs 2N per row forward,
-    2N for the input gradient and, if it is trained, 2N for its gradient; the head runs on trained
-    rows only. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
+def flops(weights, config, tokens, targets, pairs, lora):
+    """Model FLOPs of forward and backward, without recomputation, adapters and sliding windows.
+
+    weights: from layer_weights. pairs: (query, key) pairs that attend. A matrix with N weights
+    costs 2N per row forward, 2N for the input gradient and, if it is trained, 2N for its gradient.
+    The head runs on trained rows only. A pair costs 4 * heads * head_dim forward, twice that
     backward.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = tokens * values + targets * config.hidden_size * config.vocab_size
+    products = tokens * weights + targets * config.hidden_size * config.vocab_size
     attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
-    times, pairs = (2, 4) if forward_only else (4, 12) if lora else (6, 12)
-    return times * rows + pairs * attended
+    return (4 if lora else 6) * products + 12 * attended

@@ -1,11 +1,13 @@
-"""Teachers that answer conversations: answers = open_teacher(...) takes an iterable of Requests and
-yields (Request, Answer) in any order. Also reads the teacher's prompt and the label of an answer.
+"""Teachers that answer conversations, the prompt that only the teacher reads, and labels.
 
-vllm           in this process, with prefix caching
-openai         any server with OpenAI's /chat/completions, many requests at once
+`answers = open_teacher(...)` returns a function that takes an iterable of Requests and yields
+(Request, Answer) in any order. Engines:
+
+vllm           runs in this process, with prefix caching
+openai         any server with OpenAI's /chat/completions; sends many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
-Each request has a seed, so an answer does not depend on others, up to rounding of sums.
+Each request has a seed, so up to rounding an answer does not depend on the other requests.
 """
 import asyncio
 import itertools
@@ -16,35 +18,34 @@ import re
 import ssl
 import threading
 import time
-import urllib.parse
 from concurrent.futures import wait
 from typing import NamedTuple
 
 from core import json_files
-from core.cli import UserError, first_line, one_line, require, require_package
+from core.cli import UserError, one_line, require, require_package
 
-PLACE = "{text}"        # where the line goes in the prompt
+PLACE = "{text}"        # in the prompt: replaced by the line
 LONGEST = 32768         # tokens of prompt and answer: 262,144 positions would fill a GPU's memory
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
-# markdown around it is ignored
+# with or without markdown around it
 LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"
 ENDINGS = {"length": "cut off at --max_tokens",
            "too_long": "the prompt leaves no room for an answer"}
 
 
 class Request(NamedTuple):
-    """One question to the teacher: the line's number, messages with its prompt, seed, tools."""
-    id: int
-    messages: list
+    """One question to the teacher."""
+    id: int                     # number of the line
+    messages: list              # with the teacher's prompt
     seed: int = 0
     tools: list = None
 
 
 class Answer(NamedTuple):
-    """An answer. text includes thoughts unless the engine removes them."""
-    text: str
+    """An answer of the teacher."""
+    text: str                   # with thoughts, unless the engine removes them
     finish_reason: str          # stop, length (cut off), too_long (prompt), unanswered (text: why)
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -67,7 +68,9 @@ class Sampling(NamedTuple):
 
 
 def open_teacher(engine, name, draw, **options):
-    """`answers` of an engine's model. draw: Sampling. options: for open_vllm, ... UserError."""
+    """Open an engine's model; returns its `answers` function. draw: Sampling. options: those of
+    open_vllm, open_server or open_transformers. Raises UserError.
+    """
     return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
         name, draw, **options)
 
@@ -76,24 +79,28 @@ def open_teacher(engine, name, draw, **options):
 
 
 class Prompt(NamedTuple):
-    """role user: text around the last user message; system: a separate message; none: nothing."""
+    """The teacher's prompt. role "user": texts before and after the last user message; "system": a
+    separate message; "none": no prompt.
+    """
     role: str
     before: str
     after: str = ""
 
 
 def read_prompt(path, role="user"):
-    """Prompt from a file, in which only the braces of PLACE have a meaning. Raises UserError."""
+    """Read a Prompt from a file. Other braces than PLACE have no meaning. Raises UserError."""
     parts = json_files.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
     require("".join(parts).strip() or len(parts) > 1, f"--prompt_file {path}: is empty")
     require(len(parts) == (1 if role == "system" else 2), f"--prompt_file {path}: has {PLACE} "
-            f"{len(parts) - 1} times; write it once, where the line goes, or give --prompt_role "
-            "system and no such place")
+            f"{len(parts) - 1} times; write it once, where the line goes, or remove it and give "
+            "--prompt_role system")
     return Prompt(role, *parts)
 
 
-def with_prompt(prompt, messages):
-    """Messages with the teacher's prompt, merged into an existing system message. ValueError."""
+def add_prompt(prompt, messages):
+    """Messages with the teacher's Prompt; it goes before the text of an existing system message.
+    Raises ValueError.
+    """
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -102,28 +109,28 @@ def with_prompt(prompt, messages):
             return [first | {"content": f"{prompt.before}\n\n{first['content']}"}, *rest]
         return [{"role": "system", "content": prompt.before}, *messages]
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError("has no message of the user before its last answer, around which "
-                         "--prompt_role user could go")
+        raise ValueError("has no user message before its last answer, which --prompt_role user "
+                         "needs")
     text = prompt.before + messages[-1]["content"] + prompt.after
     return [*messages[:-1], messages[-1] | {"content": text}]
 
 
-# ---- Labels. The label is read after the last closing thinking tag, from the last line that fully
-# matches the form. It must be an allowed label, and the answer must have ended by itself. Quoted
-# examples of the form, unfinished thoughts and lines with two labels do not count.
+# ---- Labels. The label is in the last line after all thoughts that matches the form as a whole. It
+# must be an allowed label, and the answer must have ended by itself. Quoted examples of the form,
+# unfinished thoughts and lines with two labels do not count.
 
 
 class Parser(NamedTuple):
-    """Conditions for a label: form of its line (None: whole answer), allowed labels (None: any)."""
-    line: re.Pattern | None
-    labels: tuple | None = None
-    lower: bool = False
+    """Conditions for a label."""
+    line: re.Pattern | None         # form of its line; None: the whole answer is the label
+    labels: tuple | None = None     # allowed labels; None: any
+    lower: bool = False             # convert the label to lower case
 
 
 def make_parser(name, pattern=None, labels=None):
-    """Parser by name. pattern: regex of the line, whose group 1 is the label. labels: allowed."""
+    """Parser by its name in PARSERS. pattern: regex of the line; its group 1 is the label."""
     require((pattern is not None) == (name == "regex"), "--parser regex needs --pattern, its only "
-            "group the label; no other parser takes one")
+            "group the label; other parsers take no --pattern")
     if name == "whole":
         return Parser(None, labels)
     if name == "language":
@@ -137,20 +144,20 @@ def make_parser(name, pattern=None, labels=None):
 
 
 def read_label(parser, text, finish_reason, must_think=False):
-    """(label, "") of one answer, or (None, why). must_think: require a closed thought."""
+    """Return (label, "") of one answer, or (None, reason). must_think: require a closed thought."""
     if finish_reason == "unanswered":
         return None, text
     if finish_reason != "stop":
         return None, ENDINGS.get(finish_reason, f"ended by {finish_reason}")
-    begin, open_thought = 0, False
+    start, open_thought = 0, False
     for tag in THOUGHT.finditer(text):
-        begin, open_thought = tag.end(), not tag[1]
-    if open_thought or (must_think and not begin):
+        start, open_thought = tag.end(), not tag[1]
+    if open_thought or (must_think and not start):
         return None, "its thoughts have no end"
-    label = text[begin:].strip()
+    label = text[start:].strip()
     if parser.line:
-        lines = (parser.line.fullmatch(line.strip()) for line in label.split("\n"))
-        label = ["", *(found[1] or "" for found in lines if found)][-1]
+        matches = filter(None, (parser.line.fullmatch(line.strip()) for line in label.split("\n")))
+        label = ["", *(match[1] or "" for match in matches)][-1]
         label = label.lower() if parser.lower else label
     if not label:
         return None, "is empty" if parser.line is None else "has no line of the wanted form"
@@ -159,43 +166,45 @@ def read_label(parser, text, finish_reason, must_think=False):
     return label, ""
 
 
-# ---- In this process
+# ---- Engines in this process
 
 
 def longest_of(config):
-    """Limit for the tokens of prompt and answer: the model's positions, at most LONGEST."""
+    """Most tokens of prompt and answer: the model's positions, but at most LONGEST."""
     return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
 
 
-def in_chunks(requests, size, tokenizer, flags, limit, complete):
+def answer_in_chunks(requests, size, tokenizer, flags, limit, complete):
     """Yield (request, Answer), in chunks of `size` requests. limit: most tokens of a prompt.
 
-    complete(prompts, seeds): prompts are ids, shortest first; yields (text, finish_reason, tokens).
+    complete(prompts, seeds) gets the ids of prompts, the shortest first, and yields (text,
+    finish_reason, number of tokens) of each.
     """
-    def prompt_of(messages, tools=None, **more):
+    def render(messages, tools=None, **more):
         return tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, **more, **flags)
-    # the opening tag of a thought may be in the template, not in the answer
-    question = prompt_of([{"role": "user", "content": "x"}], tokenize=False)
-    begin = "<think>" if question.rstrip().endswith("<think>") else ""
+    # some templates end with the opening tag of a thought, which the answer does not repeat
+    prompt = render([{"role": "user", "content": "x"}], tokenize=False)
+    opening_tag = "<think>" if prompt.rstrip().endswith("<think>") else ""
     requests = iter(requests)
-    while part := list(itertools.islice(requests, size)):
-        asked = [(request, prompt_of(request.messages, request.tools, return_dict=False))
-                 for request in part]
-        for request, ids in asked:
-            if len(ids) > limit:
+    while chunk := list(itertools.islice(requests, size)):
+        fitting = []
+        for request in chunk:
+            ids = render(request.messages, request.tools, return_dict=False)
+            if len(ids) <= limit:
+                fitting.append((request, ids))
+            else:
                 yield request, Answer("", "too_long", len(ids))
-        fits = sorted((pair for pair in asked if len(pair[1]) <= limit),
-                      key=lambda pair: len(pair[1]))
-        answers = complete([ids for _, ids in fits], [request.seed for request, _ in fits])
-        for (request, ids), (text, reason, tokens) in zip(fits, answers):
-            yield request, Answer(begin + text, reason, len(ids), tokens)
+        fitting.sort(key=lambda pair: len(pair[1]))
+        results = complete([ids for _, ids in fitting], [request.seed for request, _ in fitting])
+        for (request, ids), (text, reason, tokens) in zip(fitting, results):
+            yield request, Answer(opening_tag + text, reason, len(ids), tokens)
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
-    """`answers` from vLLM on this process's GPUs; name: model folder or hub name.
+    """`answers` of vLLM on this process's GPUs. name: model folder or hub name.
 
-    chunk_size: requests per call of vLLM. options: for vllm.LLM, such as tensor_parallel_size.
+    chunk_size: requests per call of vLLM. options: of vllm.LLM, such as tensor_parallel_size.
     """
     from transformers import AutoConfig
     try:
@@ -207,28 +216,27 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
     tokenizer = llm.get_tokenizer()
-    require(tokenizer.chat_template, f"--model_name {name}: its tokenizer has no chat template")
 
     def complete(prompts, seeds):
-        drawn = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k,
-                                seed=seed, max_tokens=draw.max_tokens) for seed in seeds]
+        params = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k,
+                                 seed=seed, max_tokens=draw.max_tokens) for seed in seeds]
         prompts = [{"prompt_token_ids": ids} for ids in prompts]
-        for out in llm.generate(prompts, drawn, use_tqdm=False) if prompts else ():
-            best = out.outputs[0]
-            yield best.text, best.finish_reason, len(best.token_ids)
-    limit = llm.llm_engine.model_config.max_model_len - 1   # a longer prompt would raise an error
-    return lambda requests: in_chunks(requests, chunk_size, tokenizer, draw.template_flags, limit,
-                                      complete)
+        for out in llm.generate(prompts, params, use_tqdm=False) if prompts else ():
+            answer = out.outputs[0]
+            yield answer.text, answer.finish_reason, len(answer.token_ids)
+    limit = llm.llm_engine.model_config.max_model_len - 1   # vLLM refuses longer prompts
+    return lambda requests: answer_in_chunks(requests, chunk_size, tokenizer, draw.template_flags,
+                                             limit, complete)
 
 
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
-    """`answers` from generate(), on the GPU or the CPU. Other arguments: see answers_of."""
+    """`answers` of transformers' generate(), on the GPU or the CPU. Others: see answers_of."""
     import torch
 
     from core import chat
     from distill import causal_lm
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # many CPUs are slow in bfloat16
+    # most CPUs are slow in bfloat16
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     folder = causal_lm.find_model(name, "--model_name")
     return answers_of(causal_lm.load_whole(folder, dtype, device), chat.load_tokenizer(folder),
@@ -238,7 +246,7 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
 def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_size=1024):
     """`answers` of a loaded causal LM of transformers, with or without adapters.
 
-    Batches of batch_size are sorted by length within chunk_size.
+    Requests are sorted by length in chunks of chunk_size, then answered batch_size at a time.
     """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -251,32 +259,31 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
 
     def complete(prompts, seeds):
         for i in range(0, len(prompts), batch_size):
-            part = slice(i, i + batch_size)
-            draws = [Draw(seeds[part])] if draw.temperature else []
-            for ids in generate(model, prompts[part], draw.max_tokens, ends, [*warpers, *draws]):
+            batch = slice(i, i + batch_size)
+            draws = [Draw(seeds[batch])] if draw.temperature else []
+            for ids in generate(model, prompts[batch], draw.max_tokens, ends, [*warpers, *draws]):
                 ended = ids[-1] in ends
                 text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
                 yield text, "stop" if ended else "length", len(ids)
     limit = (max_model_len or longest_of(model.config)) - draw.max_tokens
-    return lambda requests: in_chunks(requests, chunk_size, tokenizer, draw.template_flags, limit,
-                                      complete)
+    return lambda requests: answer_in_chunks(requests, chunk_size, tokenizer, draw.template_flags,
+                                             limit, complete)
 
 
 # ---- On a server: httpx with retries
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
-WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: affects all lines
-TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
+WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit or wrong address: affects all lines
 NOTICE_S = 10           # seconds between notices of calls that failed
-# neutral values of settings that a server would take from generation_config; and the seed
+# the seed, and neutral values of settings that a server would take from generation_config
 NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # errors from a malformed answer
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # errors in reading an answer
 
 
 class ServerError(UserError):
-    """A failed call. why: reason without the address. status: of HTTP; 0: no answer, or one in the
-    wrong form.
+    """A failed call. why: the reason without the address. status: of HTTP; 0 if there was no answer
+    or a malformed one.
     """
 
     def __init__(self, where, why, status=0):
@@ -285,28 +292,25 @@ class ServerError(UserError):
 
 
 class Server:
-    """An address with its client. Calls run in the event loop of a daemon thread. So a time limit
-    covers a whole call, and a pending call does not delay the exit of the process.
+    """A client of one address. Its calls run in the event loop of a daemon thread, so that a time
+    limit covers a whole call, and a pending call does not delay the exit of the process.
     """
 
     def __init__(self, base_url, timeout, flag="--base_url"):
-        """timeout: most seconds of one attempt of a call. flag: the flag with the address."""
+        """timeout: seconds for one attempt of a call. flag: the flag that holds the address."""
         require_package("httpx", flag)
         import httpx
-        self.url, self.timeout, self.noticed = address(base_url, flag), timeout, -math.inf
+        self.url, self.timeout, self.last_notice = address(base_url, flag), timeout, -math.inf
         self.name, self.failures = f"{flag} {self.url}", (httpx.HTTPError, httpx.InvalidURL)
-        # uncompressed: nested gzip could expand to gigabytes before bytes are counted
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
+            # an error of httpx would print the key
             require(re.fullmatch(r"[\x21-\x7e]+", key),
-                    "OPENAI_API_KEY: holds a space, a line feed or another character of no key")
+                    "OPENAI_API_KEY: holds a space, a line feed or a character outside ASCII")
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
-                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-                verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
-            raise UserError(f"{self.name}, by a proxy of the environment: {first_line(error)}")
+        self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
+            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+            verify=ssl.create_default_context())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -314,81 +318,70 @@ class Server:
         """Run a coroutine in the thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
-    def each(self, ask, jobs, limit=64):
+    def run_all(self, ask, jobs, limit=64):
         """Yield (job, result of the coroutine ask(job)) as they finish, at most `limit` at once."""
-        jobs, under_way = iter(jobs), {}
+        jobs, running = iter(jobs), {}
         try:
             while True:
-                for job in itertools.islice(jobs, limit - len(under_way)):
-                    under_way[asyncio.run_coroutine_threadsafe(ask(job), self.loop)] = job
-                if not under_way:
+                for job in itertools.islice(jobs, limit - len(running)):
+                    running[asyncio.run_coroutine_threadsafe(ask(job), self.loop)] = job
+                if not running:
                     return
-                for future in wait(under_way, return_when="FIRST_COMPLETED").done:
-                    yield under_way.pop(future), future.result()        # an error ends the run
+                for future in wait(running, return_when="FIRST_COMPLETED").done:
+                    yield running.pop(future), future.result()      # an error ends the run
         finally:
-            for future in under_way:
+            for future in running:
                 future.cancel()
 
     async def fetch(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
-        """read(bytes) of a GET, or of a POST with a JSON body, before time.monotonic() is `end`.
-        Raises ServerError, also for a redirection, which must not get the key. hint: added to the
-        message if the server refuses.
+        """Return read(bytes) of a GET, or of a POST if there is a body. A redirection is a
+        ServerError, since the other address must not get the key. end: deadline by
+        time.monotonic(). hint: added to the message if the server refuses.
         """
         def fail(why, status=0):
             raise ServerError(self.name + path, why + hint * bool(status), status)
-        found, within = bytearray(), max(0.01, min(self.timeout, end - time.monotonic()))
-        method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
+        seconds = max(0.01, min(self.timeout, end - time.monotonic()))
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
-            async with asyncio.timeout(within), self.client.stream(
-                    method, self.url + path, content=data) as response:
-                if (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
-                    fail(f"its answer is {packed[:40]}, and was asked for as it is", 415)
-                async for part in response.aiter_raw():
-                    found += part
-                    if len(found) > json_files.LONGEST:
-                        fail("its answer is longer than any should be", 415)
+            async with asyncio.timeout(seconds):
+                response = await self.client.request(method, self.url + path, content=content)
         except TimeoutError:
-            fail(f"no whole answer in {round(within, 2):g} s")
+            fail(f"no whole answer in {round(seconds, 2):g} s")
         except (OSError, ValueError, *self.failures) as error:
             fail(str(error) or type(error).__name__)
         if not response.is_success:
-            words = found[:2000].decode("utf-8", "replace").split() or [response.reason_phrase]
+            words = response.text[:2000].split() or [response.reason_phrase]
             fail(one_line(f"HTTP {response.status_code} {' '.join(words)}"), response.status_code)
         try:
-            return read(bytes(found))
+            return read(response.content)
         except MALFORMED as error:
-            fail(f"its answer is not what OpenAI's API gives ({error!r:.100})")
+            fail(f"its answer does not have the form of OpenAI's API ({error!r:.100})")
 
     async def call(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
-        """fetch(...), retried after temporary failures until twice the timeout or `end` has passed.
-        """
-        pause, until = 0.5, min(end, time.monotonic() + 2 * self.timeout)
+        """fetch(...), retried after temporary failures for twice the timeout, or until `end`."""
+        pause, last_try = 0.5, min(end, time.monotonic() + 2 * self.timeout)
         while True:
             try:
                 return await self.fetch(path, body, read, end, hint)
             except ServerError as error:
-                if error.status not in (0, *TRANSIENT) or time.monotonic() + pause > until:
+                if error.status not in (0, *TRANSIENT) or time.monotonic() + pause > last_try:
                     raise
-                if time.monotonic() - self.noticed > NOTICE_S:
-                    self.noticed = time.monotonic()
+                if time.monotonic() - self.last_notice > NOTICE_S:
+                    self.last_notice = time.monotonic()
                     print(one_line(f"notice     waiting for {self.url}: {error.why}"))
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30)
 
 
 def address(base_url, flag):
-    """The address of a flag. Raises UserError without parts that may be secret."""
-    try:
-        parts = urllib.parse.urlsplit(base_url)
-    except ValueError as error:
-        raise UserError(f"{flag}: is not an address ({error})")
-    require("@" not in base_url and not parts.query and not parts.fragment, f"{flag}: holds a name "
-            "and password (@), ?... or #...; the key is read from OPENAI_API_KEY")
+    """Check the address of a flag and return it. The error does not repeat what may be secret."""
+    require(not re.search("[@?#]", base_url), f"{flag}: holds a name and password (@), ?... or "
+            "#...; put the key into OPENAI_API_KEY instead")
     return base_url.rstrip("/")
 
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
-    """`answers` from a server that has the model as `name`. Others: flags of create_data.py."""
+    """`answers` of a server that serves the model as `name`. Others: flags of create_data.py."""
     server, refused = Server(base_url, request_timeout), set()
     try:
         models = server.wait(server.fetch("/models", read=lambda data: [
@@ -396,20 +389,20 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     except ServerError as error:
         raise UserError(f"{server.name}: {error.why}; start it, or correct its address (.../v1)")
     require(name in models, f"--model_name {name}: the server has {', '.join(map(str, models))}")
-    return lambda requests: server.each(
+    return lambda requests: server.run_all(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
 
 
 async def ask_server(server, name, draw, refused, request):
-    """Answer to one request; finish_reason "unanswered" if the server refuses the line or is too
-    slow. UserError if the server is gone, or refuses more than the line.
+    """Answer to one request. If the server refuses this line or is too slow, finish_reason is
+    "unanswered". Raises UserError if the server is gone or would refuse every line.
 
-    refused: fields that the server does not accept; grows. "max_tokens": the field of that name.
+    refused: names of fields that the server does not accept, collected over all requests.
     """
-    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())   # values of the user are sent
+    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())    # the user set the others
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
-        body = {"model": name, "messages": list(map(as_sent, request.messages)),
+        body = {"model": name, "messages": list(map(to_openai, request.messages)),
                 limit: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
                 **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
                 "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
@@ -419,16 +412,11 @@ async def ask_server(server, name, draw, refused, request):
             return await server.call("/chat/completions", body, read_answer)
         except ServerError as error:
             why, status = error.why, error.status
-        if status in (400, 413) and any(words in why.lower() for words in TOO_LONG):
-            return Answer(why, "too_long")
-        named = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
+        fields = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
         if limit == "max_tokens" and "max_completion_tokens" in why:
-            named.add("max_tokens")
-        if status in (400, 422) and named:
-            if not named <= refused:
-                print(f"notice     the server takes no {', '.join(sorted(named))}; without a seed "
-                      "answers cannot be drawn again alike")
-            refused |= named
+            fields.add("max_tokens")
+        if status in (400, 422) and fields:
+            refused |= fields
             continue
         require(status not in WHOLE_RUN and not 0 < status < 400,
                 f"line {request.id + 1}: the server at {server.url} refuses it: {why}")
@@ -442,32 +430,31 @@ async def ask_server(server, name, draw, refused, request):
         return Answer(f"no answer in {2 * server.timeout:g} s: {why}", "unanswered")
 
 
-def as_sent(message):
-    """A message in the form of OpenAI's API, with the arguments of tool calls as text."""
-    found = {name: message[name] for name in ("role", "content", "tool_call_id", "name")
-             if name in message}
+def to_openai(message):
+    """A message in the form of OpenAI's API, which takes the arguments of tool calls as text."""
+    sent = {name: message[name] for name in ("role", "content", "tool_call_id", "name")
+            if name in message}
     for number, call in enumerate(message.get("tool_calls") or []):
         function = call.get("function", call)
         arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
-        found.setdefault("tool_calls", []).append(
+        sent.setdefault("tool_calls", []).append(
             {"id": call.get("id", f"call_{number}"), "type": "function",
              "function": {"name": function["name"], "arguments": arguments}})
-    return found
+    return sent
 
 
 def read_answer(data):
     """Answer from the bytes of /chat/completions. Raises MALFORMED."""
-    found = json_files.loads(data)
-    choice, usage = found["choices"][0], found.get("usage") or {}
+    response = json_files.loads(data)
+    choice, usage = response["choices"][0], response.get("usage") or {}
     message = choice["message"]
     calls = [{"type": "function", "function": {
         "name": call["function"]["name"], "arguments": json_files.loads(
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    # a text or its parts; drop half characters, which no file can hold
-    text = "".join(part if isinstance(part, str) else part["text"]
-                   for part in message["content"] or "")
-    return Answer(json_files.HALF_CHARACTER.sub("\ufffd", text), reason,
-                  usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0,
+    # files cannot hold half a character
+    text = json_files.HALF_CHARACTER.sub("\ufffd", message["content"] or "")
+    return Answer(text, reason, usage.get("prompt_tokens") or 0,
+                  usage.get("completion_tokens") or 0,
                   bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)

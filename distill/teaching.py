@@ -4,6 +4,7 @@ The teacher reads the conversation, or the record's "teacher_messages", in its t
 --prompt_file, and then the exact tokens of the student's answer. So both must have the same
 vocabulary, which is checked token by token. Does not import torch: flags are parsed first.
 """
+from itertools import compress
 from pathlib import Path
 
 from core import cli
@@ -18,11 +19,11 @@ NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_wei
 
 def check_flags(args, parser):
     """UserError for flags that would fail later or do nothing. The base is the default teacher."""
-    def given(flag):
+    def is_set(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
     for flag, others in NEEDED.items():
-        require(not given(flag) or any(getattr(args, other) for other in others.split()),
+        require(not is_set(flag) or any(getattr(args, other) for other in others.split()),
                 f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
         require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would download
@@ -59,40 +60,43 @@ def check_flags(args, parser):
 # ---- What the teacher reads
 
 
-def check_same(ours, theirs, rows, name):
+def check_same(tokenizer, teachers, rows, name):
     """UserError unless two tokenizers agree on each id below `rows`. name: for the message."""
-    a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
-            for tokenizer in (ours, theirs))
-    odd = sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i))
-    require(not odd, odd and f"--teacher_path {name}: has another vocabulary than --model_path: id "
-            f"{odd[0]} is {b.get(odd[0])!r} there, {a.get(odd[0])!r} here ({len(odd)} such ids), "
-            "so only its labels can be learned, as distill/create_data.py makes them")
+    # {token: id}
+    vocabulary, teachers = tokenizer.get_vocab().items(), teachers.get_vocab().items()
+    differing = {i for _, i in vocabulary ^ teachers if i < rows}
+    require(not differing, f"--teacher_path {name}: has another vocabulary than --model_path "
+            f"({len(differing)} ids differ), so only its labels can be learned, as "
+            "distill/create_data.py makes them")
 
 
 def open_side(args, config, tokenizer):
-    """(Prompt, the teacher's chat.Encoder or None if it equals the student's, the config with fewer
-    positions). config, tokenizer: the student's. Raises UserError.
+    """Open the teacher's side. Returns (Prompt, the teacher's chat.Encoder or None if it equals the
+    student's, the config with fewer positions). config, tokenizer: the student's. UserError.
     """
     from core import chat
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
-    prompt = read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else Prompt(
-        "none", "")
-    theirs, encoder, tokens = config, None, config.vocab_size
+    prompt = Prompt("none", "")
+    if args.prompt_file:
+        prompt = read_prompt(args.prompt_file, args.prompt_role)
+    teacher_config, encoder = config, None
     if args.teacher_path != args.model_path or args.teacher_url:
         folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
-        theirs = causal_lm.load_config(folder)
-        own = chat.load_tokenizer(folder, template=args.chat_template)
-        causal_lm.check_vocabulary(own, theirs)
-        tokens = min(config.vocab_size, theirs.vocab_size)
-        check_same(tokenizer, own, tokens, args.teacher_path)
-        encoder = chat.Encoder(own, args.train_turns, chat.THINKING[args.enable_thinking])
+        teacher_config = causal_lm.load_config(folder)
+        teacher_tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
+        causal_lm.check_vocabulary(teacher_tokenizer, teacher_config)
+        check_same(tokenizer, teacher_tokenizer,
+                   min(config.vocab_size, teacher_config.vocab_size), args.teacher_path)
+        encoder = chat.Encoder(teacher_tokenizer, args.train_turns,
+                               chat.THINKING[args.enable_thinking])
+    tokens = min(config.vocab_size, teacher_config.vocab_size)
     require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have "
             f"{tokens:,} tokens; give a smaller number, or 0 for all of them")
-    require(not args.on_policy or config.vocab_size <= theirs.vocab_size,
-            f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
-            f"{args.teacher_path} reads {theirs.vocab_size:,}")
-    return prompt, encoder, min(config, theirs, key=causal_lm.positions)
+    require(not args.on_policy or config.vocab_size <= teacher_config.vocab_size,
+            f"--on_policy: the student may generate {config.vocab_size:,} ids, but --teacher_path "
+            f"{args.teacher_path} reads {teacher_config.vocab_size:,}")
+    return prompt, encoder, min(config, teacher_config, key=causal_lm.positions)
 
 
 def check_lesson(args, table, numbers):
@@ -109,40 +113,45 @@ def check_lesson(args, table, numbers):
                 'nothing to learn: give --prompt_file, "teacher_messages" or --distill_weight < 1')
 
 
-def context(record):
+def teacher_context(record):
     """The teacher's messages before the last answer. ValueError."""
     from core.chat import check_messages
-    if (given := record.get("teacher_messages")) is None:
+    messages = record.get("teacher_messages")
+    if messages is None:
         return record["messages"][:-1]
     try:
-        check_messages({"messages": given})
+        check_messages({"messages": messages})
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
-    if (role := given[-1]["role"]) not in ("user", "tool"):
+    if (role := messages[-1]["role"]) not in ("user", "tool"):
         raise ValueError(f'its "teacher_messages" end with a message of the {role}, and have to '
                          "end with the user's question")
-    # answers among them are context; only the last one is learned
-    return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given]
+    # answers among them are context; only the last answer is learned
+    return [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages]
 
 
-def after_prompt(prompt, encoder, records, results):
-    """[(ids, mask, number of the student's tokens)] or ValueErrors: each student's result of
-    encoder.encode, then the teacher's context with exactly the same tokens of the answers.
+def add_teachers_version(prompt, encoder, records, results):
+    """[(ids, mask, number of the student's tokens) or ValueError]: the student's result of
+    encoder.encode, then the teacher's context and exactly the same tokens of the answers.
     """
     from core.chat import attempt
-    from distill.teachers import with_prompt
-    talks = [attempt(lambda record: [*with_prompt(prompt, context(record)), record["messages"][-1]],
-                     record) for record in records]
-    good = [i for i, talk in enumerate(talks) if isinstance(talk, list)]
-    encoded = dict(zip(good, encoder.encode([talks[i] for i in good],
+    from distill.teachers import add_prompt
+
+    def teacher_chat(record):
+        return [*add_prompt(prompt, teacher_context(record)), record["messages"][-1]]
+    chats = [attempt(teacher_chat, record) for record in records]
+    good = [i for i, chat in enumerate(chats) if isinstance(chat, list)]
+    encoded = dict(zip(good, encoder.encode([chats[i] for i in good],
                                             [records[i].get("tools") for i in good])))
-    found = []
+    both = []
     for i, own in enumerate(results):
-        theirs = encoded.get(i, talks[i])
-        bad = [result for result in (own, theirs) if isinstance(result, ValueError)]
-        if not bad and [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
+        teachers = encoded.get(i, chats[i])
+        errors = [result for result in (own, teachers) if isinstance(result, ValueError)]
+        # compress(ids, mask) gives the trained ids
+        if not errors and list(compress(*own)) != list(compress(*teachers)):
             hint = "; with teacher_messages give --train_turns last"
-            bad = [ValueError("the teacher's template gives the answer other tokens"
-                              + hint * ("teacher_messages" in records[i]))]
-        found.append(bad[0] if bad else (own[0] + theirs[0], own[1] + theirs[1], len(own[0])))
-    return found
+            errors = [ValueError("the teacher's template gives the answer other tokens"
+                                 + hint * ("teacher_messages" in records[i]))]
+        both.append(errors[0] if errors else (
+            own[0] + teachers[0], own[1] + teachers[1], len(own[0])))
+    return both

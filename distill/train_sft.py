@@ -245,8 +245,7 @@ if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 sampler = frozen.Sampler(args, world) if args.base_url else None        # generates answers instead
-sizes = [(packed_lm.layer_weights(net), net.config) for net in (
-    model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
+weights = packed_lm.layer_weights(model.native)
 
 
 # ---- Validation and checkpoints
@@ -266,7 +265,7 @@ def validate():
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
         with dist.autocast(device, dtype):
-            total += model(batch.to(device)).stacked().double()
+            total += model(batch.to(device)).stack().double()
     model.train()
     values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
     print0(packed_lm.EVAL_LINE.format(step, **values))
@@ -299,7 +298,7 @@ def save():
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
         "skipped": monitor.skipped, "scaler": scaler.state_dict(), "unlogged": unlogged,
-        "args": cli.safe_flags(args)}, split=causal_lm.published)
+        "args": cli.safe_flags(args)}, split=causal_lm.split_experts)
 
 
 # ---- Loop
@@ -336,11 +335,11 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step), sizes,
-                               args.use_lora)
+    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step), weights,
+                               model.native.config, args.use_lora)
     step_batches = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss, which is divided by the tokens of all answers
-        step_batches, work["targets"] = frozen.own_answers(
+        step_batches, work["targets"] = frozen.replace_answers(
             args, world, model, table, list(step_batches), ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro, batch in enumerate(step_batches):
@@ -356,7 +355,7 @@ while step < total_steps and not stopping:
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
             scaler.scale(batch_sums.loss * (world.size / work["targets"])).backward()
         monitor.watch(batch_sums.loss, mine)
-        step_sums += batch_sums.stacked()
+        step_sums += batch_sums.stack()
     if keeper:
         keeper.learn(step, scaler.get_scale(), log)
 

@@ -123,7 +123,7 @@ def main(before, after):
         print(f"{name:<40}{values}   {requirement}" + ("" if passed else "  <- FAILED"))
         failed += [name] * (not passed)
     clauses = [f"FAILED: {', '.join(failed)}"] if failed else []
-    clauses += [f"{metrics.understood(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
+    clauses += [f"{metrics.speech_clause(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
                 f"{metrics.percent(trained['voice'])} of the frames have the new voice's code",
                 f"{metrics.percent(trained['stop_rate'])} ended by themselves"]
     for folder, row in ((before, base), (after, trained)):

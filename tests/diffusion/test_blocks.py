@@ -84,7 +84,7 @@ def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
     with pytest.raises(UserError) as caught:
         documents_of(found, tokens, layout)
     text = str(caught.value)
-    assert f"{found[long[0]].name}: it has {documents.counts['tokens'][long[0]]} tokens" in text
+    assert f"{found[long[0]].name}: has {documents.counts['tokens'][long[0]]} tokens" in text
     assert f"more than --max_length {limit}" in text and "pass --drop_too_long" in text
     assert text.count("line ") == min(20, len(long))
     kept = blocks.make_documents(found, tokens, layout, bad := [])

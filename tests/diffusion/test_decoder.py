@@ -188,7 +188,7 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
 def test_questions_in_the_chat_template(models, demo):
     """The ids are the template's; a question cannot end its turn."""
     folder = models["chat"]
-    layout = published.with_chat(choices.Layout("gsm8k", block_size=8, max_length=96), folder)
+    layout = published.add_chat_form(choices.Layout("gsm8k", block_size=8, max_length=96), folder)
     assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
     tokens = load_tokenizer(folder, "gsm8k", layout.end_token)
     problem = read_problems(demo / "test.jsonl", "", "gsm8k")[0]
@@ -234,7 +234,7 @@ def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
     origin = published.find(saved)
     config = published.config_for(origin, "small", tokens, 0.0)
     published.read(origin, config, tokens)
-    assert published.with_lora(config, origin, False, str(saved.parent), {}).lora["base"] == str(saved)
+    assert published.add_lora(config, origin, False, str(saved.parent), {}).lora["base"] == str(saved)
     for folder in (adapter, adapter.parent):
         with pytest.raises(UserError, match="is an adapter; merge it into its base"):
             published.find(folder)
@@ -299,9 +299,9 @@ def check_going_on(start, layout, demo, output_dir, capsys):
     """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
     origin = published.find(start)
     common = choices.Layout("gsm8k", block_size=4, max_length=96)
-    kept = published.with_form(common, origin.form)
+    kept = published.add_form(common, origin.form)
     assert (kept.prompt, kept.end_token) == (layout["prompt"], layout["end_token"]) and "<|im_start|>" in kept.prompt
-    assert kept == published.with_chat(common, origin.path)
+    assert kept == published.add_chat_form(common, origin.path)
     capsys.readouterr()
     short_run(output_dir, f"--init_from {start} --train_data_file {demo}/train.jsonl --dry_run")
     said = capsys.readouterr().out
@@ -319,7 +319,7 @@ def check_adapters(folder, merged, about, base):
     assert all(tensor.any() for name, tensor in averaged.items() if "lora_B" in name)
     assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
     apart = decoder.Decoder(decoder.Config(**about["model"])).eval()
-    tensor_io.load(dist.World(), folder, "ema", elbo.trained(apart))
+    tensor_io.load(dist.World(), folder, "ema", elbo.trained_parameters(apart))
     for name, parameter in decoder.base_weights(apart).items():
         rows = load_file(base / "model.safetensors")[name]
         parameter[:len(rows)] = rows

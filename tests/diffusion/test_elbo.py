@@ -101,10 +101,10 @@ def test_average_follows_its_formula_and_swaps():
 def test_either_a_better_bound_or_a_better_accuracy_goes_on():
     best, said = {}, []
     for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
-        said.append(elbo.improved(best, {"eval/nll": nll, "eval/accuracy": right}))
+        said.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
     assert said == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
     best = {}
-    assert [elbo.improved(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
+    assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
 
 
 def test_known_answers_are_right(demo, monkeypatch):

@@ -27,7 +27,7 @@ def folder(demo):
 
 def parts(folder, system, block_size=8):
     """(Layout, Tokens) of a run with the chat template."""
-    layout = published.with_chat(choices.Layout(system, block_size=block_size, max_length=128), folder)
+    layout = published.add_chat_form(choices.Layout(system, block_size=block_size, max_length=128), folder)
     return layout, load_tokenizer(folder, system, layout.end_token)
 
 
@@ -125,7 +125,7 @@ def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
                                                                              f"{tmp_path}/train.jsonl line 3"]
     assert as_json[2].name == f"{tmp_path}/train.json sample 2"
     hdp = read_problems(demo / "train_hdp.json", "any", "hdp")
-    assert hdp[3].name.endswith("train_hdp.json sample 3 (demo_3)")
+    assert hdp[3].name.endswith("train_hdp.json sample 3")
     assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in ours]
     assert all(p.plan and "<<" not in p.solution for p in hdp)
 
@@ -141,7 +141,7 @@ GOOD = {"question": "q", "answer": "a #### 3"}
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
     ("gsm8k", "[" * 100_000, r"p.jsonl: is nested too deeply"),
-    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0 \(x7\): has no 'plan' .*; make plans with make_problems.py"),
+    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0: has no 'plan' .*; make plans with make_problems.py"),
 ])
 def test_bad_files_are_one_line_naming_file_and_sample(tmp_path, system, text, message):
     (tmp_path / "p.jsonl").write_text(text)

@@ -247,9 +247,9 @@ def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
             body = truth[:, (truth[1] >= first) & (truth[1] < stop)]
             assert body[0][:len(pinned)].tolist() == pinned
             size = layout.regions[own][2]
-            assert body.shape[1] % size == 0 and body.shape[1] // size <= sample_bd3lm.room(first, own, layout)
+            assert body.shape[1] % size == 0 and body.shape[1] // size <= sample_bd3lm.blocks_left(first, own, layout)
             if layout.system == "gsm8k":
-                assert first + size * sample_bd3lm.room(first, own, layout) <= layout.max_length
+                assert first + size * sample_bd3lm.blocks_left(first, own, layout) <= layout.max_length
             finished = sample_bd3lm.finish_region(body[0].tolist(), len(pinned), tokens.end)
             assert tokens.end in finished and finished == body[0].tolist()
             text = sample_bd3lm.region_text(finished, len(pinned), tokens)

@@ -15,7 +15,7 @@ from core.cli import UserError
 from distill import causal_lm, evaluate, frozen, packed_lm
 from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
-from distill.teachers import read_prompt, with_prompt
+from distill.teachers import read_prompt, add_prompt
 from tests.helpers import chats, students
 from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
@@ -110,7 +110,7 @@ def alone(model, base, tokenizer, messages, role, made, turns="all"):
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i in places if turns == "all" else places[-1:]:
         with torch.no_grad():
-            taught, _ = students.answer_rows(base, tokenizer, [*with_prompt(prompt, messages[:i])], messages[i])
+            taught, _ = students.answer_rows(base, tokenizer, [*add_prompt(prompt, messages[:i])], messages[i])
         found += zip(*students.answer_rows(model, tokenizer, messages[:i], messages[i]), taught, strict=True)
     return found
 
@@ -239,16 +239,16 @@ def test_drawn_answers_are_draws(made, tmp_path):
     world, ends = dist.World(device=torch.device("cpu")), [2]
     batches = [collate([table[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
 
-    def own_answers(batches, share, step):
+    def replace_answers(batches, share, step):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
-        return frozen.own_answers(args, world, model, table, batches, ends, step)
-    (first, second), targets = own_answers(batches, 1.0, 7)
+        return frozen.replace_answers(args, world, model, table, batches, ends, step)
+    (first, second), targets = replace_answers(batches, 1.0, 7)
     assert targets == len(first.targets) + len(second.targets) and first.samples == (0, 1, 2, 3)
-    same, _ = own_answers(batches[1:], 1.0, 7)
+    same, _ = replace_answers(batches[1:], 1.0, 7)
     assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
-    other, _ = own_answers(batches[1:], 1.0, 8)
+    other, _ = replace_answers(batches[1:], 1.0, 8)
     assert not torch.equal(other[0].input_ids, second.input_ids)
-    kept, n = own_answers(batches, 0.0, 7)
+    kept, n = replace_answers(batches, 0.0, 7)
     assert torch.equal(kept[0].input_ids, batches[0].input_ids) and n == table.targets[:6].sum()
     assert model.native.config._attn_implementation != "sdpa"
 
@@ -282,11 +282,13 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     assert metrics["tokens saved"] == pytest.approx(prompt_tokens - 1, abs=1)
     with pytest.raises(SystemExit):
         scripts.run(evaluate, [*given[:3], str(tmp_path / "again"), *given[6:], "--min_closed", "1"])
-    assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
+    assert "less than --min_closed 1.0" in capsys.readouterr().err
 
 
 def test_a_rule_that_names_a_word_of_the_question():
-    rule = evaluate.follows_rule("^{topic}", r"Is (\S+)")
-    assert rule("Is C++ it?", "C++ is") and not rule("Is C++ it?", "Java is") and not rule("Is Java it?", "C++ is")
+    def rule(topic, *texts):
+        return evaluate.follows_rule(SimpleNamespace(follows="^{topic}", topic=topic), *texts)
+    good, bad = [("Is C++ it?", "C++ is")], [("Is C++ it?", "Java is"), ("Is Java it?", "C++ is")]
+    assert [rule(r"Is (\S+)", *texts) for texts in good + bad] == [True, False, False]
     with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):
-        evaluate.follows_rule("^{topic}", "What (.)")("Is it", "x")
+        rule("What (.)", "Is it", "x")

@@ -2,6 +2,7 @@
 import json
 import random
 import re
+import types
 
 import numpy as np
 import pytest
@@ -197,10 +198,11 @@ def test_asked_as_trained(made, template, thinking, tools):
     generate = model.generate
     model.generate = lambda **given: seen.append(given) or generate(**given)
     asked = [record(i)["messages"] for i in (1, 4, 9)]
+    args = types.SimpleNamespace(max_new_tokens=2, batch_size=3)
     answers = judge.ask_column(
-        judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
+        args, judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
-        judge.requests_of([{"messages": messages, "tools": tools} for messages in asked]), 2, 3)
+        [{"messages": messages, "tools": tools} for messages in asked])
     trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
@@ -212,11 +214,9 @@ def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
     rows = [record(i, text="the" + " " * (i + 1) + "same" if i < 40 else f"fox \u2028 {i}") for i in range(N)]
     write(made / "leaky.jsonl", rows)
     checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", made / "leaky.jsonl")
-    error = refusal(capsys, made, tmp_path, checkpoint)
-    found = evaluate(made, tmp_path, checkpoint, "--drop_leaked")
+    found = evaluate(made, tmp_path, checkpoint)
     gone = found["data"]["leaked_lines_left_out"]
-    assert gone > 5 and f"({gone} such lines of {found['data']['held_out_lines']})" in error
-    assert re.search(r"held_out.jsonl:\d+: its text was trained, as \S*leaky.jsonl:\d+", error)
+    assert gone > 5
     assert all(row["id"] >= 40 for row in found["samples"]) and len(found["samples"]) == 60 - gone
     assert f"{gone} lines left out" in capsys.readouterr().out
 
@@ -225,12 +225,14 @@ def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, part", [
-    (["--eval_data_file", "labels.jsonl"], "its text was trained"),
+    (["--eval_data_file", "trained.jsonl"], "each of its questions was trained"),
     (["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
     (["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
 ])
 def test_bad_input_is_one_clear_line(made, train, full, tmp_path, capsys, monkeypatch, flags, part):
     monkeypatch.chdir(made)
+    held_out = {json.loads(line)["id"] for line in (full.parent / "held_out.jsonl").read_text().splitlines()}
+    write(made / "trained.jsonl", [record(i) for i in range(N) if i not in {*REJECTED, *held_out}])
     assert part in refusal(capsys, made, tmp_path / "out", full, *flags)
     assert not (tmp_path / "out" / "evaluation.json").exists()
 

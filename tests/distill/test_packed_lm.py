@@ -116,4 +116,3 @@ def test_work_is_counted_like_a_plain_sum():
     products, attended = 2 * 10 * 100 + 2 * 3 * 8 * 20, 4 * 7 * 16 * 2
     assert packed_lm.flops(100, sizes, 10, 3, 7, lora=False) == 3 * (products + attended)
     assert packed_lm.flops(100, sizes, 10, 3, 7, lora=True) == 2 * products + 3 * attended
-    assert packed_lm.flops(100, sizes, 10, 3, 7, lora=True, forward_only=True) == products + attended

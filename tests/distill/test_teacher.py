@@ -2,8 +2,6 @@
 
 The other engines are asked in test_create_data.py.
 """
-import gzip
-
 import pytest
 import torch
 
@@ -50,13 +48,11 @@ def test_a_key_follows_no_redirection(monkeypatch):
         assert not second.calls
 
 
-def test_an_answer_that_would_fill_the_memory():
-    """gzip in gzip: 4 KiB of it become 4 GiB. What a server would need is told when there is one."""
+def test_a_hint_is_given_where_there_is_a_server():
     with LoraServer(None) as server:
-        bomb = gzip.compress(gzip.compress(bytes(2**26)))
-        server.answer = lambda path, body: (200, bomb.decode("latin-1"), ("Content-Encoding", "gzip, gzip"))
+        server.answer = lambda path, body: (400, "no")
         client = teachers.Server(server.url, 5.0)
-        with pytest.raises(UserError, match="its answer is gzip, gzip, and was asked for as it is; give more"):
+        with pytest.raises(UserError, match="HTTP 400 no; give more"):
             client.wait(client.call("/models", hint="; give more"))
     client = teachers.Server("http://127.0.0.1:9/v1", 0.3)
     with pytest.raises(UserError, match="/models: All connection attempts failed$"):
@@ -64,8 +60,7 @@ def test_an_answer_that_would_fill_the_memory():
 
 
 @pytest.mark.parametrize("url, key, said", [
-    ("http://anna:pa/ss@h/v1", "", "holds a name and password"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY"),
-    ("http://[::1/v1", "", "is not an address")])
+    ("http://anna:pa/ss@h/v1", "", "holds a name and password"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY")])
 def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, said):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(UserError) as error:

@@ -5,8 +5,8 @@
 Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
 give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), full
 (429 always), drop (connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused
-(403), drip (a byte now and then, first), parts (content as a list, no usage, thoughts apart), seedless, limitless and
-plain (400 for a field).
+(403), drip (a byte now and then, first), bare (no usage, thoughts apart), seedless, limitless and plain (400 for a
+field).
 """
 import contextlib
 import hashlib
@@ -87,10 +87,10 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.close()
         text, reason = answer_to(line, body.get("seed"))
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-        if "parts" in words:
+        if "bare" in words:
             thoughts, _, text = text.rpartition("</think>")
-            choice["message"] = {"role": "assistant", "content": [{"type": "text", "text": part} for part in (
-                text[:3], text[3:])], "reasoning_content": thoughts.removeprefix("<think>") or None}
+            choice["message"] = {"role": "assistant", "content": text,
+                                 "reasoning_content": thoughts.removeprefix("<think>") or None}
             return self.reply(200, {"choices": [choice], "usage": None})
         self.reply(200, {"object": "chat.completion", "model": body["model"], "choices": [choice], "usage": {
             "prompt_tokens": len(content), "completion_tokens": len(text)}})
