@@ -30,7 +30,7 @@ SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "nu
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
 ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer, <|endoftext|> the last; rows that no token uses
 SDAR_MASK, SDAR_ROWS = 500, 520     # the mask's id and the rows of SDAR, 151,669 and 151,936, made small
-ASK = ["Ben has 3 pens.", "How many apples has Anna, who had 5 and got 2 more?", "1", "Two shells and 12 stamps?"]
+ASK = ["How many apples has Anna, who had 5 and got 2 more?", "1"]
 KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
          "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
          "qwen2": Qwen2Config(tie_word_embeddings=True, vocab_size=ROWS + 1, **SHAPE)}
@@ -266,7 +266,7 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
              "--block_size": 4, "--max_length": 96, "--row_length": 96, "--dropout": 0, "--eval_steps": 2,
              "--save_steps": 0, "--eval_repeats": 1, "--num_workers": 1, "--learning_rate": 1e-2,
              "--warmup_steps": 0, "--report_to": "none", "--gradient_accumulation_steps": 1,
-             "--validation_split": 0.2, "--eval_accuracy": 2, "--ema_decay": 0.5}
+             "--validation_split": 0.2, "--eval_accuracy": 1, "--ema_decay": 0.5}
     if kind == "lora":
         flags |= {"--use_lora": None, "--lora_rank": 4, "--lora_alpha": 16, "--learning_rate": 3e-2}
     words = [str(word) for pair in flags.items() for word in pair if word is not None]
