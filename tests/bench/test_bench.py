@@ -37,16 +37,6 @@ def test_a_wrong_run_is_found(gpu, tmp_path):
     assert output.count("| yes |") == output.count("| NO |") == 1
 
 
-@pytest.mark.slow
-def test_figures_of_jobs(gpu, tmp_path):
-    status, output = gpu("fast", tmp_path, "chats lora eager")
-    assert status == 0 and "matrix products" in output, output
-    ours = json.loads((tmp_path / "fast.jsonl").read_text())
-    assert all(ours[key] > 0 for key in ("step_s", "tokens_s", "samples_s", "planned_gib", "grad_norm"))
-    status, output = gpu("fast", tmp_path, "chats lora quickly")
-    assert status == 2 and "'chats lora quickly': a model" in output
-
-
 def test_other_losses_stop_it():
     """Ways whose first losses differ are no comparison."""
     def found(loss):

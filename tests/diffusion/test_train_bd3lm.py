@@ -249,18 +249,6 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     assert published.state_of(newest(run))["averaged"] == 3
 
 
-@pytest.mark.slow
-def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    train_bd3lm.main(arguments(demo, tmp_path / "out", "--dry_run", "--model_size", "small"))
-    said = capsys.readouterr().out
-    assert "24 to train, 8 to validate" in said and re.search(r"model      9\d\.\d M parameters, .*, small\n", said)
-    assert re.search(r"^memory     weights [\d.]+ .* the peak comes in", said, re.M) and said.endswith("dry run ok\n")
-    assert re.search(r"^FITS [\d.]+ of 80.0 GiB · [\d,]+ steps$", said, re.M)
-    assert not (tmp_path / "out").exists()
-
-
 BAD = {
     "--demo 8": "give one of --train_data_file and --demo, which",
     "--block_size 7": "--max_length 96 is not a multiple of --block_size 7",

@@ -1,5 +1,4 @@
 """Teacher labels: whole runs with a real server and a real model; kills, signals, the launcher."""
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -433,18 +432,3 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
 
 
 # -- vLLM, where it is installed --------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-def test_vllm_labels(tiny_chat, tmp_path):
-    """In this process's own Python: chat template, per-request seeds, log-probabilities, a prompt that is too long."""
-    files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "distill/create_data.py"), *flags(
-            tmp_path, None, "--model_name", tiny_chat[0], "--engine", "vllm", "--parser", "whole", "--max_tokens", "24",
-            "--temperature", "1", "--max_model_len", "256", "--enforce_eager")],
-        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
-    assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
-    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9

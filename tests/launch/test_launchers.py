@@ -158,12 +158,6 @@ def test_arguments_of_srun(tmp_path):
         "--container-image=/i.sqsh", "--container-mounts=/data"]
 
 
-def test_common_nodes_have_the_cpus_that_a_job_asks_for():
-    headers = [path.read_text() for path in (ROOT / "launch").glob("train_*.sh")]
-    asked = [int(number) for text in headers for number in re.findall(r"^#SBATCH .*--cpus-per-task=(\d+)", text, re.M)]
-    assert len(asked) == len(headers) and max(asked) <= 64
-
-
 # -- status and signals -----------------------------------------------------------------------------------------------
 
 
