@@ -56,16 +56,16 @@ TRAINERS = ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_compiled_adapters_train(pool, trainer, tiny, student, tmp_path):
-    """As eager ones do: the same gradient norms. Red with torch 2.11 where an output is changed in place."""
+    """As eager ones do: the same gradient norm. Red with torch 2.11 where an output is changed in place."""
     norms = {}
     for way, *compiled in (("eager",), ("compiled", True)):
         out = tmp_path / way
-        words = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, *["--compile"] * len(compiled)]
+        words = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, *["--compile"] * len(compiled), "--max_steps", "1"]
         status, output = run(pool, trainer, words, *compiled)
         assert status == 0, output[-3000:]
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         norms[way] = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
-    assert len(norms["eager"]) == 2 and min(norms["eager"]) > 0
+    assert len(norms["eager"]) == 1 and norms["eager"][0] > 0
     assert norms["compiled"] == pytest.approx(norms["eager"], rel=1e-4)
 
 

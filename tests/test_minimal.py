@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, brief
 
-STEPS = 12
+STEPS = 6
 SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3,
           "--logging_steps", 1, "--save_steps", STEPS // 2]
 BIG = ["--num_workers", 0, "--report_to", "none"]

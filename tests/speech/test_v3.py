@@ -191,7 +191,7 @@ def steps_of(model, ids, clips, steps):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if loss < 0.002:
+        if loss < 0.008:
             break
     assert loss < 0.01, f"{steps} steps, loss {loss.item():.4f}"
     model.eval()
