@@ -1,5 +1,4 @@
 """Processes end with the one that started them, and only then; signals at odd moments. Whole runs: test_recovery.py."""
-import ast
 import contextlib
 import os
 import re
@@ -14,7 +13,6 @@ import pytest
 from core import lifetime
 from tests.helpers.progress import children, in_sessions, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
-from tests.test_house import MODULES
 
 pytestmark = pytest.mark.race
 
@@ -103,17 +101,6 @@ def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):
     wait_until(lambda: len(in_sessions(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
     parent.kill()
     assert wait_until(lambda: not in_sessions(parent.pid), "end of all")
-
-
-def test_every_process_begins_with_what_ends_it():
-    """Whoever makes processes: a DataLoader without init_loader would leave them behind, so would a Popen."""
-    calls = [(path, node, ast.unparse(node.func).split(".")[-1]) for path in MODULES.values()
-             for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
-    loaders = [node for _, node, name in calls if name == "DataLoader"]
-    begun = [ast.unparse(keyword.value).split(".")[-1] for loader in loaders for keyword in loader.keywords
-             if keyword.arg == "worker_init_fn"]
-    assert len(loaders) >= 3 and begun == ["init_loader"] * len(loaders)
-    assert {str(path) for path, _, name in calls if name == "Popen"} == {"core/lifetime.py"}
 
 
 # Commands as users type them
