@@ -1,12 +1,7 @@
 """Checkpoints written for others: what transformers, PEFT and boson-ai's 2025 layout, written out here, expect."""
 import json
 import math
-import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,9 +16,8 @@ from speech import weights
 from speech.speak import load_model
 from tests.helpers import spoken
 from tests.helpers.merging import merge
-from tests.helpers.progress import PATIENCE_S
 from tests.helpers.spoken import logits
-from tests.helpers.trainer import ROOT, run_script
+from tests.helpers.trainer import run_script
 
 LAYER = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj", "input_layernorm",
@@ -285,47 +279,6 @@ def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, 
     update = 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     torch.testing.assert_close(got[f"model.{name}.weight"], base + update, rtol=1e-6, atol=1e-7)
     assert not torch.equal(got[f"model.{name}.weight"].bfloat16().float(), got[f"model.{name}.weight"])
-
-
-def refused(*args, **more):
-    with pytest.raises(UserError) as error:
-        merge(*args, **more)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_a_folder_that_holds_something_is_left_alone(tiny, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("precious")
-    assert f"{tmp_path / 'out'}: is there already and not empty" in refused(str(tiny.model), None, tmp_path / "out")
-    assert [p.name for p in tmp_path.rglob("*")] == ["out", "mine.txt"]
-
-
-def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
-    """A real limit on file sizes stands for the full disk."""
-    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 10**6, limits[1]))
-        said = refused(str(tiny.model), None, tmp_path / "out", None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert said.startswith(f"--output_dir {tmp_path / 'out'}: cannot be written (")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.race
-def test_a_killed_export_leaves_no_folder_of_that_name(tiny, tmp_path):
-    command = ("import os, signal, sys; from speech import weights; from tests.helpers.merging import merge; weights.save_config = lambda *a: "
-               "os.kill(os.getpid(), signal.SIGKILL); merge(sys.argv[1], None, sys.argv[2], None)")
-    done = subprocess.run([sys.executable, "-c", command, str(tiny.model), str(tmp_path / "out")], cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
-    assert done.returncode == -signal.SIGKILL
-    left, = tmp_path.iterdir()
-    assert left.name.startswith("out.unfinished-") and (left / "model.safetensors").is_file()
-    merge(str(tiny.model), None, tmp_path / "out", None)
-    assert {p.name for p in tmp_path.iterdir()} == {"out", left.name}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

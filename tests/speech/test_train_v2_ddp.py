@@ -8,12 +8,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from core import checkpoint, json_files, kernels
+from core import checkpoint, json_files
 from core.optim import lr_factor
 from tests.helpers.runs import assert_same_bits, rows, tensors
-from tests.helpers.trainer import bad_token, brief, speech_main, train_forked, unheard
+from tests.helpers.trainer import bad_token, brief, train_forked, unheard
 
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
 
@@ -63,24 +63,6 @@ def steps_of(output_dir):
 
 def base_weights(tiny):
     return load_file(tiny.model / "model.safetensors")
-
-
-def train_counted(argv):
-    """The trainer, which then says for how many calls of a layer it kept only the input."""
-    real, calls = kernels.checkpoint, []
-    kernels.checkpoint = lambda *given, **more: (calls.append(1), real(*given, **more))[1]
-    speech_main(argv)
-    print(f"recomputed {len(calls)}")
-
-
-@pytest.mark.slow
-def test_gradient_checkpointing_changes_nothing(shared, forked):
-    """With dropout: the recomputed layers must draw the same masks again."""
-    recomputed = forked(*DROPOUT, "--gradient_checkpointing", "--max_steps", 3, main=f"{__name__}.train_counted")
-    assert int(re.search(r"^recomputed (\d+)", recomputed.output, re.M)[1]) >= 2 * 3      # of two layers
-    ours, theirs = recomputed.metrics("train/loss"), shared("dropout").metrics("train/loss")
-    assert ours == pytest.approx({step: theirs[step] for step in (1, 2, 3)}, abs=1e-6)
-    assert tensors(recomputed).keys() == tensors(shared("dropout")).keys()
 
 
 @pytest.fixture(scope="module")
@@ -221,17 +203,6 @@ def not_json(name):
 
 
 @pytest.mark.slow
-def test_too_many_bad_steps_end_the_run(poisoned, forked):
-    """Both ranks, by themselves."""
-    run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=2, ok=False, **poisoned[1])
-    assert run.status == 1
-    errors = re.findall(r"^error: .*$", run.output, re.M)
-    assert len(errors) == 1 and "1 steps in a row" in errors[0] and "train.json" in errors[0]
-    assert "Traceback" not in run.output
-    assert not checkpoint.list_checkpoints(run.output_dir)
-
-
-@pytest.mark.slow
 def test_weights_without_a_number_are_never_saved(forked):
     """The gradient is finite, the update is not: the run ends, and what was saved before stays the newest."""
     flags = ("--use_lora", "--save_steps", 1, "--save_total_limit", 2, "--warmup_steps", 2)
@@ -242,14 +213,3 @@ def test_weights_without_a_number_are_never_saved(forked):
     errors = re.findall("^error: .*", run.output, re.M)
     assert len(errors) == 1 and re.search(r"checkpoint-\d could not be written .*adapter_model.safetensors: \d+ of its "
                                           r"tensors hold NaN or infinity, first base_model", errors[0]), run.output
-
-
-def test_a_base_without_a_number_is_refused(forked, tiny, tmp_path):
-    model = shutil.copytree(tiny.model, tmp_path / "model")
-    state = load_file(model / "model.safetensors")
-    name = "model.layers.1.self_attn.k_proj.weight"
-    state[name][1, 1] = math.nan
-    save_file(state, model / "model.safetensors", {"format": "pt"})
-    run = forked("--model_path", model, "--max_steps", 1, ok=False)
-    assert run.status != 0 and not steps_of(run.output_dir)
-    assert f"error: {model}/model.safetensors: {name} holds NaN or infinity; these weights cannot" in run.output
