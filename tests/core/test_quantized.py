@@ -5,7 +5,6 @@ nf4 needs bitsandbytes: installed, or in the folder that BITSANDBYTES names.
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,7 +21,6 @@ from core.cli import UserError
 from distill import causal_lm
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.merging import merge
-from tests.helpers.runs import assert_same_bits, rows
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.students import train_sft
 from tests.helpers.trainer import ROOT, speech_main, speech_trainer, train_forked
@@ -210,19 +208,14 @@ def main_here(argv):
 
 @needs_it
 @pytest.mark.slow
-def test_resume_is_exact_and_two_ranks_learn_the_same(pool, quick_python, tiny, tmp_path):
-    """And what is saved is PEFT's, spoken and merged as it was trained; a run on another base dtype does not go on."""
+def test_an_adapter_on_nf4_is_spoken_and_merged_as_it_was_trained(pool, quick_python, tiny, tmp_path):
+    """Two ranks learn the same; a run on another base dtype does not continue it."""
     flags = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--bf16", "--lora_target_modules", "all-linear")
 
     def run(name, *more, **options):
-        return train_forked(pool, tiny, tmp_path / name, *flags, "--base_dtype", "nf4", "--max_steps", 4, "--save_steps",
-                            2, *more, main=f"{__name__}.main_here", **options)
+        return train_forked(pool, tiny, tmp_path / name, *flags, "--base_dtype", "nf4", "--max_steps", 4, *more,
+                            main=f"{__name__}.main_here", **options)
     one = run("one", "--gradient_accumulation_steps", 2)
-    shutil.copytree(one.output_dir, tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
-    again = run("again", "--gradient_accumulation_steps", 2)
-    assert "resumed from" in again.output and len(rows(again)) == len(rows(one))
-    assert_same_bits(one, again)
     learnt = one.output_dir / "checkpoint-4"
     names = load_file(learnt / "adapter_model.safetensors")
     assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in names.items())

@@ -106,18 +106,16 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
         torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["all", "selective", "compiled"])
-def test_recomputed_and_compiled_layers_train_the_same(models, how):
-    """Dropout included; aot_eager is what --compile does before it makes kernels."""
+@pytest.mark.parametrize("how", ["all", "selective"])
+def test_recomputed_layers_train_the_same(models, how):
+    """Dropout included. Compiled layers: test_learns.py."""
     tokens, found = load_tokenizer(models["qwen3"], "gsm8k"), []
     inputs = noised(make_blocks(MIXED, 26, 24))
     inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask))
     for mode in (None, how):
-        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.0 if how == "compiled" else 0.2)
+        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.2)
         torch.manual_seed(0)
-        model = decoder.Decoder(config, recompute=None if mode == "compiled" else mode).train()
-        for layer in model.layers if mode == "compiled" else ():
-            layer.compile(backend="aot_eager", dynamic=False)
+        model = decoder.Decoder(config, recompute=mode).train()
         torch.manual_seed(1)
         losses = model(inputs)
         found.append([losses, *torch.autograd.grad((losses * inputs.weights).sum(), list(model.parameters()))])
