@@ -268,18 +268,6 @@ def refuse(tiny, tmp_path, capsys):
     return run
 
 
-def test_mistakes_in_files(refuse, tiny, short, tmp_path):
-    entries = json.loads(short.read_text())
-    entries[1]["messages"] = [entries[1]["messages"][0]]
-    entries[0]["messages"][1]["content"][1]["audio_url"] = "nope.wav"
-    error = refuse("--prompts", written(tmp_path / "bad.json", entries))
-    assert "2 problems" in error and "sample 1 (sample_00000000): audio file 'nope.wav' not found" in error
-    assert "sample 2 (sample_00000001): has no text to speak" in error
-    (tmp_path / "noise.wav").write_bytes(b"RIFF????")
-    assert "noise.wav: is not readable audio" in refuse(
-        "--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
-
-
 def test_overwriting_spares_what_is_read(refuse, tmp_path):
     """A take whose voice the next one is to have; a list of prompts, and clips in it, as --max_cer leaves them."""
     out = tmp_path / "out"
