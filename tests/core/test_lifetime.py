@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from core import lifetime
 from tests.helpers.progress import children, in_sessions, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
@@ -59,15 +58,6 @@ def start(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not lifetime.is_adopted(1), reason="process 1 is Python")
-def test_a_rank_whose_torchrun_ended_before_it_asked_ends(start):
-    adopted = "import os, time\nfrom core import lifetime\nparent = os.getpid()\nos.fork() and os._exit(0)\n" \
-              f"while os.getppid() == parent:\n    time.sleep(0.01)\nlifetime.end_with_torchrun()\ntime.sleep({LONG})"
-    shell = start(sys.executable, "-c", adopted, **TORCHRUN)
-    assert wait_until(lambda: "torchrun has ended" in shell.log.read_text() and not in_sessions(shell.pid), "its end")
 
 
 @pytest.mark.slow
