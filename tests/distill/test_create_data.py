@@ -313,16 +313,6 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 
-def test_damaged_journal_is_named(server, tmp_path):
-    files(tmp_path, make_lines(4))
-    label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
-    journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
-    text = journal.read_text().split("\n")
-    journal.write_text("\n".join([*text[:2], text[2][:9], *text[3:]]))
-    said = label(tmp_path, *flags(tmp_path, server), ok=False)
-    assert "shard-0-of-2.jsonl: line 3 cannot be read (" in said
-
-
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
