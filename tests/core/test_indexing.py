@@ -1,30 +1,9 @@
-"""Indices of millions of samples: what several processes make is what one makes, and little of it is in memory."""
+"""The table of chats that several processes write is the table of one process."""
 import json
-import os
-
-import pytest
 
 from core import chat, packing
-from core.packing import parallel_map_ordered
 from distill import chat_data as chat_table
 from tests.helpers import chats
-
-
-@pytest.mark.parametrize("processes", [0, 1, 2])
-@pytest.mark.parametrize("n", [0, 3, 4, 5, 23])
-def test_parts_come_in_order(n, processes):
-    def share(first, step):
-        for i in range(first, n, step):
-            yield i, os.getpid()
-
-    found = []
-    parallel_map_ordered(share, processes, found.append)
-    assert [i for i, _ in found] == list(range(n))
-    elsewhere = {pid for i, pid in found if pid != os.getpid()}
-    assert len(elsewhere) == min(processes, max(0, n - packing.HERE))
-
-
-# Chats
 
 
 def chat_lines(n):
