@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from core import checkpoint, json_files
-from core.optim import lr_factor
 from tests.helpers.runs import assert_same_bits, rows, tensors
 from tests.helpers.trainer import bad_token, brief, train_forked, unheard
 
@@ -94,16 +93,6 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     assert steps_of(output_dir) == [6, 8, 12]
 
 
-@pytest.mark.slow
-def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path):
-    """An epoch ends between the packs of a step. Resumed with smaller steps, the next epochs are still whole."""
-    flags = ("--use_lora", "--disable_eval", "--per_device_train_batch_size", 8)        # 3 packs an epoch
-    complete(tmp_path / "out", *flags, "--gradient_accumulation_steps", 4, "--max_steps", 1)
-    resumed = complete(tmp_path / "out", *flags, "--num_train_epochs", 2)
-    assert sorted(resumed.metrics("train/epoch")) == [1, 2, 3, 4]
-    assert resumed.metrics("train/epoch")[4] == 2
-
-
 def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     run = forked(*COMMON, "--freeze_llm", "--max_steps", 3, "--num_workers", 0,
                  "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)      # accepted
@@ -130,20 +119,6 @@ def test_losses_in_the_log_add_up(shared, name):
     assert re.findall(r"^step .* \| stop +(\S+)% \|", shared(name).output, re.M) == shown
     assert name != "packs 2" or max(row["train/epoch"] for row in lines) > 1      # the topped-up tail was among them
     assert lines[0]["train/audio_loss"] == pytest.approx(math.log(1026), abs=0.5)      # a random model guesses
-
-
-@pytest.mark.slow
-def test_batch_derived_flags_and_schedule(forked):
-    """--global_batch_size makes the accumulation; the schedule ends one step above 0."""
-    run = forked("--use_lora", "--per_device_train_batch_size", 2, "--global_batch_size", 8,
-                 "--learning_rate", 2e-4, "--lr_scheduler", "linear", "--warmup_steps", 2,
-                 "--disable_eval", "--num_train_epochs", 2, "--group_by_length")
-    assert "4 packs a step = 1 rank x 4 micro-steps; peak lr 2.00e-04" in run.output
-    rate = run.metrics("train/learning_rate")
-    assert sorted(rate) == list(range(1, 7))                    # 24 samples, 8 a step, 2 epochs
-    assert rate == pytest.approx({step: 2e-4 * lr_factor(step - 1, 6, 2, "linear") for step in rate})
-    assert rate[1] == pytest.approx(1e-4) and rate[2] == rate[3] == pytest.approx(2e-4)
-    assert rate[6] == pytest.approx(2e-4 / 4)
 
 
 @pytest.fixture(scope="module")
