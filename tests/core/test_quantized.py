@@ -22,8 +22,7 @@ from distill import causal_lm
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.merging import merge
 from tests.helpers.small_speech import pack_of, small_model
-from tests.helpers.students import train_sft
-from tests.helpers.trainer import ROOT, speech_main, speech_trainer, train_forked
+from tests.helpers.trainer import ROOT, speech_main, train_forked
 
 needs_it = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"),
                               reason="needs the package bitsandbytes, or its folder in BITSANDBYTES")
@@ -120,17 +119,6 @@ def test_gpu_kernels_take_both_products_as_they_lie(device):
         found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
         for one, other in zip(found, expected, strict=True):
             assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
-
-
-@pytest.mark.parametrize("trainer, flags", [
-    (speech_trainer, "--bf16 --use_lora --compile false"), (speech_trainer, "--use_lora --compile"),
-    (speech_trainer, "--bf16 --compile"), (train_sft, "--bf16 --use_lora --compile --parallel fsdp")])
-def test_what_float8_needs(trainer, flags):
-    args = trainer.build_parser().parse_args(
-        ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--float8", *flags.split(),
-         *(["--audio_tokenizer_path", "c"] if trainer is speech_trainer else ["--gradient_accumulation_steps", "1"])])
-    with pytest.raises(UserError, match="--float8 needs --compile, --use_lora, --bf16 and --parallel ddp"):
-        trainer.check_flags(args, 1)
 
 
 def test_gpus_without_float8_are_refused(monkeypatch):
