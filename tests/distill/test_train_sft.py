@@ -1,6 +1,6 @@
-"""Whole student runs against a trainer written here with transformers' own forward, a sample at a time; bad input.
+"""Whole runs of train_sft.py against a plain trainer that calls transformers' forward sample by sample; bad input.
 
-A run is named "student method mode ranks x samples x micro-steps flags" and trained once, when first asked for.
+A run's name is "student method mode ranks x samples x micro-steps flags". Each run is trained once, on first use.
 """
 import json
 import math
@@ -72,7 +72,7 @@ def shared(pool, made, tmp_path_factory):
 
 
 def assert_close(ours, theirs):
-    """The same weights, but for rounding: Adam turns that of a tiny gradient into a part of a step."""
+    """Weights are equal up to rounding, which Adam turns into part of a step where gradients are tiny."""
     assert ours.keys() == theirs.keys() and ours
     for name in ours:
         difference = (ours[name] - theirs[name]).abs()
@@ -163,7 +163,7 @@ def test_adapters_on_packs_to_a_budget_train_the_same(shared):
 
 @pytest.mark.slow
 def test_experts_train_the_same(shared, made):
-    """On any ranks, one of which has packs of one token and so experts without any; files as the base's."""
+    """The split changes nothing, though a rank's packs leave some experts without tokens. Files are named as the base's."""
     full, adapted = shared("moe full fsdp 2x4x1"), shared("moe lora ddp 1x8x1")
     assert_same_run(shared("moe full ddp 2x2x2 --gradient_checkpointing selective"), full)
     base = load_file(made / "moe" / "model.safetensors")
@@ -239,7 +239,7 @@ def asked_in_validation(line):
 
 @pytest.mark.slow
 def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
-    """Also when that one is broken off again, and by the best loss: the log and the end are as without signals."""
+    """It is interrupted twice. Log, best loss and final weights are those of a run without signals."""
     name = "moe lora ddp 1x8x1"
     for _ in range(2):
         stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
@@ -254,7 +254,7 @@ def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared
 # -- Bad input, and the dry run ----------------------------------------------------------------------------------------
 
 
-def planned(made, output_dir, *flags, student="qwen"):
+def plan(made, output_dir, *flags, student="qwen"):
     _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
     students.plan_run(line)
 
@@ -269,7 +269,7 @@ def planned(made, output_dir, *flags, student="qwen"):
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
-        planned(made, tmp_path, *[
+        plan(made, tmp_path, *[
             flag.replace("MOE", f"{made}/moe").replace("QWEN", f"{made}/qwen") for flag in flags])
 
 
@@ -302,7 +302,7 @@ def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)
     with pytest.raises(UserError, match=re.escape(part)):
-        planned(made, tmp_path / "out", "--model_path", str(tmp_path / "qwen"))
+        plan(made, tmp_path / "out", "--model_path", str(tmp_path / "qwen"))
 
 
 def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
@@ -313,4 +313,4 @@ def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
                         (["--model_path", made / "window"], "another base model"),
                         (["--keep", made / "chats.jsonl"], "another teacher")):
         with pytest.raises(UserError, match=part):
-            planned(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
+            plan(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)

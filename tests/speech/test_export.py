@@ -285,12 +285,12 @@ def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, 
 # Folders that are read: every weight is there, or the run stops
 
 
-def opened(folder):
+def open_model(folder):
     return load_model(folder, read(folder, "config.json"), None, torch.float32, "cpu")
 
 
 def test_original_weights_compute_what_the_native_ones_do(tiny, original, data):
-    model, expected = opened(original), load(tiny.model, dtype=torch.bfloat16).float()
+    model, expected = open_model(original), load(tiny.model, dtype=torch.bfloat16).float()
     got = model.state_dict()
     assert got.keys() == expected.state_dict().keys() and all(torch.equal(got[n], t) for n, t in expected.state_dict().items())
     assert model.config.codebook_size == 1026 and model.config.audio_stream_eos_id == 1025
@@ -336,7 +336,7 @@ def test_checkpoint_that_does_not_fit_stops_with_the_weights_names(tiny, served,
     state = {name: value for name, value in (tensors(folder) | change).items() if value is not None}
     save_file(state, folder / "model.safetensors")
     with pytest.raises(UserError) as error:
-        opened(folder)
+        open_model(folder)
     assert all(part in str(error.value) for part in [str(folder), *parts]) and "\n" not in str(error.value)
 
 
@@ -345,4 +345,4 @@ def test_codebook_size_without_the_stream_tokens_is_refused(tiny, tmp_path):
     folder = shutil.copytree(tiny.model, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(read(folder, "config.json") | {"codebook_size": 1024}))
     with pytest.raises(UserError, match="codebook_size 1024.*must be 1026"):
-        opened(folder)
+        open_model(folder)

@@ -1,4 +1,4 @@
-"""--dry_run: its numbers are the real run's, its memory formulas a real step's, and it finds what would fail later."""
+"""--dry_run shows the numbers of the run that follows, and its memory is the peak of a real step."""
 import re
 
 import numpy as np
@@ -36,8 +36,8 @@ def check_step(empty, model, batch, setup, text_rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("targets, bf16, recompute, sharded", [("", True, "all", False), ("attention", True, None, True)])
-def test_what_is_counted_is_what_a_real_step_has_alive(targets, bf16, recompute, sharded, monkeypatch):
-    """Sharded weights: in bfloat16 as FSDP2 computes on them. Of six layers four are run."""
+def test_planned_memory_is_the_peak_of_a_real_step(targets, bf16, recompute, sharded, monkeypatch):
+    """FSDP2 computes on weights in bfloat16. The plan traces four of the six layers."""
     monkeypatch.setattr(v2, "_attention_by_sample", by_lengths([130] * 4))
     dtype = torch.bfloat16 if targets and bf16 else torch.float32
     empty, model = (small_model(targets, dtype, recompute)[1] for _ in range(2))
@@ -71,7 +71,7 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
 
 
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
-    """The rule changes within a frame of 960 samples: walk through a few of them."""
+    """The number of frames changes within 960 samples: all lengths around a few frames are tried."""
     config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(0)
     for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:
