@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.race, pytest.mark.slow]
 SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the test that draws from it
 COMMON = ("--learning_rate", 2e-4, "--per_device_train_batch_size", 1, "--num_train_epochs", 1000)
 LORA = (*COMMON, "--use_lora", "--disable_eval")
-FULL = (*COMMON, "--parallel", "fsdp", "--max_steps", 24)
+FULL = (*COMMON, "--parallel", "fsdp", "--max_steps", 16)
 FSDP = (*FULL, "--disable_eval")
 LIMIT_S = 6         # a step takes less, also on a busy machine
 LIMIT = ("--collective_timeout", LIMIT_S)
@@ -237,7 +237,8 @@ def assert_same_end(output_dir, whole):
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
     """One rank is killed, then both, at a random moment between the creation of a checkpoint's folder and its rename.
 
-    test_checkpoint.py kills a save before each of its changes to the disk.
+    Then the newest checkpoint is damaged, and the last start resumes from the one before. test_checkpoint.py kills a
+    save before each of its changes to the disk.
     """
     print(f"TEST_SEED={SEED}")
     draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
@@ -246,7 +247,7 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
         for left in out.glob("checkpoint-*.tmp-*"):       # growing() shall not take it for new
             shutil.rmtree(left)
         job = launch(out, *FSDP, "--save_steps", 1, "--save_total_limit", 2, SLOW_DISK_S=pause)
-        target, hit = before + draw.randint(1, 2), False
+        target, hit = before + draw.randint(3, 4), False
         while not hit:
             job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
             time.sleep(draw.uniform(0, 6 * pause))
@@ -257,8 +258,13 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
         job.end(*[-signal.SIGKILL] * 2 if whom == "all" else [1, -signal.SIGKILL])    # rank 0 ends by itself
         assert f"start      step {before}," in job.text() and newest(out) >= before
         assert_all_whole(out)
-    finish(launch, out, whole)
-    assert not list(out.glob("*.tmp*")), "what the kills left is not cleaned up"
+    before, damaged = steps_of(out)[-2:]
+    os.truncate(out / f"checkpoint-{damaged}" / "manifest.json", 100)
+    job = launch(out, *FSDP).end(0, 0)
+    assert f"checkpoint-{damaged} is damaged (unreadable manifest.json); trying the one before" in job.text()
+    assert f"start      step {before}," in job.text()
+    assert_same_end(out, whole)
+    assert not list(out.glob("*.tmp*")), "unfinished checkpoints of the kills are left"
 
 
 def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path):
@@ -273,7 +279,7 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     why = f"asked to stop by a signal to another rank at step {newest(out)}"
     assert marker(out) == f"{why}\n" and "Traceback" not in job.text()
-    assert f"\nstopped    {why} of 24; checkpoint saved; rerun the same command to resume\n" in job.text()
+    assert f"\nstopped    {why} of 16; checkpoint saved; rerun the same command to resume\n" in job.text()
     finish(launch, out, whole)
 
 
