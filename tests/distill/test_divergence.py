@@ -2,7 +2,6 @@
 import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import adapters, chat, dist
 from core.cli import UserError
-from distill import causal_lm, evaluate, frozen, packed_lm
+from distill import causal_lm, evaluate, packed_lm
 from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
@@ -227,30 +226,6 @@ def test_answers_of_a_server_are_the_same(train, drawn, made, tmp_path):
         server.fails = {"/v1/load_lora_adapter": 400}
         with pytest.raises(AssertionError, match="/load_lora_adapter: HTTP 400 .*no.*; it needs --enable-lora"):
             train(1, tmp_path / "refused", *ALONE, *DRAWN, "--base_url", server.url)
-
-
-def test_drawn_answers_are_draws(made, tmp_path):
-    """The student samples them after its prompt, with its adapters; the teacher reads the same tokens."""
-    table = prompted_table(made, tmp_path / "table", "smollm2", "system")
-    lora = (4, 4, 0.0, "all-linear", "x")
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, prompted=(1.0, "forward", 0.5, 0))
-    packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
-    random_adapter(tmp_path, model)
-    world, ends = dist.World(device=torch.device("cpu")), [2]
-    batches = [collate([table[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
-
-    def own_answers(batches, share, step):
-        args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
-        return frozen.own_answers(args, world, model, table, batches, ends, step)
-    (first, second), targets = own_answers(batches, 1.0, 7)
-    assert targets == len(first.targets) + len(second.targets) and first.samples == (0, 1, 2, 3)
-    same, _ = own_answers(batches[1:], 1.0, 7)
-    assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
-    other, _ = own_answers(batches[1:], 1.0, 8)
-    assert not torch.equal(other[0].input_ids, second.input_ids)
-    kept, n = own_answers(batches, 0.0, 7)
-    assert torch.equal(kept[0].input_ids, batches[0].input_ids) and n == table.targets[:6].sum()
-    assert model.native.config._attn_implementation != "sdpa"
 
 
 @pytest.mark.slow

@@ -218,20 +218,6 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
     assert forced[8:].argmax(-1)[:10, 0].tolist() == together[1][0][8:, 0].tolist()
 
 
-BROKEN = {
-    "encoder_type is 'whisper'": lambda c: c["audio_encoder_config"].update(encoder_type="whisper"),
-    "the audio table and its head are not tied": lambda c: c["audio_encoder_config"].update(tie_word_embeddings=False)}
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_other_forms_are_refused(folder, message):
-    config = json.loads((folder / "config.json").read_text())
-    assert v3.read_config(config).rope_parameters["rope_theta"] == 1e6      # the file holds null
-    BROKEN[message](config)
-    with pytest.raises(UserError, match=message):
-        v3.read_config(config)
-
-
 def test_untied_copies_and_wrong_weights_are_refused(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     stored = load_file(copy / "model.safetensors")
