@@ -128,14 +128,6 @@ def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
     assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]
 
 
-def test_a_choice_that_auto_makes_no_more_is_asked_for(tmp_path):
-    (state := tmp_path / "checkpoint-1" / "trainer_state" / "state.json").parent.mkdir(parents=True)
-    for flag, value in (("cpu_offload", True), ("base_dtype", "nf4")):
-        state.write_text(json.dumps({"args": {flag: value}}))
-        with pytest.raises(UserError, match=f"--auto: give --{flag}"):
-            memory.earlier_choice(flags(1, "--auto", "--output_dir", tmp_path), 1)
-
-
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     """Though there is less memory now, and with as many packs a step on another number of ranks."""

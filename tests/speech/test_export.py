@@ -7,9 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, LlamaConfig
-from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import HiggsAudioV2RotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 from core.cli import UserError
 from speech import weights
@@ -295,27 +293,6 @@ def test_original_weights_compute_what_the_native_ones_do(tiny, original, data):
     assert got.keys() == expected.state_dict().keys() and all(torch.equal(got[n], t) for n, t in expected.state_dict().items())
     assert model.config.codebook_size == 1026 and model.config.audio_stream_eos_id == 1025
     assert torch.equal(logits(model, data), logits(expected, data))
-
-
-def test_original_config_gives_the_released_native_config():
-    """The rope spelling differs but must not matter."""
-    config = published_config()
-    native, text = weights.native_config(config), config["text_config"]
-    expected = {key: text[key] for key in weights.TEXT_KEYS} | {
-        "num_codebooks": 8, "codebook_size": 1026, "audio_delay_token_id": 128014, "bos_token_id": 1,
-        "eos_token_id": 128009, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025, "tie_word_embeddings": False,
-        "audio_token_id": 128016, "pad_token_id": 128001, "audio_bos_token_id": 128013}
-    assert {key: getattr(native, key) for key in expected} == expected
-    llama = LlamaConfig(hidden_size=3072, num_attention_heads=24, head_dim=128, max_position_embeddings=131072,
-                        rope_parameters={"rope_theta": 500000.0, **text["rope_scaling"]})
-    assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
-
-
-@pytest.mark.parametrize("key, value", [("audio_adapter_type", "stack"), ("audio_dual_ffn_layers", [0])])
-def test_unsupported_original_variant_is_named(key, value):
-    with pytest.raises(UserError) as error:
-        weights.native_config({**published_config(), key: value})
-    assert str(error.value).endswith(f"unknown to the native class: {key}={value!r}")
 
 
 UP, NORM, ODD = "model.layers.1.audio_mlp.up_proj.weight", "model.norm.weight", "model.layers.0.audio_attn.q_proj.weight"
