@@ -224,6 +224,17 @@ def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
 # -- What is refused ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("flags, part", [
+    (["--eval_data_file", "labels.jsonl"], "its text was trained"),
+    (["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
+    (["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
+])
+def test_bad_input_is_one_clear_line(made, train, full, tmp_path, capsys, monkeypatch, flags, part):
+    monkeypatch.chdir(made)
+    assert part in refusal(capsys, made, tmp_path / "out", full, *flags)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
 def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, capsys):
     error = refusal(capsys, made, tmp_path, full, "--prompt_file", made / "prompt.txt", "--follows", "^never$",
                     "--min_closed", 0.01)
