@@ -1,9 +1,11 @@
 """Shared pieces of the tests: one tiny real-architecture model and dataset a session, and real trainer processes."""
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -20,21 +22,32 @@ from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_comman
 
 torch.set_num_threads(1)
 gc.disable()    # until all tests are collected
+SHARED_PYTHON = "SHARED_FORK_SERVER_PYTHON"     # set by xdist's controller for its workers
 
-LONGEST = ("recovery", "slurm", "kernels", "fsdp", "guides", "docs", "train_v2_ddp", "launchers", "train_bd3lm", "train_sft",
-           "plan", "create_data", "quantized", "decoder", "minimal", "reproducible", "distill_demo",
-           "distributed", "generate_tts", "bad_input", "generate", "judge_demo", "encode", "first_voice", "takes",
-           "house", "divergence")
+LONGEST = ("slurm", "recovery", "guides", "decoder", "fsdp", "minimal", "train_sft", "reproducible", "launchers",
+           "train_bd3lm", "learns", "kernels", "quantized", "plan", "docs", "train_v2_ddp", "create_data", "keep",
+           "lifetime", "generate_tts", "bad_input", "judge_demo", "versions", "distill_demo", "loaded",
+           "first_voice", "divergence")     # seconds of all tests of a file, the most first
 
 
 def pytest_configure(config):
     config.option.loadscopereorder = False      # xdist would begin with the files of most tests, not of the longest
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        # One fork server serves the workers of all tests: each of its own would import torch once more.
+        config.fork_server = ForkServer(Path(tempfile.mkdtemp()))
+        os.environ[SHARED_PYTHON] = str(config.fork_server.python)
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "fork_server"):
+        config.fork_server.close()
+        shutil.rmtree(config.fork_server.python.parent)
 
 
 def pytest_collection_modifyitems(items):
-    """Files that take minutes first: begun last, one would run alone at the end."""
-    place = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    """Run the longest files first: started last, one of them would run alone at the end."""
+    order = {f"test_{name}.py": position for position, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish():
@@ -43,7 +56,7 @@ def pytest_collection_finish():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many tests were skipped for each reason: what would be needed is said even where many lines scroll by."""
+    """Count the skipped tests by reason, at the end of the output."""
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
     for reason, count in Counter(skipped).most_common():
         terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
@@ -53,9 +66,9 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal
 
 
 def default_signals():
-    """Ignore no signal the project handles: children would ignore it as well, and bash can not even trap it then.
+    """Restore the default handlers of all signals that the project handles: child processes inherit ignored signals.
 
-    A shell starts its background jobs with Ctrl-C ignored, and a trainer that ends ignores what comes too late.
+    A shell starts background jobs with SIGINT ignored, and a finished trainer ignores signals that arrive too late.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in HANDLED:
@@ -67,7 +80,7 @@ default_signals()
 
 @pytest.fixture(autouse=True)
 def as_a_fresh_process():
-    """A script's main run in this process leaves signals ignored; the next test restores them."""
+    """Undo what a script that ran in this process leaves behind: ignored signals, hooks, requests to stop."""
     default_signals()
     unraisable = sys.unraisablehook
     yield
@@ -88,7 +101,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def disk(tmp_path):
-    """disk(MiB) -> tmp_path / "out", empty and a disk of its own, of that size; in place of the one before."""
+    """disk(MiB) mounts an empty file system of that size at tmp_path / "out" and returns the path."""
     out = tmp_path / "out"
 
     def make(size):
@@ -109,6 +122,9 @@ def pool(quick_python, tmp_path_factory):
 @pytest.fixture(scope="session")
 def quick_python(tmp_path_factory):
     """Path of an interpreter that starts our scripts with their imports done (fork_server.py)."""
+    if SHARED_PYTHON in os.environ:
+        yield os.environ[SHARED_PYTHON]
+        return
     server = ForkServer(tmp_path_factory.mktemp("fork_server"))
     yield str(server.python)
     server.close()
@@ -116,16 +132,16 @@ def quick_python(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def quick(quick_python):
-    """Settings with which bash and torchrun start that one."""
+    """Environment variables with which bash and torchrun start that interpreter."""
     folders = Path(quick_python).parent, Path(sys.executable).parent
     return {"PATH": ":".join([*map(str, folders), os.environ["PATH"]]), "PYTHON_EXEC": quick_python}
 
 
 @pytest.fixture
 def train(tiny, tmp_path):
-    """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py for real and returns a Run.
+    """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py and returns a Run.
 
-    It starts like a user's, with seconds of imports; see `forked`. python: `quick_python`, which has done them.
+    It starts like a user's run, with seconds of imports; python=quick_python skips them. See also `forked`.
     """
     def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=PATIENCE_S, python=sys.executable):
         output_dir = tmp_path / name

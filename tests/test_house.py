@@ -115,22 +115,6 @@ def test_minimal_stands_alone():
         assert (ROOT / path).read_text().startswith("# /// script\n")
 
 
-def test_no_import_goes_round():
-    left = {name: imports(path) for name, path in MODULES.items()}
-    while free := [name for name, needs in left.items() if not needs & left.keys()]:
-        left = {name: needs for name, needs in left.items() if name not in free}
-    assert not left
-
-
-def test_packages_come_from_the_root():
-    """Not from a package of the same name that is installed, or stands beside the tests."""
-    import core
-    import data
-    import speech
-    found = [Path(module.__file__).parent for module in (core, speech, data)]
-    assert found == [ROOT / "core", ROOT / "speech", ROOT]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Copies
 

@@ -1,4 +1,4 @@
-"""What seems to train must train: compiled adapters get gradients, and a gradient of exactly 0 ends a run.
+"""Runs that train nothing are found: compiled adapters get gradients, and a gradient of exactly 0 ends a run.
 
 On an H200 with torch 2.11 `--use_lora --compile` trained nothing and ended with status 0, in every trainer.
 """
@@ -44,7 +44,7 @@ def run(pool, trainer, words, *compiled):
 
 
 def train(trainer, argv, compiled=False):
-    """--compile traces as on a GPU, but builds nothing."""
+    """Run a trainer; compiled: --compile traces the layers as on a GPU but builds no kernels."""
     if compiled:
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
     run_script(trainer, argv)
@@ -56,22 +56,22 @@ TRAINERS = ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_compiled_adapters_train(pool, trainer, tiny, student, tmp_path):
-    """As eager ones do: the same gradient norms. Red with torch 2.11 where an output is changed in place."""
+    """Their gradient norm is that of eager adapters. With torch 2.11 it was 0 where an output is changed in place."""
     norms = {}
     for way, *compiled in (("eager",), ("compiled", True)):
         out = tmp_path / way
-        words = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, *["--compile"] * len(compiled)]
+        words = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, *["--compile"] * len(compiled), "--max_steps", "1"]
         status, output = run(pool, trainer, words, *compiled)
         assert status == 0, output[-3000:]
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         norms[way] = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
-    assert len(norms["eager"]) == 2 and min(norms["eager"]) > 0
+    assert len(norms["eager"]) == 1 and norms["eager"][0] > 0
     assert norms["compiled"] == pytest.approx(norms["eager"], rel=1e-4)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_gradient_of_exactly_zero_ends_the_run(pool, trainer, tiny, student, tmp_path):
-    """Of heads that are zeros nothing comes back to the adapters."""
+    """A head of zeros passes no gradient to the adapters."""
     model = tiny.model if trainer == "train_v2_ddp.py" else student / "qwen"
     zeros = tmp_path / "zeros"
     zeros.mkdir()

@@ -1,4 +1,4 @@
-"""minimal/: each file is the specification of a big trainer. Same weights, same data: equal losses, norms and weights."""
+"""Each file of minimal/ specifies a big trainer: on the same data both have equal losses, norms and weights."""
 import json
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, brief
 
-STEPS = 12
+STEPS = 6
 SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3,
           "--logging_steps", 1, "--save_steps", STEPS // 2]
 BIG = ["--num_workers", 0, "--report_to", "none"]
@@ -49,7 +49,7 @@ def assert_equal(ours, theirs, base=None, validates=True):
 
 
 def assert_same_weights(mine, big, start):
-    """What all steps changed is the same to a thousandth in every tensor: so were the gradients."""
+    """The update of every tensor over all steps is the same to a thousandth, and so were the gradients."""
     for name, before in start.items():
         moved = (big[name] - before).norm()
         assert (mine[name] - big[name]).norm() <= 1e-3 * moved + 1e-9, name
@@ -141,7 +141,7 @@ def test_bd3lm(run, tmp_path):
 
 
 def test_distill(run, tmp_path):
-    """On the answers that the model gave; both are started with the same ones."""
+    """Both trainers start with the same answers of the model."""
     student = chats.student(tmp_path / "student")
     mine, big = tmp_path / "mine", tmp_path / "big"
     mine.mkdir()

@@ -5,9 +5,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from bench import speed
 from tests.helpers.trainer import ROOT
 
 
@@ -35,26 +33,6 @@ def test_a_wrong_run_is_found(gpu, tmp_path):
     status, output = gpu("right", tmp_path, "--only", "(fp32|bf16)$")
     assert status == 1 and output.rstrip().endswith("error: failed: chats lora fp32"), output
     assert output.count("| yes |") == output.count("| NO |") == 1
-
-
-@pytest.mark.slow
-def test_figures_of_jobs(gpu, tmp_path):
-    status, output = gpu("fast", tmp_path, "chats lora eager")
-    assert status == 0 and "matrix products" in output, output
-    ours = json.loads((tmp_path / "fast.jsonl").read_text())
-    assert all(ours[key] > 0 for key in ("step_s", "tokens_s", "samples_s", "planned_gib", "grad_norm"))
-    status, output = gpu("fast", tmp_path, "chats lora quickly")
-    assert status == 2 and "'chats lora quickly': a model" in output
-
-
-def test_other_losses_stop_it():
-    """Ways whose first losses differ are no comparison."""
-    def found(loss):
-        return {way: [{"rows": [{"train/loss": value}]}] for way, value in (("ours", 2.0), ("minimal", loss))}
-    speed.check_first_loss(found(2.0001), ("ours", "minimal"), torch.device("cpu"))
-    for loss in 2.001, float("nan"):
-        with pytest.raises(SystemExit, match="DISAGREE"):
-            speed.check_first_loss(found(loss), ("ours", "minimal"), torch.device("cpu"))
 
 
 def test_readme_and_docs_show_what_the_result_files_say():

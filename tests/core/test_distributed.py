@@ -36,34 +36,23 @@ def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
         pieces.append(graph)
         return graph.forward
 
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList([nn.Linear(600, 600) for _ in range(4)])     # 1.4 MB each
+    class Layer(nn.Sequential):
+        def forward(self, x):       # torch.compile skips the frame of torch's own forward
+            return super().forward(x)
 
-        def forward(self, x):
-            for part in self.parts:
-                x = part(x)
-            return x
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = Layer()
-
-        def forward(self, x):
-            return self.layer(x)
+    def model_of_one_layer():
+        return nn.Sequential(Layer(*(nn.Linear(600, 600) for _ in range(4))))     # 1.4 MB each
 
     limit = timedelta(seconds=77)
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     try:
-        ddp = Outer()
-        dist.compile_layers([ddp.layer], backend=backend)
+        ddp = model_of_one_layer()
+        dist.compile_layers([ddp[0]], backend=backend)
         DistributedDataParallel(ddp, bucket_cap_mb=1)(torch.ones(2, 600)).sum().backward()
         assert len(pieces) == 1
-        sharded = Outer()
+        sharded = model_of_one_layer()
         world = dist.World(device=torch.device("cpu"), limit=limit)
-        dist.shard(sharded, [sharded.layer], world, shard_size=1)
+        dist.shard(sharded, [sharded[0]], world, shard_size=1)
         mesh = next(sharded.parameters()).device_mesh
         for group in mesh.get_all_groups():
             assert group._get_backend(torch.device("cpu")).options._timeout == limit

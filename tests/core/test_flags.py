@@ -53,9 +53,12 @@ def test_names_that_hugging_face_users_know():
 
 @pytest.mark.parametrize("words, part", [
     (["--train_data_dir", "folder"], "give --train_data_file or --train_data_dir"),
+    (["--learning_rate=-1e-5"], "--learning_rate is -1e-05"), (["--keep", "x"], "--keep needs --use_lora"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
     (["--parallel", "hsdp:3"], "1 rank cannot be cut into groups of 3"),
     (["--gradient_checkpointing", "selective", "--compile"], "selective does not go with --compile"),
+    (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"), (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
+    (["--float8", "--bf16", "--compile"], "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp"),
 ])
 def test_combinations_that_make_no_sense(words, part):
     with pytest.raises(cli.UserError, match=re.escape(part)):

@@ -5,11 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.cli import UserError
 from core import optim
-from tests.helpers.students import train_sft
 from distill.losses import chunked_loss
-from tests.helpers.trainer import speech_main, speech_trainer, train_forked
+from tests.helpers.trainer import speech_main, train_forked
 from tests.helpers.runs import assert_same_bits
 
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
@@ -42,17 +40,6 @@ def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
     more = int(two.metrics("train/bad_steps")[8])      # the loss is multiplied by the number of ranks before
     assert skipped <= more <= skipped + 2 and two.metrics("train/loss_scale")[8] == HIGH / 2 ** more
     assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
-
-
-@pytest.mark.parametrize("flags, reason", [("--bf16", "give --bf16 or --fp16, not both"),
-                                           ("--parallel fsdp", "--fp16 needs --parallel ddp")])
-def test_what_fp16_needs(flags, reason):
-    for trainer, more in ((speech_trainer, ["--audio_tokenizer_path", "c"]),
-                          (train_sft, ["--gradient_accumulation_steps", "1"])):
-        args = trainer.build_parser().parse_args(["--model_path", "m", "--train_data_file", "d", "--report_to", "none",
-                                                  "--fp16", *flags.split(), *more])
-        with pytest.raises(UserError, match=reason):
-            trainer.check_flags(args, 1)
 
 
 def test_no_sum_over_rows_overflows_before_the_scale():

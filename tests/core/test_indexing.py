@@ -1,4 +1,4 @@
-"""Indices of millions of samples: what several processes make is what one makes, and little of it is in memory."""
+"""The table of chats that several processes write is the table of one process."""
 import json
 import os
 

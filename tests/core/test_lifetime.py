@@ -1,5 +1,4 @@
 """Processes end with the one that started them, and only then; signals at odd moments. Whole runs: test_recovery.py."""
-import ast
 import contextlib
 import os
 import re
@@ -11,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from core import lifetime
 from tests.helpers.progress import children, in_sessions, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
-from tests.test_house import MODULES
 
 pytestmark = pytest.mark.race
 
@@ -64,15 +61,6 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not lifetime.is_adopted(1), reason="process 1 is Python")
-def test_a_rank_whose_torchrun_ended_before_it_asked_ends(start):
-    adopted = "import os, time\nfrom core import lifetime\nparent = os.getpid()\nos.fork() and os._exit(0)\n" \
-              f"while os.getppid() == parent:\n    time.sleep(0.01)\nlifetime.end_with_torchrun()\ntime.sleep({LONG})"
-    shell = start(sys.executable, "-c", adopted, **TORCHRUN)
-    assert wait_until(lambda: "torchrun has ended" in shell.log.read_text() and not in_sessions(shell.pid), "its end")
-
-
-@pytest.mark.slow
 def test_ranks_end_with_torchrun_and_one_of_them_says_so_last(start):
     """A parent that runs Python, as torchrun does; the whole thing is in test_recovery.py.
 
@@ -103,17 +91,6 @@ def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):
     wait_until(lambda: len(in_sessions(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
     parent.kill()
     assert wait_until(lambda: not in_sessions(parent.pid), "end of all")
-
-
-def test_every_process_begins_with_what_ends_it():
-    """Whoever makes processes: a DataLoader without init_loader would leave them behind, so would a Popen."""
-    calls = [(path, node, ast.unparse(node.func).split(".")[-1]) for path in MODULES.values()
-             for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
-    loaders = [node for _, node, name in calls if name == "DataLoader"]
-    begun = [ast.unparse(keyword.value).split(".")[-1] for loader in loaders for keyword in loader.keywords
-             if keyword.arg == "worker_init_fn"]
-    assert len(loaders) >= 3 and begun == ["init_loader"] * len(loaders)
-    assert {str(path) for path, _, name in calls if name == "Popen"} == {"core/lifetime.py"}
 
 
 # Commands as users type them

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from core import adapters, kernels, memory
+from core import kernels, memory
 from core.cli import Parser, UserError, parse
 from core.dist import World
 from core.memory import GIB, Memory, Setup
@@ -40,22 +40,17 @@ def test_packs():
 
 
 @pytest.fixture(scope="module")
-def students():
-    """{LoRA: the empty PackedLM}."""
-    found = {}
-    for lora in (False, True):
-        native = net = causal_lm.empty_model(transformers.Qwen3Config(**SIZES), torch.bfloat16 if lora
-                                             else torch.float32, attention=kernels.packed_documents())
-        if lora:
-            net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
-        found[lora] = packed_lm.PackedLM(net, None)
-    return found
+def student():
+    """The empty PackedLM."""
+    config = transformers.Qwen3Config(**SIZES)
+    native = causal_lm.empty_model(config, torch.float32, attention=kernels.packed_documents())
+    return packed_lm.PackedLM(native, None)
 
 
 @pytest.mark.slow
-def test_parts_of_the_memory(students):
-    """16 bytes a value, over 8 GPUs two; offloaded none; gradients once more where they accumulate."""
-    step, pack, values = chat_plan.step_of(students[False]), (4096, 2048), 4_022_468_096
+def test_parts_of_the_memory(student):
+    """16 bytes a value, 2 on each of 8 GPUs, none when offloaded; accumulation adds unsharded gradients."""
+    step, pack, values = chat_plan.step_of(student), (4096, 2048), 4_022_468_096
     alone = memory.estimate(step, Setup(1, recompute="all"), pack)
     assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 4, 8]
     assert alone.parts["copies"] == 0 and alone.parts["fixed"] == GIB
@@ -74,16 +69,13 @@ def test_parts_of_the_memory(students):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpus, gib, words, wanted", [
-    (8, 80, (), ("fsdp", 8192, None, 17)), (1, 24, ("--use_lora",), ("ddp", 4096, "selective", 276))], ids=str)
-def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words, wanted):
-    args = flags(gpus, "--output_dir", tmp_path, "--bf16", "--auto", "--gpu_memory", gib, "--global_batch_size", 1024,
-                 *words)
-    chat_plan.choose(args, ALONE, gpus, students["--use_lora" in words], LENGTHS, LENGTHS // 2)
+def test_choice_for_a_model_of_4b_on_8_gpus(student, tmp_path, capsys):
+    args = flags(8, "--output_dir", tmp_path, "--bf16", "--auto", "--gpu_memory", 80, "--global_batch_size", 1024)
+    chat_plan.choose(args, ALONE, 8, student, LENGTHS, LENGTHS // 2)
     assert (args.parallel, args.max_tokens_per_batch, args.gradient_checkpointing,
-            args.gradient_accumulation_steps) == wanted
-    line = f"auto       --parallel {wanted[0]} --max_tokens_per_batch {wanted[1]} .*\\(([\\d.]+) GiB\\)"
-    assert float(re.match(line, capsys.readouterr().out)[1]) <= 0.95 * gib
+            args.gradient_accumulation_steps) == ("fsdp", 8192, None, 17)
+    line = r"auto       --parallel fsdp --max_tokens_per_batch 8192 .*\(([\d.]+) GiB\)"
+    assert float(re.match(line, capsys.readouterr().out)[1]) <= 0.95 * 80
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,7 +1,7 @@
-"""What clusters do to a run: processes killed, signalled, stopped; disks filled, files damaged. Real runs of two ranks.
+"""Faults of a cluster in real runs of two ranks: processes are killed, signalled and stopped; disks fill up.
 
-A kill must cost at most the steps since the last checkpoint, and never a bit of the final weights. Ranks are forked from
-a server that has done the imports (multiprocessing's), each in a session of its own. With torchrun: test_lifetime.py.
+A kill costs at most the steps since the last checkpoint and changes no bit of the final weights. Ranks are forked from
+multiprocessing's server, which has done the imports, each in its own session. With torchrun: test_lifetime.py.
 """
 import contextlib
 import json
@@ -23,14 +23,14 @@ from core import checkpoint, metrics
 from tests.helpers import runs
 from tests.helpers.pool import free_port
 from tests.helpers.progress import PATIENCE_S, children, in_sessions, wait_until
-from tests.helpers.trainer import ROOT, speech_main, trainer_arguments
+from tests.helpers.trainer import ROOT, brief, speech_main, trainer_arguments
 
 pytestmark = [pytest.mark.race, pytest.mark.slow]
 
 SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the test that draws from it
 COMMON = ("--learning_rate", 2e-4, "--per_device_train_batch_size", 1, "--num_train_epochs", 1000)
 LORA = (*COMMON, "--use_lora", "--disable_eval")
-FULL = (*COMMON, "--parallel", "fsdp", "--max_steps", 24)
+FULL = (*COMMON, "--parallel", "fsdp", "--max_steps", 16)
 FSDP = (*FULL, "--disable_eval")
 LIMIT_S = 6         # a step takes less, also on a busy machine
 LIMIT = ("--collective_timeout", LIMIT_S)
@@ -50,7 +50,7 @@ def forked(argv, env, log, cwd):
 
 
 def slow_down(seconds):
-    """From now on each sync of a file of a growing checkpoint, each clip, each batch of a validation takes longer."""
+    """Delay each sync of a file of an unfinished checkpoint, each encoded clip and each validation batch."""
     import data
     from speech import codes
     sync, encode, make_loader = os.fsync, codes.encode_clip, data.make_loader
@@ -73,6 +73,11 @@ def slow_down(seconds):
         codes.encode_clip = lambda *args: print("a clip", flush=True) or time.sleep(seconds["SLOW_CODEC_S"]) or encode(*args)
     if "SLOW_VALIDATION_S" in seconds:
         data.make_loader = slow_loader
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny, tmp_path_factory):
+    return brief(tiny, tmp_path_factory.mktemp("brief"))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +118,7 @@ class Job:
         return [process.exitcode for process in self.processes]
 
     def wait_for(self, ready):
-        """Until ready() is true; its value. The job must not end before, and must get on."""
+        """Wait until ready() is true and return its value. The job must make progress and must not end before."""
         return wait_until(ready, "such a moment", lambda: self.statuses() == [None, None], self.text)
 
     def end(self, *statuses):
@@ -124,8 +129,8 @@ class Job:
         return self
 
     @contextlib.contextmanager
-    def stand_still(self):
-        """The ranks are stopped within it, so that nothing depends on how long the test takes there."""
+    def paused(self):
+        """Stop the ranks inside the context, so that nothing depends on how long the test takes there."""
         self.signal(signal.SIGSTOP, *self.ranks)
         try:
             wait_until(lambda: all(map(is_stopped, self.ranks)), "stop")      # what is sent before may be taken before
@@ -150,7 +155,7 @@ class Job:
         return last_step(self.output_dir) >= step
 
     def assert_error(self, words, most=1):
-        """One failure has one line that says why, whoever notices it second, and in whatever order. words: of the first."""
+        """The output has one to `most` error lines and no traceback; the first line matches the pattern `words`."""
         assert "Traceback" not in self.text() and not re.search(r"^rank \d failed", self.text(), re.M), self.text()
         errors = re.findall("^error: (.*)", self.text(), re.M)
         assert 0 < len(errors) <= most and re.fullmatch(words, errors[0]), self.text()
@@ -192,7 +197,7 @@ def newest(output_dir):
 
 
 def growing(output_dir):
-    """Newest step whose checkpoint is being written, or was when everything died; 0 if none."""
+    """Newest step of an unfinished checkpoint; 0 if there is none."""
     return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
                 if "deleted" not in path.name), default=0)
 
@@ -209,7 +214,7 @@ def marker(output_dir):
 
 
 def assert_all_whole(output_dir):
-    """Every folder that bears a checkpoint's name has every file as its manifest says, and a manifest of all files."""
+    """Every checkpoint folder has exactly the files of its manifest, undamaged."""
     for _, path in checkpoint.list_checkpoints(output_dir):
         assert not checkpoint.damage(path), f"{path}: {checkpoint.damage(path)}"
         listed = set(json.loads((path / "manifest.json").read_text())["files"]) | {"manifest.json"}
@@ -217,7 +222,7 @@ def assert_all_whole(output_dir):
 
 
 def finish(launch, output_dir, whole):
-    """The same command again, undisturbed: in the end weights, moments and log are those of the run without a stop."""
+    """Rerun the command undisturbed: weights, moments and log equal those of the run that was never stopped."""
     before = newest(output_dir)
     job = launch(output_dir, *FSDP).end(0, 0)
     assert f"start      step {before}," in job.text() and marker(output_dir) is None
@@ -230,9 +235,10 @@ def assert_same_end(output_dir, whole):
 
 
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
-    """Of a rank, then of both, at random moments between the making of a checkpoint's folder and its renaming.
+    """One rank is killed, then both, at a random moment between the creation of a checkpoint's folder and its rename.
 
-    test_checkpoint.py has one before each change that a save makes to the disk.
+    Then the newest checkpoint is damaged, and the last start resumes from the one before. test_checkpoint.py kills a
+    save before each of its changes to the disk.
     """
     print(f"TEST_SEED={SEED}")
     draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
@@ -241,26 +247,31 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
         for left in out.glob("checkpoint-*.tmp-*"):       # growing() shall not take it for new
             shutil.rmtree(left)
         job = launch(out, *FSDP, "--save_steps", 1, "--save_total_limit", 2, SLOW_DISK_S=pause)
-        target, hit = before + draw.randint(1, 2), False
+        target, hit = before + draw.randint(3, 4), False
         while not hit:
             job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
             time.sleep(draw.uniform(0, 6 * pause))
-            with job.stand_still():
+            with job.paused():
                 if hit := growing(out) > newest(out):       # else the next checkpoint's turn
                     job.signal(signal.SIGKILL, *job.ranks[whom == "rank 1":])
             target = newest(out) + 1
         job.end(*[-signal.SIGKILL] * 2 if whom == "all" else [1, -signal.SIGKILL])    # rank 0 ends by itself
         assert f"start      step {before}," in job.text() and newest(out) >= before
         assert_all_whole(out)
-    finish(launch, out, whole)
-    assert not list(out.glob("*.tmp*")), "what the kills left is not cleaned up"
+    before, damaged = steps_of(out)[-2:]
+    os.truncate(out / f"checkpoint-{damaged}" / "manifest.json", 100)
+    job = launch(out, *FSDP).end(0, 0)
+    assert f"checkpoint-{damaged} is damaged (unreadable manifest.json); trying the one before" in job.text()
+    assert f"start      step {before}," in job.text()
+    assert_same_end(out, whole)
+    assert not list(out.glob("*.tmp*")), "unfinished checkpoints of the kills are left"
 
 
 def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path):
     out = tmp_path / "out"
     job = launch(out, *FSDP, "--save_steps", 0)
     job.wait_for(lambda: job.seen(3))
-    with job.stand_still():
+    with job.paused():
         seen = last_step(out)
         job.signal(signal.SIGUSR1, job.ranks[1])
     job.end(0, 0)
@@ -268,13 +279,13 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     why = f"asked to stop by a signal to another rank at step {newest(out)}"
     assert marker(out) == f"{why}\n" and "Traceback" not in job.text()
-    assert f"\nstopped    {why} of 24; checkpoint saved; rerun the same command to resume\n" in job.text()
+    assert f"\nstopped    {why} of 16; checkpoint saved; rerun the same command to resume\n" in job.text()
     finish(launch, out, whole)
 
 
 @pytest.fixture(scope="module")
 def speech(tiny, tmp_path_factory):
-    """train.json with three times the clips of tiny, all of different content, none encoded yet: (file, clips)."""
+    """(train.json, number of clips): three copies of tiny's clips with different content, none encoded yet."""
     root, samples = tmp_path_factory.mktemp("speech"), []
     for copy in range(1, 4):
         for sample in json.loads(tiny.train_json.read_text()):
@@ -294,12 +305,12 @@ def encoded(job):
 
 
 def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
-    """To one of two ranks: both stop, what is encoded stays encoded, and the rerun does the rest."""
+    """One of two ranks gets the signal: both stop, encoded clips are kept, and the rerun encodes only the rest."""
     out, (data, clips) = tmp_path / "out", speech
     flags = (*LORA, "--max_steps", 2, "--train_data_file", data, "--code_cache", tmp_path / "codes")
     job = launch(out, *flags, SLOW_CODEC_S=0.5)        # a share takes 20 s
     job.wait_for(lambda: job.text().count("a clip") > 2)
-    with job.stand_still():       # the faster one must not end its share before the other one has the signal
+    with job.paused():       # the faster one must not end its share before the other one has the signal
         job.signal(signal.SIGTERM, job.ranks[1])
     job.end(0, 0)
     assert "asked to stop while audio was being encoded" in marker(out) and "Traceback" not in job.text()
@@ -311,11 +322,10 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
 
 
 def test_signal_breaks_validation_off(launch, speech, tmp_path):
-    """In its middle: it takes ten seconds. The next start makes up for it."""
-    out, data = tmp_path / "out", speech[0].with_name("thrice.json")
-    data.write_text(json.dumps(3 * json.loads(speech[0].read_text())))
-    flags = (*FULL, "--eval_data_file", data, "--eval_steps", 3)
-    job = launch(out, *flags, SLOW_VALIDATION_S=0.1)
+    """The signal arrives in the middle of a validation of ten seconds. The next start validates instead."""
+    out = tmp_path / "out"
+    flags = (*FULL, "--eval_data_file", speech[0], "--eval_steps", 3)
+    job = launch(out, *flags, SLOW_VALIDATION_S=0.3)
     before = job.wait_for(lambda: job.seen(1) and children(job.ranks[0]))
     job.wait_for(lambda: job.seen(3) and children(job.ranks[0]) - before)
     job.signal(signal.SIGUSR1, job.ranks[1])
@@ -329,9 +339,7 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path):
                                          (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the others have "
                                              r"waited for \d+ s")])
 def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
-    """By the other one of two, while a checkpoint is written during training; when it goes on it finds that one, or the
-    store, gone.
-    """
+    """One rank is frozen while a checkpoint is written: the other one names it and ends."""
     out = tmp_path / "out"
     job = launch(out, *FSDP, "--save_steps", 1, "--max_steps", 10_000, *LIMIT, SLOW_DISK_S=1)
     job.wait_for(lambda: growing(out) == 1 and job.seen(2))
@@ -356,7 +364,7 @@ def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
 
 
 def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path):
-    """Each takes longer than a step may, on one of the ranks, for which the other one waits."""
+    """Rank 1 encodes and validates for longer than a step may take, while rank 0 waits."""
     job = launch(tmp_path / "out", *COMMON, "--use_lora", "--max_steps", 2, "--eval_steps", 2, "--eval_data_file",
                  tiny.train_json, "--train_data_file", speech[0], "--code_cache", tmp_path / "codes", *LIMIT,
                  SLOW_RANKS="1", SLOW_CODEC_S=1.3 * LIMIT_S / 30, SLOW_VALIDATION_S=1.3 * LIMIT_S / 12).end(0, 0)
@@ -364,35 +372,12 @@ def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path
     assert job.text().count("a clip") >= 30
 
 
-def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_path):
-    """Three kinds of damage on 10, 8 and 6; the run goes on from 4, and keeps one checkpoint."""
-    out = tmp_path / "out"
-    job = launch(out, *FSDP, "--save_steps", 2, "--save_total_limit", 0)
-    job.wait_for(lambda: newest(out) >= 10)
-    job.kill_all()
-    for step in range(12, newest(out) + 1, 2):
-        shutil.rmtree(out / f"checkpoint-{step}")
-    os.truncate(out / "checkpoint-10" / "manifest.json", 100)
-    (out / "checkpoint-8" / "trainer_state" / "rng.pt").unlink()
-    moments = out / "checkpoint-6" / "trainer_state" / "optimizer-00002-of-00002.safetensors"
-    data = bytearray(moments.read_bytes())
-    data[len(data) // 2] ^= 1
-    moments.write_bytes(data)
-    job = launch(out, *FSDP, "--save_steps", 20, "--save_total_limit", 1).end(0, 0)
-    assert "start      step 4, resumed from" in job.text()
-    assert re.findall(r"^checkpoint \S+-(\d+) is damaged \((.*)\); trying the one before", job.text(), re.M) == [
-        ("10", "unreadable manifest.json"), ("8", "trainer_state/rng.pt is missing"),
-        ("6", "trainer_state/optimizer-00002-of-00002.safetensors has changed since it was written")]
-    assert_same_end(out, whole)
-    assert steps_of(out) == [24]
-
-
 def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk):
-    """All ranks end with status 1 after one line that names the checkpoint."""
+    """All ranks exit with status 1 after one line that names the checkpoint."""
     out = disk(200)
     job = launch(out, *FSDP, "--save_steps", 2)
     job.wait_for(lambda: newest(out) >= 2)
-    with job.stand_still():     # before rotation makes room for each new checkpoint
+    with job.paused():     # before rotation makes room for each new checkpoint
         space = os.statvfs(out)
         with open(out / "filler", "wb") as filler:      # enough for the log is left
             os.posix_fallocate(filler.fileno(), 0, space.f_bavail * space.f_frsize - 100_000)

@@ -125,22 +125,6 @@ def test_the_page(run):
     assert all(text.replace("\ud800", "?") in page.texts for text in TEXTS)
 
 
-GOOD = '{"step": 1, "train/loss": 2.0}\n'
-
-
-@pytest.mark.parametrize("name, text, flags, message", [
-    ("metrics.jsonl", GOOD + "{oops}\n" + GOOD, [], "metrics.jsonl: damaged lines: 1, the first is line 2"),
-    ("x/evaluation.json", '{"name": "a"}', [], "x/evaluation.json: has no metrics; see evaluate_tts.py"),
-    ("x/a", "", ["--samples", "nowhere"], "--samples nowhere: no .wav file in it")])
-def test_bad_input_is_one_line(name, text, flags, message, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(GOOD)
-    (tmp_path / "x").mkdir()
-    (tmp_path / name).write_text(text)
-    done = make_report(tmp_path, *flags)
-    assert done.returncode and done.stderr.startswith("error: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1 and not list(tmp_path.rglob("*.html*")) and not done.stdout
-
-
 def test_no_other_file_of_the_disk_gets_into_the_page_or_is_written(run, tmp_path):
     """Samples may come from somebody else: a link, a FIFO."""
     secret, folder = tmp_path / "secret.wav", tmp_path / "spoken"

@@ -30,7 +30,7 @@ SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "nu
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
 ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer, <|endoftext|> the last; rows that no token uses
 SDAR_MASK, SDAR_ROWS = 500, 520     # the mask's id and the rows of SDAR, 151,669 and 151,936, made small
-ASK = ["Ben has 3 pens.", "How many apples has Anna, who had 5 and got 2 more?", "1", "Two shells and 12 stamps?"]
+ASK = ["How many apples has Anna, who had 5 and got 2 more?", "1"]
 KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
          "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
          "qwen2": Qwen2Config(tie_word_embeddings=True, vocab_size=ROWS + 1, **SHAPE)}
@@ -75,9 +75,9 @@ def opened(folder):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
-    """Packed documents, ragged blocks, noisy and clean halves: their own forward with a dense additive mask.
+    """Documents are packed and blocks ragged; transformers' forward gets a dense additive mask.
 
-    And the sampler sees in a block what training sees in its noisy copies.
+    The sampler computes for a block what training computes for its noisy copies.
     """
     monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
     model, tokens, theirs = opened(models[kind])
@@ -106,18 +106,16 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
         torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["all", "selective", "compiled"])
-def test_recomputed_and_compiled_layers_train_the_same(models, how):
-    """Dropout included; aot_eager is what --compile does before it makes kernels."""
+@pytest.mark.parametrize("how", ["all", "selective"])
+def test_recomputed_layers_train_the_same(models, how):
+    """Dropout included. Compiled layers: test_learns.py."""
     tokens, found = load_tokenizer(models["qwen3"], "gsm8k"), []
     inputs = noised(make_blocks(MIXED, 26, 24))
     inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask))
     for mode in (None, how):
-        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.0 if how == "compiled" else 0.2)
+        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.2)
         torch.manual_seed(0)
-        model = decoder.Decoder(config, recompute=None if mode == "compiled" else mode).train()
-        for layer in model.layers if mode == "compiled" else ():
-            layer.compile(backend="aot_eager", dynamic=False)
+        model = decoder.Decoder(config, recompute=mode).train()
         torch.manual_seed(1)
         losses = model(inputs)
         found.append([losses, *torch.autograd.grad((losses * inputs.weights).sum(), list(model.parameters()))])
@@ -163,7 +161,7 @@ def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, 
 
 
 def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path):
-    """As Qwen's older ones and SDAR's: vocabulary and merges alone would split text as GPT-2 does, and have no ends."""
+    """Like Qwen's older folders and SDAR's. Vocabulary and merges alone would split text as GPT-2 does."""
     parts = json.loads(Tokenizer.from_file(str(models["chat"] / "tokenizer.json")).to_str())
     inside = parts["model"]["vocab"]
     words = sorted(inside, key=inside.get)[:ROWS]
@@ -205,7 +203,7 @@ def test_questions_in_the_chat_template(models, demo):
 
 
 def test_a_foreign_tokenizer_is_refused(models, tmp_path):
-    """One with as many tokens would train, every id meaning another word."""
+    """A tokenizer with as many tokens but other ids would train on wrong words."""
     text = (models["llama"] / "tokenizer.json").read_text()
     vocabulary = json.loads(text)
     first, second = list(vocabulary["model"]["vocab"])[:2]
@@ -217,8 +215,8 @@ def test_a_foreign_tokenizer_is_refused(models, tmp_path):
         published.read(published.find(models["llama"]), published.config_for(published.find(models["llama"]), "small", tokens, 0.0), tokens)
 
 
-def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
-    """Its checkpoints have the same manifest as ours. An adapter alone is no start."""
+def test_checkpoints_of_the_chat_trainer_are_language_models(models, tmp_path):
+    """They have the manifest of this trainer's checkpoints. An adapter alone is refused."""
     saved, adapter = tmp_path / "sft" / "checkpoint-3", tmp_path / "lora" / "checkpoint-3"
     state = {"step": 3, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "args": {}, "unlogged": [],
              "validation": None, "best_step": None, "best_loss": None}
@@ -241,7 +239,7 @@ def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
 
 
 def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):
-    """As Llama's do, which has no <|endoftext|> and begins every text with a token that its tokenizer adds."""
+    """Llama has no <|endoftext|>, and its tokenizer adds a first token to every text."""
     backend = Tokenizer.from_str((demo / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>"))
     backend.add_special_tokens(["<s>"])
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
@@ -260,13 +258,13 @@ def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "lora"])
-def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kind):
+def test_a_converted_model_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kind):
     """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers."""
     flags = {"--init_from": models["chat"], "--chat": None, "--train_data_file": demo / "train.jsonl",
              "--block_size": 4, "--max_length": 96, "--row_length": 96, "--dropout": 0, "--eval_steps": 2,
              "--save_steps": 0, "--eval_repeats": 1, "--num_workers": 1, "--learning_rate": 1e-2,
              "--warmup_steps": 0, "--report_to": "none", "--gradient_accumulation_steps": 1,
-             "--validation_split": 0.2, "--eval_accuracy": 2, "--ema_decay": 0.5}
+             "--validation_split": 0.2, "--eval_accuracy": 1, "--ema_decay": 0.5}
     if kind == "lora":
         flags |= {"--use_lora": None, "--lora_rank": 4, "--lora_alpha": 16, "--learning_rate": 3e-2}
     words = [str(word) for pair in flags.items() for word in pair if word is not None]
@@ -292,10 +290,10 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
                        "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json")])
     check_export(folder, model, tmp_path / "exported")
     for start in (tmp_path / "fsdp", tmp_path / "exported"):
-        check_going_on(start, about["layout"], demo, tmp_path / "on", capsys)
+        check_continuation(start, about["layout"], demo, tmp_path / "on", capsys)
 
 
-def check_going_on(start, layout, demo, output_dir, capsys):
+def check_continuation(start, layout, demo, output_dir, capsys):
     """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
     origin = published.find(start)
     common = choices.Layout("gsm8k", block_size=4, max_length=96)
@@ -310,7 +308,7 @@ def check_going_on(start, layout, demo, output_dir, capsys):
 
 @torch.no_grad()
 def check_adapters(folder, merged, about, base):
-    """Saved: adapters and the mask's row, all of them changed; merged into the base they compute the same."""
+    """The checkpoint holds trained adapters and the mask's row; merged into the base they compute the same."""
     saved, averaged = ({name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(
         path).items()} for stem in ("model", "ema"))
     mask, table = about["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
@@ -396,7 +394,7 @@ def greedy_blocks(model, ids, block, blocks, mask):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [4, 16])
 @torch.no_grad()
-def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
+def test_an_sdar_export_is_read_back_and_answers_the_same(sdar, block):
     """20 prompts of random words, token by token; our network is read from the exported folder."""
     _, folder = sdar
     config = json.loads((folder / "config.json").read_text())
@@ -419,7 +417,7 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
 
 
 @pytest.mark.slow
-def test_sdars_files_are_named_as_servers_want_them(sdar, demo, tmp_path, capsys, monkeypatch):
+def test_an_sdar_export_has_the_files_that_servers_read(sdar, demo, tmp_path, capsys, monkeypatch):
     run, folder = sdar
     config = json.loads((folder / "config.json").read_text())
     wanted = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": SDAR_MASK,
@@ -448,17 +446,19 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, demo, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_the_file_in_an_export_writes_our_texts(sdar, tmp_path):
-    """generate.py in an interpreter that knows nothing of this repository; also where config.json is not SDAR's."""
-    (run, folder), written = sdar, set()
+def test_generate_py_of_an_export_writes_our_texts(sdar, tmp_path):
+    """generate.py runs in an interpreter without this repository, also where config.json is not SDAR's."""
+    (run, folder), commands, texts = sdar, [], []
     published.export(newest(run), tmp_path / "usual")
     for threshold, place in ((0.9, folder), (0.02, tmp_path / "usual")):
         args = types.SimpleNamespace(checkpoint=run, device="cpu", bf16=False)
         _, solver = sample_bd3lm.load_solver(args, sample_bd3lm.Sampling("confidence", threshold, 0.0))
         states = [question_state(problems.Problem("", text, "", ""), solver.tokens, solver.layout) for text in ASK]
-        ours = "".join(f"{found['text']}\n" for found in sample_bd3lm.answer(solver, states, 1))
-        done = subprocess.run([sys.executable, "-I", place / "generate.py", *ASK, "--threshold", str(threshold)], cwd="/",
-                              text=True, capture_output=True, timeout=PATIENCE_S)
-        assert done.returncode == 0 and done.stdout == ours, done.stderr[-3000:]
-        written.add(ours)
-    assert len(written) == 2
+        texts.append("".join(f"{found['text']}\n" for found in sample_bd3lm.answer(solver, states, 1)))
+        commands.append([str(place / "generate.py"), *ASK, "--threshold", str(threshold)])
+    code = "import json, runpy, sys\nfor sys.argv in json.loads(sys.argv[1]):\n    " \
+           "runpy.run_path(sys.argv[0], run_name='__main__')"       # both, with one import of transformers
+    done = subprocess.run([sys.executable, "-I", "-c", code, json.dumps(commands)], cwd="/", text=True,
+                          capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == 0 and done.stdout == "".join(texts), done.stderr[-3000:]
+    assert texts[0] != texts[1]

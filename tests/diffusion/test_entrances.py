@@ -143,17 +143,6 @@ def test_chats_without_a_usable_row_are_named(qwen, train, run, tmp_path):
             "ends with a message of the user")
 
 
-def test_a_start_that_was_killed_before_its_first_checkpoint_is_validated_once(qwen, train, tmp_path):
-    """metrics.jsonl then has a validation of step 0 that no checkpoint knows of."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 0, "eval/nll": 9.0}\n')
-    status, output = train(qwen, tmp_path / "out")
-    assert status == 0, output
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    first, = (row["eval/nll"] for row in rows if row["step"] == 0 and "eval/nll" in row)
-    assert first != 9.0
-
-
 def test_requests_without_room_do_not_end_an_evaluation(demo):
     """What lm-eval asks for: a context that is too long is cut in front, and counted."""
     from types import SimpleNamespace

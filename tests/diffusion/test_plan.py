@@ -1,4 +1,4 @@
-"""--dry_run of the block diffusion trainer: what it counts is what a real step has alive."""
+"""--dry_run of the block diffusion trainer: its memory is the peak of a real step."""
 import pytest
 import torch
 
@@ -25,8 +25,8 @@ def inputs_of(rows, masked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bf16, recompute, masked, pieces", [(True, "selective", 40, 8192), (False, "all", 1000, 800)])
-def test_what_is_counted_is_what_a_real_step_has_alive(bf16, recompute, masked, pieces, monkeypatch):
-    """Within 3 %; the logits of many masked tokens are made in pieces."""
+def test_planned_memory_is_the_peak_of_a_real_step(bf16, recompute, masked, pieces, monkeypatch):
+    """Within 3 %. The logits of many masked tokens are computed in pieces."""
     monkeypatch.setattr(dit, "HEAD_ROWS", pieces)
     model = dit.DiT(dit.config_of("tiny", 300, 299, 0.1), "sdpa", recompute).train()
     peak = real_peak(model, inputs_of(16, masked), lambda model, inputs: model(inputs).sum(), bf16)

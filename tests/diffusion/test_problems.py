@@ -99,19 +99,6 @@ def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
     assert base.decode(base.encode(text)) == text
 
 
-@pytest.mark.parametrize("name, message", [
-    ("/no/such/folder", r"--tokenizer /no/such/folder: cannot be read \(no such file or folder\); give a folder"),
-    ("{tmp}/bad.json", r"bad.json: cannot be read \(.+\); give"),
-    ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|> to end answers with; give --end_token"),
-])
-def test_unknown_tokenizers_are_one_clear_line(tmp_path, demo, name, message):
-    (tmp_path / "bad.json").write_text("{}")
-    (tmp_path / "other.json").write_text((demo / "tokenizer.json").read_text().replace("endoftext", "eos"))
-    with pytest.raises(UserError, match=message) as caught:
-        load_tokenizer(name.format(tmp=tmp_path), "gsm8k")
-    assert "\n" not in str(caught.value)
-
-
 def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
     ours = read_problems(demo / "train.jsonl", "any", "gsm8k")
     in_folder = read_problems(demo, "train", "gsm8k")

@@ -1,5 +1,4 @@
 """Teacher labels: whole runs with a real server and a real model; kills, signals, the launcher."""
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -312,16 +311,6 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 
-def test_damaged_journal_is_named(server, tmp_path):
-    files(tmp_path, make_lines(4))
-    label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
-    journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
-    text = journal.read_text().split("\n")
-    journal.write_text("\n".join([*text[:2], text[2][:9], *text[3:]]))
-    said = label(tmp_path, *flags(tmp_path, server), ok=False)
-    assert "shard-0-of-2.jsonl: line 3 cannot be read (" in said
-
-
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
@@ -431,18 +420,3 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
 
 
 # -- vLLM, where it is installed --------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-def test_vllm_labels(tiny_chat, tmp_path):
-    """In this process's own Python: chat template, per-request seeds, log-probabilities, a prompt that is too long."""
-    files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "distill/create_data.py"), *flags(
-            tmp_path, None, "--model_name", tiny_chat[0], "--engine", "vllm", "--parser", "whole", "--max_tokens", "24",
-            "--temperature", "1", "--max_model_len", "256", "--enforce_eager")],
-        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
-    assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
-    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9

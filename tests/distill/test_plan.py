@@ -1,4 +1,4 @@
-"""--dry_run of the chat trainer: what it counts is what a real step has alive."""
+"""--dry_run of the chat trainer: its memory is the peak of a real step."""
 
 import numpy as np
 import pytest
@@ -42,8 +42,8 @@ def batch_of(documents, n, trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, lora, bf16, recompute", [
     ("qwen", True, True, "selective"), ("gemma", False, True, "all"), ("moe", True, True, None)])
-def test_what_is_counted_is_what_a_real_step_has_alive(kind, lora, bf16, recompute, monkeypatch):
-    """Within 3 %, activations, logits, casts and gradients; of six layers four are run."""
+def test_planned_memory_is_the_peak_of_a_real_step(kind, lora, bf16, recompute, monkeypatch):
+    """Within 3 %: activations, logits, casts and gradients. The plan traces four of the six layers."""
     monkeypatch.setattr(kernels, "_attention_by_document", by_lengths([150] * 4))
     empty, model = built(kind, lora, bf16, False, recompute, dropout=0.1)
     batch = batch_of(4, 150, 120)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core import dist
 from core.cli import UserError
 from distill import frozen
 from tests.helpers import chats, students
@@ -89,8 +88,7 @@ def test_a_server_is_believed_where_it_gives_the_token_sent(change, words):
         known(row | change)
 
 
-@pytest.mark.parametrize("asks", ["scores", "draws"])
-def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
+def test_a_pack_of_many_calls_has_one_time_limit(monkeypatch):
     """Each of 300 calls takes less than a request may; together they take longer than a server is waited for."""
     monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 256)
     with LoraServer(None) as server:
@@ -100,13 +98,8 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
             return 200, json.dumps({"choices": [{"token_ids": [7], "prompt_logprobs": [None, GUESS, GUESS]}]})
         server.answer, over, n = answer, threading.Event(), 300
         with pytest.raises(UserError, match="/completions: no whole answer in "):
-            if asks == "scores":
-                scorer_of(server, 1, 1.0, 99).rows(SimpleNamespace(
-                    input_ids=torch.zeros(3 * n, dtype=int), cu_seqlens=torch.arange(0, 3 * n + 1, 3),
-                    rows=torch.arange(0, 3 * n, 3)))
-            else:
-                sampler = frozen.Sampler(SimpleNamespace(
-                    base_url=server.url, output_dir=tmp_path, request_timeout=1.0), dist.World())
-                sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
+            scorer_of(server, 1, 1.0, 99).rows(SimpleNamespace(
+                input_ids=torch.zeros(3 * n, dtype=int), cu_seqlens=torch.arange(0, 3 * n + 1, 3),
+                rows=torch.arange(0, 3 * n, 3)))
         assert len(server.calls) < n
         over.set()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.helpers import chats
 from tests.helpers.trainer import ROOT
 
 WAITS = {"aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
@@ -42,21 +41,12 @@ def count_waits(script, argv, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["speech", "chats"])
-def test_steps_do_not_wait_for_the_device(system, pool, tiny, tmp_path):
-    common = ["--output_dir", tmp_path / "out", "--report_to", "none", "--max_steps", "9", "--logging_steps", "99",
-              "--num_workers", "0", "--save_steps", "0", "--eval_steps", "0", "--gradient_accumulation_steps", "1",
-              "--learning_rate", "1e-4"]
-    if system == "speech":
-        script, flags = "train_v2_ddp.py", [
-            "--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", tiny.train_json,
-            "--code_cache", tiny.codes, "--use_lora", "--disable_eval", "--max_tokens_per_batch", "700"]
-    else:
-        data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))
-        script, flags = "distill/train_sft.py", [
-            "--model_path", chats.student(tmp_path / "student"), "--train_data_file", data, "--use_lora",
-            "--parallel", "ddp", "--per_device_train_batch_size", "2", "--validation_split", "0"]
-    statuses, output = pool.run(1, f"{__name__}.count_waits", script, [*map(str, [*flags, *common])],
+def test_steps_do_not_wait_for_the_device(pool, tiny, tmp_path):
+    flags = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", tiny.train_json,
+             "--code_cache", tiny.codes, "--use_lora", "--disable_eval", "--max_tokens_per_batch", "700",
+             "--output_dir", tmp_path / "out", "--report_to", "none", "--max_steps", "9", "--logging_steps", "99",
+             "--num_workers", "0", "--save_steps", "0", "--gradient_accumulation_steps", "1", "--learning_rate", "1e-4"]
+    statuses, output = pool.run(1, f"{__name__}.count_waits", "train_v2_ddp.py", list(map(str, flags)),
                                 str(tmp_path / "counts.json"))
     assert not any(statuses), output[-3000:]
     counts = json.loads((tmp_path / "counts.json").read_text())

@@ -180,18 +180,6 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
     assert args.scale_lr_from_batch == (512 if problems == 1024 else 0)
 
 
-@pytest.mark.parametrize("settings, args, said", [
-    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [],
-     "--global_batch_size 768: cannot be split; 64 problems x 8 micro-steps x 1 ranks = 512"),
-    ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"),
-    ({"BATCH_SIZE": "64"}, ["--demo"], "the demo sets its batch itself"),
-    ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),
-    ({"SYSTEM": "chat"}, [], "TRAIN_DATA is not set"), ({}, ["model.depth=3"], "model.depth=3: not a known override")])
-def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
-    done = launch(BD3LM, *args, DRY_RUN="1", MIN_GPUS="0", **settings)
-    assert done.returncode and said in done.stderr.splitlines()[-1]
-
-
 def test_overrides_of_block_diffusion(monkeypatch):
     """Line 7."""
     monkeypatch.setattr(cli, "usable_cpus", lambda: 64)

@@ -1,7 +1,5 @@
-"""Tokenised samples on disk: what several processes make is what one makes, and little of it is in memory."""
+"""Tokenised samples on disk: what several processes make is what one makes."""
 import json
-import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from data import make_table
 from speech import dataset as speech_table
 from speech.choices import CHECKS
 from speech.codes import Encoding
-from speech.conversations import Clip, Sample, Turn
+from speech.conversations import Clip
 from speech.dataset import Reading, Sources, TableBuilder, read_all
-from tests.helpers.fork import in_a_fork
 
 
 @pytest.fixture(scope="module")
@@ -114,29 +111,6 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
                 plain.setdefault(Clip(str(tmp_path / "train" / f"{name}.wav"), **more))
     assert clips[:len(plain)] == list(plain)
     assert "reference" not in capfd.readouterr().out
-
-
-def test_a_sample_takes_little_memory(tools, tmp_path):
-    """Forty thousand samples with a clip each: a Clip is the one Python object that stays."""
-    builder = TableBuilder(*tools, tmp_path / "table")
-    chunk = builder.chunk([Sample(f"some/where/data.json sample {i}", [
-        Turn("user", ["What shall be said, in some words."], 0),
-        Turn("assistant", [Clip(f"/data/of/some/one/{i:04d}.wav")], 1, True)]) for i in range(2048)], [])
-    rounds, rng = 20, np.random.default_rng(0)
-    n = rounds * 2048
-
-    def peaks():
-        tracemalloc.start()
-        for _ in range(rounds):
-            builder.append({**chunk, "clips": [replace(clip, path=f"/data/of/some/one/{rng.bytes(8).hex()}.wav")
-                                               for clip in chunk["clips"]]})
-        reading = tracemalloc.get_traced_memory()[1]
-        assert len(builder.clips) == n
-        builder.write(tmp_path, [], np.ones((n, 3), np.int64))      # of which 24 bytes
-        return reading, tracemalloc.get_traced_memory()[1]
-    reading, peak = in_a_fork(peaks)
-    assert reading / n < 400 and peak / n < 450
-    assert np.load(tmp_path / "table" / "lengths.npy", mmap_mode="r").shape == (n,)
 
 
 def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):

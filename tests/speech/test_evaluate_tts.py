@@ -170,23 +170,3 @@ def test_word_errors_are_those_of_what_the_model_hears(waves, listener, tmp_path
     letters = [len(text.replace(" ", "")) for text in heard]
     assert found["metrics"]["cer"] == pytest.approx((3 + letters[1] + letters[4]) / (
         letters[0] + 3 + letters[2] + letters[3] + 2 * letters[4]))
-
-
-def said(capsys, *args):
-    """The line that main(args) ends with."""
-    with pytest.raises(SystemExit) as end:
-        run_script("speech/evaluate_tts.py", [str(a) for a in args])
-    assert end.value.code == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and "Traceback" not in err
-    return err
-
-
-def test_bad_flags_and_folders(waves, listener, tmp_path, capsys):
-    good = write(tmp_path / "good", waves[:2])
-    renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
-    for args, parts in [
-            ([good, renamed], [f"0001 is not the same in {renamed} and {good} (1 such samples)"]),
-            ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"])]:
-        error = said(capsys, *args)
-        assert all(part in error for part in parts), (args, error)

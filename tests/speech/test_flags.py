@@ -1,7 +1,6 @@
 """The flags of train_v2_ddp.py: one list, frozen; old names are accepted, and none of them is in --help."""
 import re
 
-
 from core import cli
 from tests.helpers.trainer import script_flags
 

@@ -1,7 +1,7 @@
 """FSDP2 and HSDP train what DDP and one process train, in every logged number, weights and moments.
 
-The model has odd sizes: most tensors do not divide by the number of ranks, and of some a rank has no row at all. A run
-is named by what it trains, how, "ranks x samples x micro-steps", and further flags.
+The model has odd sizes: most tensors do not divide by the number of ranks, and one rank has no row of some tensors. A
+run's name is its method, its mode, "ranks x samples x micro-steps" and further flags.
 """
 import functools
 import json
@@ -116,7 +116,7 @@ def test_ranks_accumulation_and_sharding_change_nothing(shared, name):
 
 
 def test_equal_runs_really_trained(shared, odd):
-    """The comparison above would hold for runs that do nothing, too."""
+    """Otherwise the comparison above would also pass for runs that train nothing."""
     base = load_file(odd.model / "model.safetensors")
     full, adapter = tensors(shared("full ddp 1x12x1")), tensors(shared("lora ddp 1x12x1"))
     assert full.keys() == base.keys()
@@ -135,9 +135,9 @@ def test_offloading_changes_no_bit(shared):
 
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
-    """With FSDP2's hooks, as far as --compile goes before it makes kernels."""
-    run = complete(pool, odd, tmp_path / "out", "packs fsdp 2x1x1 --compile", main=f"{__name__}.train_compiled")
-    assert_close(run, shared("packs ddp 2x1x1"))
+    """aot_eager traces the layers with FSDP2's hooks but builds no kernels."""
+    run = complete(pool, odd, tmp_path / "out", "packs fsdp 1x1x2 --compile", main=f"{__name__}.train_compiled")
+    assert_close(run, shared("packs ddp 1x1x2"))
 
 
 def train_compiled(argv):
@@ -147,18 +147,16 @@ def train_compiled(argv):
 
 
 @pytest.mark.slow
-def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared):
-    exact = shared("full ddp 1x12x1")
-    ddp, fsdp = (shared(f"full {mode} 2x2x3 --bf16") for mode in ("ddp", "fsdp"))
+def test_bf16_is_close_to_fp32_and_the_trained_weights_stay_fp32(shared):
+    exact, fsdp = shared("full ddp 1x12x1"), shared("full fsdp 2x2x3 --bf16")
     for name in ("train/loss", "train/audio_loss", "train/text_loss", "eval/loss"):
-        assert fsdp.metrics(name) == pytest.approx(ddp.metrics(name), rel=3e-3)
         assert fsdp.metrics(name) == pytest.approx(exact.metrics(name), rel=3e-3)
         assert fsdp.metrics(name) != pytest.approx(exact.metrics(name), rel=1e-6)      # not computed in fp32
-    assert fsdp.metrics("train/grad_norm") == pytest.approx(ddp.metrics("train/grad_norm"), rel=2e-2)
+    assert fsdp.metrics("train/grad_norm") == pytest.approx(exact.metrics("train/grad_norm"), rel=2e-2)
     for part in (tensors, moments):
-        ours, theirs = part(fsdp), part(ddp)
+        ours, fp32 = part(fsdp), part(exact)
         for name, mine in ours.items():       # gradients that bf16 hardly resolves may go either way
-            assert torch.cosine_similarity(*(t.double().flatten() for t in (mine, theirs[name])), 0, 0) > 0.9, name
+            assert torch.cosine_similarity(*(t.double().flatten() for t in (mine, fp32[name])), 0, 0) > 0.9, name
             assert mine.dtype == torch.float32 and (name.endswith("step") or (mine.bfloat16() != mine).any())   # not rounded
 
 
@@ -171,7 +169,7 @@ def test_gradients_are_reduced_once_a_step(shared):
 
 
 def count_collectives(argv):
-    """Rank 0's, by their names, in counts.json of --output_dir: the others run the same ones."""
+    """Write the number of rank 0's collectives by name to counts.json in --output_dir."""
     if os.environ["RANK"] != "0":
         speech_main(argv)
         return

@@ -1,7 +1,6 @@
 """--keep: the divergence from the base is a plain loop's, on any ranks, and a run that resumes goes on the same."""
 import contextlib
 import json
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -183,19 +182,15 @@ def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["one bit", "pipe"])
-def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, pool, voice, tmp_path, damage):
+def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, pool, voice, tmp_path):
+    """One bit of an array is flipped."""
     whole = shared(*ONE)
     out = shutil.copytree(whole.output_dir, tmp_path / "out")
     for _, folder in checkpoint.list_checkpoints(out)[1:]:
         shutil.rmtree(folder)
     file, found = out / "keep.npz", (out / "keep.npz").read_bytes()
-    if damage == "pipe":
-        file.unlink()
-        os.mkfifo(file)
-    else:
-        at = found.index(b"codes_2.npy") + 150      # amid an array's bytes
-        file.write_bytes(found[:at] + bytes([found[at] ^ 1]) + found[at + 1:])
+    at = found.index(b"codes_2.npy") + 150      # amid an array's bytes
+    file.write_bytes(found[:at] + bytes([found[at] ^ 1]) + found[at + 1:])
     again = train_forked(pool, voice, out, *KEPT, "--keep", voice.root / "keep.json", *ONE[1:])
     assert "keep.npz" in again.output and "Traceback" not in again.output and len(list(out.glob("keep.npz.*"))) == 1
     assert again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")

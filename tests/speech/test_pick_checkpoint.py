@@ -78,11 +78,3 @@ def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_ended(ti
     losses = {row["step"]: row["eval/loss"] for row in rows(Run(0, "", out)) if "eval/loss" in row}
     lowest = min((losses[step], step) for step in (5, 10, 15))[1]
     assert f"checkpoint-{lowest}" in pick(out, "--by", "loss") and os.readlink(out / "best") == f"checkpoint-{lowest}"
-
-
-@pytest.mark.parametrize("flags, said", [
-    (("--prompts", "x", "--asr_command", "/nowhere/hear"), "--asr_command /nowhere/hear: cannot be started"),
-    (("--by", "loss"), "holds no checkpoint")])
-def test_mistakes_are_one_line(pool, quick_python, tmp_path, flags, said):
-    statuses, output = pool.run(1, f"{__name__}.pick_with", quick_python, str(tmp_path), *flags)
-    assert statuses == [1] and said in output and output.count("\n") == 1

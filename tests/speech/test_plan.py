@@ -1,4 +1,4 @@
-"""--dry_run: its numbers are the real run's, its memory formulas a real step's, and it finds what would fail later."""
+"""--dry_run shows the numbers of the run that follows, and its memory is the peak of a real step."""
 import re
 
 import numpy as np
@@ -6,11 +6,8 @@ import pytest
 import soundfile
 import torch
 
-import lora
-from core import kernels
 from core.memory import Setup, step_bytes
-from data import collate
-from speech import v2, v3
+from speech import v2
 from speech import plan as speech_plan
 from speech.codes import (codec_config, codec_frames, decode_audio, encode_clip, header_frames,
                           load_codec)
@@ -39,30 +36,13 @@ def check_step(empty, model, batch, setup, text_rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("targets, bf16, recompute, sharded", [("", True, "all", False), ("attention", True, None, True)])
-def test_what_is_counted_is_what_a_real_step_has_alive(targets, bf16, recompute, sharded, monkeypatch):
-    """Sharded weights: in bfloat16 as FSDP2 computes on them. Of six layers four are run."""
+def test_planned_memory_is_the_peak_of_a_real_step(targets, bf16, recompute, sharded, monkeypatch):
+    """FSDP2 computes on weights in bfloat16. The plan traces four of the six layers."""
     monkeypatch.setattr(v2, "_attention_by_sample", by_lengths([130] * 4))
     dtype = torch.bfloat16 if targets and bf16 else torch.float32
     empty, model = (small_model(targets, dtype, recompute)[1] for _ in range(2))
     batch, setup = pack_of(4, 40, 90, 30), Setup(1, "fsdp" if sharded else "ddp", bf16, recompute)
     check_step(empty, model.to(torch.bfloat16) if sharded else model, batch, setup, len(batch.text_rows))
-
-
-@pytest.mark.slow
-def test_what_is_counted_of_higgs_tts_3(monkeypatch):
-    audio = {"encoder_type": "discrete", "use_delay_pattern": True, "tie_word_embeddings": True, "num_codebooks": 8,
-             "vocab_size": 1026}
-    text = {"vocab_size": 600, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6, "head_dim": 16,
-            "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = v3.read_config({"model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text})
-    native, ids = v3.Higgs3(config).to(torch.bfloat16), v3.Ids(*range(1, 6))
-    net = lora.add_lora(native, 8, 16, 0.1, "all-linear", "base", table=True)
-    model = v3.PackedHiggs3(net, None).train()
-    tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, v3.AUDIO_PLACEHOLDER])
-    trained, codes = tokens == v3.AUDIO_PLACEHOLDER, [np.random.default_rng(0).integers(0, 1024, (30, 8))]
-    batch = collate([{"number": i, **ids.assemble(tokens, trained, codes)} for i in range(4)], ids)
-    monkeypatch.setattr(kernels, "_attention_by_document", by_lengths(list(batch.seqlens)))
-    check_step(model, model, batch, Setup(1), 0)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +71,7 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
 
 
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
-    """The rule changes within a frame of 960 samples: walk through a few of them."""
+    """The number of frames changes within 960 samples: all lengths around a few frames are tried."""
     config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(0)
     for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:

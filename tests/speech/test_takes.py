@@ -1,7 +1,6 @@
 """--best_of, --split_text, --max_cer: the best take is kept, parts follow one another, good takes are trained."""
 import json
 import os
-import re
 import subprocess
 from types import SimpleNamespace
 
@@ -158,17 +157,6 @@ def test_a_pipe_is_written_while_somebody_reads_it(tmp_path, quick_python):
         left = speak()
     assert left.returncode == 1 and left.stderr.count("error: ") == 1 and "Traceback" not in left.stderr
     assert f"{pipe} cannot be read or written (Broken pipe)" in left.stderr
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_line(disk, quick_python):
-    """Red where libsndfile writes: it says "System error"."""
-    out = disk(1)
-    (out / "fill").write_bytes(bytes(2**20 - 1024 * 48))
-    done = said(quick_python, out / "said", out / "now.wav", "one two three four five. six seven.", "--max_seconds", 4)
-    assert done.returncode == 1 and re.fullmatch(r"error: .*", done.stderr.splitlines()[-1]) and \
-        "now.wav cannot be written (No space left on device)" in done.stderr
-    assert "Traceback" not in done.stderr and not list((out / "said").glob("*.tmp*")), done.stderr
 
 
 @pytest.mark.parametrize("array, offset, why", [

@@ -8,12 +8,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from core import checkpoint, json_files, kernels
-from core.optim import lr_factor
+from core import checkpoint, json_files
 from tests.helpers.runs import assert_same_bits, rows, tensors
-from tests.helpers.trainer import bad_token, brief, speech_main, train_forked, unheard
+from tests.helpers.trainer import bad_token, brief, train_forked, unheard
 
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
 
@@ -65,24 +64,6 @@ def base_weights(tiny):
     return load_file(tiny.model / "model.safetensors")
 
 
-def train_counted(argv):
-    """The trainer, which then says for how many calls of a layer it kept only the input."""
-    real, calls = kernels.checkpoint, []
-    kernels.checkpoint = lambda *given, **more: (calls.append(1), real(*given, **more))[1]
-    speech_main(argv)
-    print(f"recomputed {len(calls)}")
-
-
-@pytest.mark.slow
-def test_gradient_checkpointing_changes_nothing(shared, forked):
-    """With dropout: the recomputed layers must draw the same masks again."""
-    recomputed = forked(*DROPOUT, "--gradient_checkpointing", "--max_steps", 3, main=f"{__name__}.train_counted")
-    assert int(re.search(r"^recomputed (\d+)", recomputed.output, re.M)[1]) >= 2 * 3      # of two layers
-    ours, theirs = recomputed.metrics("train/loss"), shared("dropout").metrics("train/loss")
-    assert ours == pytest.approx({step: theirs[step] for step in (1, 2, 3)}, abs=1e-6)
-    assert tensors(recomputed).keys() == tensors(shared("dropout")).keys()
-
-
 @pytest.fixture(scope="module")
 def stopped(complete, tmp_path_factory):
     """Folder of the "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples) and 8."""
@@ -112,16 +93,6 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     assert steps_of(output_dir) == [6, 8, 12]
 
 
-@pytest.mark.slow
-def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path):
-    """An epoch ends between the packs of a step. Resumed with smaller steps, the next epochs are still whole."""
-    flags = ("--use_lora", "--disable_eval", "--per_device_train_batch_size", 8)        # 3 packs an epoch
-    complete(tmp_path / "out", *flags, "--gradient_accumulation_steps", 4, "--max_steps", 1)
-    resumed = complete(tmp_path / "out", *flags, "--num_train_epochs", 2)
-    assert sorted(resumed.metrics("train/epoch")) == [1, 2, 3, 4]
-    assert resumed.metrics("train/epoch")[4] == 2
-
-
 def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     run = forked(*COMMON, "--freeze_llm", "--max_steps", 3, "--num_workers", 0,
                  "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)      # accepted
@@ -148,20 +119,6 @@ def test_losses_in_the_log_add_up(shared, name):
     assert re.findall(r"^step .* \| stop +(\S+)% \|", shared(name).output, re.M) == shown
     assert name != "packs 2" or max(row["train/epoch"] for row in lines) > 1      # the topped-up tail was among them
     assert lines[0]["train/audio_loss"] == pytest.approx(math.log(1026), abs=0.5)      # a random model guesses
-
-
-@pytest.mark.slow
-def test_batch_derived_flags_and_schedule(forked):
-    """--global_batch_size makes the accumulation; the schedule ends one step above 0."""
-    run = forked("--use_lora", "--per_device_train_batch_size", 2, "--global_batch_size", 8,
-                 "--learning_rate", 2e-4, "--lr_scheduler", "linear", "--warmup_steps", 2,
-                 "--disable_eval", "--num_train_epochs", 2, "--group_by_length")
-    assert "4 packs a step = 1 rank x 4 micro-steps; peak lr 2.00e-04" in run.output
-    rate = run.metrics("train/learning_rate")
-    assert sorted(rate) == list(range(1, 7))                    # 24 samples, 8 a step, 2 epochs
-    assert rate == pytest.approx({step: 2e-4 * lr_factor(step - 1, 6, 2, "linear") for step in rate})
-    assert rate[1] == pytest.approx(1e-4) and rate[2] == rate[3] == pytest.approx(2e-4)
-    assert rate[6] == pytest.approx(2e-4 / 4)
 
 
 @pytest.fixture(scope="module")
@@ -221,17 +178,6 @@ def not_json(name):
 
 
 @pytest.mark.slow
-def test_too_many_bad_steps_end_the_run(poisoned, forked):
-    """Both ranks, by themselves."""
-    run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=2, ok=False, **poisoned[1])
-    assert run.status == 1
-    errors = re.findall(r"^error: .*$", run.output, re.M)
-    assert len(errors) == 1 and "1 steps in a row" in errors[0] and "train.json" in errors[0]
-    assert "Traceback" not in run.output
-    assert not checkpoint.list_checkpoints(run.output_dir)
-
-
-@pytest.mark.slow
 def test_weights_without_a_number_are_never_saved(forked):
     """The gradient is finite, the update is not: the run ends, and what was saved before stays the newest."""
     flags = ("--use_lora", "--save_steps", 1, "--save_total_limit", 2, "--warmup_steps", 2)
@@ -242,14 +188,3 @@ def test_weights_without_a_number_are_never_saved(forked):
     errors = re.findall("^error: .*", run.output, re.M)
     assert len(errors) == 1 and re.search(r"checkpoint-\d could not be written .*adapter_model.safetensors: \d+ of its "
                                           r"tensors hold NaN or infinity, first base_model", errors[0]), run.output
-
-
-def test_a_base_without_a_number_is_refused(forked, tiny, tmp_path):
-    model = shutil.copytree(tiny.model, tmp_path / "model")
-    state = load_file(model / "model.safetensors")
-    name = "model.layers.1.self_attn.k_proj.weight"
-    state[name][1, 1] = math.nan
-    save_file(state, model / "model.safetensors", {"format": "pt"})
-    run = forked("--model_path", model, "--max_steps", 1, ok=False)
-    assert run.status != 0 and not steps_of(run.output_dir)
-    assert f"error: {model}/model.safetensors: {name} holds NaN or infinity; these weights cannot" in run.output

@@ -191,7 +191,7 @@ def steps_of(model, ids, clips, steps):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if loss < 0.002:
+        if loss < 0.008:
             break
     assert loss < 0.01, f"{steps} steps, loss {loss.item():.4f}"
     model.eval()
@@ -216,20 +216,6 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
         assert torch.equal(alone[0], codes) and alone[1] == how == "length" and len(codes) == 18
     forced = higgs3.forced_logits(model, prompts[1][:2], prompts[1][2], higgs3.delay(together[1][0]))
     assert forced[8:].argmax(-1)[:10, 0].tolist() == together[1][0][8:, 0].tolist()
-
-
-BROKEN = {
-    "encoder_type is 'whisper'": lambda c: c["audio_encoder_config"].update(encoder_type="whisper"),
-    "the audio table and its head are not tied": lambda c: c["audio_encoder_config"].update(tie_word_embeddings=False)}
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_other_forms_are_refused(folder, message):
-    config = json.loads((folder / "config.json").read_text())
-    assert v3.read_config(config).rope_parameters["rope_theta"] == 1e6      # the file holds null
-    BROKEN[message](config)
-    with pytest.raises(UserError, match=message):
-        v3.read_config(config)
 
 
 def test_untied_copies_and_wrong_weights_are_refused(folder, tmp_path):

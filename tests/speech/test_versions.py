@@ -7,7 +7,6 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 
-from core.cli import UserError
 from speech import make_tiny, speak, v3
 from speech.codes import load_codec
 from tests.helpers import higgs3
@@ -143,13 +142,3 @@ def refusal(pool, tiny, output_dir, *flags):
     error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert run.status == 1
     return error
-
-
-def test_what_belongs_to_the_other_model_is_refused(pool, tiny, tiny3, runs, tmp_path):
-    assert "give --audio_tokenizer_path" in refusal(pool, tiny, tmp_path / "a", "--audio_tokenizer_path",
-                                                                   "")
-    assert "--normalize_text on: Higgs TTS 3" in refusal(pool, tiny3, tmp_path / "b", "--normalize_text", "on")
-    out = runs(1, "--per_device_train_batch_size", 4).output_dir
-    assert "base model" in refusal(pool, tiny, out, "--normalize_text", "off")
-    with pytest.raises(UserError, match="--ras_window: not of Higgs TTS 3"):
-        speak.sampling(higgs3.load(tiny3.model)[0].config, 1.0, ras_window=3)
