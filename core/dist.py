@@ -295,7 +295,7 @@ def compile_layers(layers, **options):
     torch._inductor.config.triton.mix_order_reduction = False
     # else graphs are split at DDP's buckets; single layers are too small to gain from that
     torch._dynamo.config.optimize_ddp = False
-    # torch's cache key lacks the vector width: code for 16 floats at a time leaves half of its
+    # torch's cache key has no vector width: code for 16 floats at a time leaves half of its
     # results unwritten on a machine with 8 that shares the cache (torch 2.13)
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     torch.compiler.config.cache_key_tag = f"{tag} {torch.backends.cpu.get_cpu_capability()}".strip()

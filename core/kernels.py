@@ -281,7 +281,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     """Causal attention inside each document, as transformers calls it -> (1, S, heads, D), None.
 
     query (1, heads, S, D), key and value (1, kv_heads, S, D); cu_seq_lens_q (B + 1,) int32.
-    sliding_window: number of positions that a token attends to, its own included. On CUDA in half
+    sliding_window: number of positions that a token attends to, with itself. On CUDA in half
     precision torch's variable-length flash attention; else SDPA for each document, same result.
     """
     if cu_seq_lens_q is None:

@@ -54,7 +54,7 @@ def end(process):
 
 
 def between(parent, *command):
-    """Runs a command of start() in a process of its own; kills both when the parent ends."""
+    """Run the command of start() in a child process; kill both when the parent ends."""
     process = subprocess.Popen(command)
     while os.getppid() == int(parent):
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -8,7 +8,7 @@ multiply, and free it. The arithmetic is bitsandbytes'.
 Float8: both matrix products of a layer, forward and input gradient, use e4m3 (arXiv 2209.05433).
 Unlike in torchao, a frozen weight is rounded once: a copy for the forward product and a transposed
 one for the backward, together as large as one bfloat16 weight. Each row of weights, inputs and
-gradients has its own scale, so no result depends on the other samples of the pack.
+gradients has a separate scale, so no result depends on the other samples of the pack.
 """
 import math
 
@@ -138,7 +138,7 @@ def rounded_kernel(rows):
 
 
 # rows (n, width) -> (rows in float8, each divided by its scale; (n, 1) float32 scales, tiny for a
-# row of zeros). An operator of its own: fused with earlier operators of a compiled layer, Inductor
+# row of zeros). A separate operator: fused with earlier operators of a compiled layer, Inductor
 # cannot split its loops when the number of rows changes (CantSplit, pytorch issue 183696).
 rounded = kernels.define_operator(
     "rounded", "(Tensor rows) -> (Tensor, Tensor)",

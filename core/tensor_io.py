@@ -1,7 +1,7 @@
 """Read and write safetensors files of plain or sharded parameters.
 
 Every rank reads only its rows of each tensor. A sharded tensor is gathered once, by the rank that
-writes it. Each rank writes its own file, so no host needs memory for the full model. Files hold
+writes it. Each rank writes a separate file, so no host needs memory for the full model. Files hold
 whole tensors under the names of transformers and PEFT, so any number of ranks can read them.
 """
 import hashlib

@@ -12,7 +12,7 @@ from distill.chat_data import PackedChats, samples_line
 
 
 def loss(model, tokens, targets, kept=False):
-    """Loss of a PackedLM on a pack of so many tokens and targets. kept: True for --keep."""
+    """Loss of a PackedLM on a pack of given sizes. kept: True for --keep."""
     places, rows = (torch.zeros(n, dtype=torch.int64) for n in (tokens, targets))
     teacher = None
     if model.prompted or kept:  # only the head's rows stay from the teacher's forward: two tokens

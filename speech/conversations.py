@@ -181,16 +181,16 @@ def is_chatml(entry):
     return spoken or "audios" not in entry and "audio" not in entry
 
 
-def sample_name(place, entry):
-    """Name of a row or raw sample in messages: place, and its id or the file of its last clip."""
+def sample_name(location, entry):
+    """Name of a row or raw sample in messages: location, and its id or the file of its last clip."""
     if not isinstance(entry, dict):
-        return place
+        return location
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
     label = (misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
              or entry.get("speaker"))
-    return f"{place} ({one_line(label, 80)})" if label else place
+    return f"{location} ({one_line(label, 80)})" if label else location
 
 
 def sample_text(sample):

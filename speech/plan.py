@@ -44,7 +44,7 @@ def kept_rows(keeper):
 
 
 def loss(model, text, audio, audio_rows, text_rows, keep=False):
-    """Loss of a packed model on a pack of so many rows. keep: the divergence of --keep."""
+    """Loss of a packed model on a pack of given sizes. keep: of the divergence of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, codebooks = text + audio, model.base_model.config.num_codebooks

@@ -48,7 +48,8 @@ def test_several_processes_make_the_chats_of_one(tmp_path, monkeypatch):
     for path, n in zip(paths, (50, 21)):
         path.write_text(chat_lines(n))
     one, found, ends = chat_table_of(paths, tmp_path / "table", 0)
-    assert found["bad"] == f"{71 - sum(found['samples'])} too_long" and len(one) == 10
+    samples, dropped = found
+    assert dropped == f"{71 - sum(samples)} too_long" and len(one) == 10
     assert ends == {chats.tokenizer().convert_tokens_to_ids("<|im_end|>"): 71 + 13 + 6}     # all answers
     for processes in (1, 2):
         many, again, its_ends = chat_table_of(paths, tmp_path / f"table{processes}", processes)
