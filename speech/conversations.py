@@ -182,7 +182,7 @@ def is_chatml(entry):
 
 
 def sample_name(location, entry):
-    """Name of a row or sample in messages: its location, and its id or the file of its last clip."""
+    """Name of a row or sample in messages: location, and its id or the file of its last clip."""
     if not isinstance(entry, dict):
         return location
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
