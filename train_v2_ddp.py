@@ -165,7 +165,7 @@ if main_rank:
                 "set of trained weights": choices.trained_weights(args),
                 "--normalize_text": args.normalize_text, "seed": args.seed,
                 "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
-                "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
+                "--keep": keep_loss.extend_fingerprint(base) if keep_loss else None}
 # validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), args.text_loss_weight]
 checkpoints, resume, state = run.open_checkpoints(args, world, identity)

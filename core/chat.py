@@ -29,7 +29,7 @@ SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"system": KNOWN, "developer": KNOWN, "user": KNOWN,         # {role: keys of a message}
         "assistant": KNOWN | {"tool_calls", "weight"}, "tool": KNOWN | {"tool_call_id", "name"}}
-dumped = functools.partial(json.dumps, ensure_ascii=False)
+to_json = functools.partial(json.dumps, ensure_ascii=False)
 
 # ---- Files -> conversations
 
@@ -100,8 +100,8 @@ def read_records(path, problems, numbers=None):
 
 
 def normalize_record(record, answered=True):
-    """A record in any known form with the "messages" and "tools" that templates take. answered: it
-    must have an answer, and messages after the last one are dropped. ValueError.
+    """A record in any known form with the "messages" and "tools" that templates take. answered:
+    require an answer, and drop the messages after the last answer. ValueError.
     """
     messages = record.get("messages")
     if not isinstance(messages, list):
@@ -180,7 +180,7 @@ def check_messages(record):
         fields = message if isinstance(message, dict) else {}
         role, content, calls = (fields.get(key) for key in ("role", "content", "tool_calls"))
         texts, calls = [content, fields.get("reasoning_content") or ""], calls or []
-        if role not in list(KEYS):      # nor is one that is a list itself
+        if role not in list(KEYS):      # a list, as the role may be unhashable
             why = f" has no role out of {', '.join(KEYS)}"
         elif not all(isinstance(text, str) for text in texts):
             why = " has no text as its content; only text is trained, and parts are to be joined"
@@ -234,8 +234,7 @@ def load_tokenizer(folder, template=None):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:      # of many kinds
-        raise UserError(f"{folder}: no tokenizer can be loaded from it "
-                        f"({first_line(error)})")
+        raise UserError(f"{folder}: no tokenizer can be loaded from it ({first_line(error)})")
     if template:
         tokenizer.chat_template = json_files.read_text(template, "--chat_template ")
     require(isinstance(tokenizer.chat_template, str), f"{folder}: its tokenizer has no chat "
@@ -252,8 +251,8 @@ def attempt(function, *args):
 
 
 class Encoder:
-    """Turns conversations into (ids, mask of the trained ids), proven. turns: "all" or the "last"
-    answer. thinking: the template's enable_thinking. split: a list if one sample cannot hold all.
+    """Turns a conversation into (ids, mask of the trained ids). turns: train "all" answers or the
+    "last". thinking: the template's enable_thinking. split: several samples if one cannot hold all.
     """
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
@@ -263,7 +262,7 @@ class Encoder:
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number: token.content for number, token in added if token.special}
         # longest first, as json.dumps writes them
-        texts = (re.escape(dumped(text)[1:-1]) for text in self.special.values())
+        texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
         self.control = re.compile("|".join(sorted(texts, key=len, reverse=True)) or r"(?!)")
         self.ends = Counter()   # ids that trained turns ended with
 
@@ -286,16 +285,16 @@ class Encoder:
 
     def _render(self, messages, tools):
         """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
-        texts = {f"message {number} contains": dumped(m) for number, m in enumerate(messages, 1)}
-        for subject, text in (texts | {"its tools contain": dumped(tools or "")}).items():
+        texts = {f"message {number} contains": to_json(m) for number, m in enumerate(messages, 1)}
+        for subject, text in (texts | {"its tools contain": to_json(tools or "")}).items():
             if match := self.control.search(text):
                 raise ValueError(f"{subject} the control token {match[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = answers[0 if self.turns == "all" else -1:]
+        answers = answers if self.turns == "all" else answers[-1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
         if not answers or 0 in answers:
-            raise ValueError("has no answer to train that is not of weight 0, or begins with an "
-                             "answer, so nothing is asked before it; drop the line")
+            raise ValueError("has no answer to train (weight 0), or begins with an answer, so "
+                             "nothing is asked before it; drop the line")
         try:
             turns = [tuple(self.tokenizer.apply_chat_template(
                 messages[:end], tokenize=False, add_generation_prompt=end == i, tools=tools,
@@ -352,8 +351,8 @@ def check_rendered(messages, tools, turns):
         check(f"the tool {name}", [name], first_prompt)
     for i, message in enumerate(messages):
         calls = [function_of(call) for call in message.get("tool_calls") or ()]
-        prompt, whole = turns.get(i, ("-", ""))
-        if whole.startswith(prompt):        # else _mask names the tokens
+        prompt, whole = turns.get(i, ("", ""))
+        if i in turns and whole.startswith(prompt):     # otherwise _mask reports the tokens
             words = [answer_text(message), (message.get("reasoning_content") or "").strip()]
             words += [word for c in calls for word in (c["name"], *c.get("arguments", {}))]
             check(f"the answer, the reasoning or a tool call of message {i + 1}", words,
@@ -361,4 +360,4 @@ def check_rendered(messages, tools, turns):
         subject = f"the text of message {i + 1} ({message['role']})"
         check(subject, [answer_text(message)], conversation)
         # the tools' schemas have these names as well
-        check(subject, [call["name"] for call in calls], conversation, dumped(tools or ""))
+        check(subject, [call["name"] for call in calls], conversation, to_json(tools or ""))

@@ -77,7 +77,7 @@ def grouped_attention():
 @functools.cache
 def use_flash3():
     """Switch packed attention to FlashAttention 3 if its package is installed and a trial agrees
-    with torch's kernel. A notice says what happened. This has never run on a GPU here.
+    with torch's kernel. A notice says what happened. It has never been tested on a GPU.
     """
     if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
         return
@@ -113,7 +113,7 @@ def define_operator(name, schema, function, fake):
 
 
 def stream_dtype(x):
-    """dtype of hidden states x between layers: autocast's, though fp32 embeddings ignore it."""
+    """dtype for hidden states x between layers: autocast's, which embeddings do not apply."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -131,13 +131,13 @@ def outputs(x, *layers):
 
 
 class _Fused(torch.autograd.Function):
-    """The first result of kernels[0](*inputs). kernels[1](gradient, *inputs[kept:], *other results)
-    returns the gradients of the first inputs; other inputs have none. Kernels return tuples.
+    """kernels: (forward, backward), which return tuples. forward(*inputs) gives the output first.
+    backward(gradient, *inputs[first_saved:], *other results) gives gradients of the first inputs.
     """
     @staticmethod
-    def forward(ctx, kernels, kept, *inputs):
+    def forward(ctx, kernels, first_saved, *inputs):
         out, *others = kernel(kernels[0], *inputs)
-        ctx.save_for_backward(*inputs[kept:], *others)
+        ctx.save_for_backward(*inputs[first_saved:], *others)
         ctx.gradients, ctx.inputs = kernels[1], len(inputs)
         return out
 
@@ -148,14 +148,14 @@ class _Fused(torch.autograd.Function):
 
 
 def swiglu_kernel(gate, up):
-    return (F.silu(gate.float()) * up.float()).to(up.dtype),
+    return ((F.silu(gate.float()) * up.float()).to(up.dtype),)
 
 
 def swiglu_gradient_kernel(grad, gate, up):
     wide, grad = gate.float(), grad.float()
-    share = wide.sigmoid()
-    return ((grad * up.float() * share * (1 + wide * (1 - share))).to(gate.dtype),
-            (grad * wide * share).to(up.dtype))
+    sigmoid = wide.sigmoid()
+    return ((grad * up.float() * sigmoid * (1 + wide * (1 - sigmoid))).to(gate.dtype),
+            (grad * wide * sigmoid).to(up.dtype))
 
 
 def swiglu(gate, up):
@@ -193,9 +193,9 @@ def cross_entropies_kernel(logits, labels):
 
 
 def cross_entropies_gradient_kernel(grad, logits, labels, log_sum):
-    hit = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
-    share = (logits.float() - log_sum[:, None]).exp()
-    return (grad[:, None] * (share - hit.float())).to(logits.dtype),
+    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
+    probabilities = (logits.float() - log_sum[:, None]).exp()
+    return ((grad[:, None] * (probabilities - is_label.float())).to(logits.dtype),)
 
 
 def cross_entropies(logits, labels):
@@ -327,7 +327,7 @@ ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default, *(
 # {operator: index of its first matrix}; _grouped_mm is the product of experts
 PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,
             torch.ops.aten._scaled_mm.default: 0, torch.ops.aten._grouped_mm.default: 0}
-WIDER = 8       # products are kept unless rows get wider by more, as in the B matrix of an adapter
+WIDER = 8       # a product that widens rows by more is recomputed, as that of an adapter's B matrix
 
 
 def keeps(op, args):

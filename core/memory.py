@@ -133,8 +133,8 @@ class LiveBytes(TorchDispatchMode):
             tensor.register_hook(lambda _: setattr(self, "stage", stage))
 
 
-class Kept(torch.autograd.Function):
-    """Keeps what a GPU kernel keeps: inputs, a number per row and, of attention, the output."""
+class FakeKernel(torch.autograd.Function):
+    """Replaces a GPU kernel: saves its inputs, a number per row and, of attention, the output."""
 
     @staticmethod
     def forward(ctx, x, *others):
@@ -164,7 +164,7 @@ def gpu_kernels(live, more):
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
                 (kernels, "can_fuse", lambda x: True), (kernels, "kernel", live.kernel),
-                (kernels, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
+                (kernels, "rms_norm", lambda x, weight, _: FakeKernel.apply(x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
                 (kernels, "_attention_by_document", varlen), *more):
             stack.enter_context(mock.patch.object(owner, name, function))
@@ -230,9 +230,9 @@ def fake_copy(step, count, dtype=None):
 
 
 def reduce_gradients(live, trained, layers, setup):
-    """Reduce gradients as FSDP2 does. Once a layer has all its gradients, it sums them in fp32 in a
-    buffer, which lives until the next layer's. Shards are left; estimate() counts those that
-    accumulate or go to the host. The root unit, all weights outside the layers, comes last.
+    """Reduce gradients as FSDP2 does. Once a layer has all its gradients, they are summed in an
+    fp32 buffer, which lives until the next layer's. This rank's shard of them is kept;
+    estimate() counts shards that accumulate or go to the host. Weights outside layers come last.
     """
     unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
     expected, waiting = Counter(unit_of.get(p) for p in trained), defaultdict(list)
@@ -450,9 +450,9 @@ def pack_sums(order, epochs, values):
 
 
 def largest_pack(order, epochs, rows, budget=0, columns=1):
-    """Size of the largest pack, whose first `columns` kinds of rows add up to its tokens, and then
-    the most rows of each other kind in any pack. rows: (samples, kinds). Packs are padded to the
-    budget by rows of the first kind.
+    """Numbers of rows of each kind: the first `columns` kinds as in the largest pack, each other
+    kind at its most in any pack. rows: (samples, kinds). A pack's size is the sum over its first
+    `columns` kinds; padding to the budget is of the first kind.
     """
     packs = pack_sums(order, epochs, rows)
     packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1:columns].sum(1))

@@ -187,7 +187,8 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     for noisy copies in packed rows (a multiple of 128, or of 16 in rows below 512) minimises the
     total size of all rows. Raises UserError if a document does not fit.
     """
-    numbers, lengths, noisy = np.asarray(numbers), *map(documents.counts.get, ("clean", "noisy"))
+    numbers = np.asarray(numbers)
+    lengths, noisy = documents.counts["clean"], documents.counts["noisy"]
     longest = numbers[lengths[numbers].argmax()]
     require(lengths[longest] <= row_length,
             f"--row_length {row_length}: {documents.name(longest)} takes {lengths[longest]} slots")
@@ -205,7 +206,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     return Rows(documents, packings[best], row_length, best)
 
 
-def read_any(path, split, layout, tokenizer, tokens):
+def read_data(path, split, layout, tokenizer, tokens):
     """(Problems of a file for the Layout's system, [unusable problems])."""
     bad = []
     if layout.system == "chat":
@@ -220,7 +221,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     bad, folder = [], output_dir if world.is_main else None
 
     def read_documents(path, split):
-        problems, wrong = dist.rank0(world, read_any, path, split, layout, args.tokenizer, tokens)
+        problems, wrong = dist.rank0(world, read_data, path, split, layout, args.tokenizer, tokens)
         bad.extend(wrong)           # on every rank, so that all exit
         return make_documents(problems, tokens, layout, bad, path)
 
@@ -241,7 +242,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
         numbers, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
-    return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
+    return rows, (make_rows(evaluation, held_out, *how) if len(held_out) else None)
 
 
 class Blocks(NamedTuple):
@@ -340,8 +341,8 @@ def choose_masked(batch, rate, draws, t_range):
     """(T,) bool, True for masked targets of Blocks in flat order. rate: (G,) float64.
 
     Under a clipped range the number of masked tokens of a block of n targets is binomial(n, rate),
-    conditioned on a share within the range (as by rejection sampling). Blocks too short for any
-    share inside, or with only 0, get the nearest numbers, so every token is sometimes masked.
+    conditioned on a share within the range (as by rejection sampling). If no number above 0 gives
+    such a share, as in short blocks, the nearest are used, so every token is sometimes masked.
     """
     group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
     low, high = enforced_limits(t_range)

@@ -170,7 +170,7 @@ def check_answers(args, world_size):
 
 
 def layout_of(args):
-    """The problems.Layout that the flags name."""
+    """The Layout that the flags describe."""
     return Layout(**{field.name: getattr(args, field.name) for field in fields(Layout)
                      if hasattr(args, field.name)})
 

@@ -73,8 +73,7 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
     try:
         assert config.native
     except Exception as error:      # transformers raises many kinds
-        raise UserError(f"{where}values that transformers refuses "
-                        f"({first_line(error):.120})")
+        raise UserError(f"{where}values that transformers refuses ({first_line(error):.120})")
     return config
 
 
@@ -138,7 +137,7 @@ class Decoder(dit.Network):
         rotary = self.model.rotary_emb(x, position)
         x = x.to(kernels.stream_dtype(x))
         cache = {}
-        if past is not None:        # transformers renames it
+        if past is not None:        # transformers has renamed this argument
             known = inspect.signature(type(self.layers[0]).forward).parameters
             cache = {"cache" if "cache" in known else "past_key_values": past}
         for layer in self.layers:

@@ -219,10 +219,10 @@ class Network(nn.Module):
         if kernels.can_fuse(hidden):      # the number of masked tokens varies: allocate fewer sizes
             rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
                             for numbers in (rows, labels))
-        rows = hidden.index_select(0, rows)
-        if len(rows) <= HEAD_ROWS:
-            return self.row_losses(rows, labels)[:len(inputs.rows)]
-        chunks = zip(rows.split(HEAD_ROWS), labels.split(HEAD_ROWS))
+        hidden = hidden.index_select(0, rows)
+        if len(hidden) <= HEAD_ROWS:
+            return self.row_losses(hidden, labels)[:len(inputs.rows)]
+        chunks = zip(hidden.split(HEAD_ROWS), labels.split(HEAD_ROWS))
         losses = [checkpoint(self.row_losses, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat(losses)[:len(inputs.rows)]
 
@@ -261,7 +261,7 @@ def rotate(x, cos, sin):
 
 
 def gated_linear(linear, x, gate):
-    """gate * linear(x). The gate (outputs,) multiplies the weights instead if x has more rows."""
+    """gate * linear(x). The gate (outputs,) scales the weights or, if smaller, the result."""
     if x[..., 0].numel() < linear.in_features:
         return gate.to(x.dtype) * linear(x)
     bias = None if linear.bias is None else gate * linear.bias

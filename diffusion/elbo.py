@@ -61,16 +61,16 @@ class Eval(NamedTuple):
     chosen: tuple = ()      # from choose_problems, for accuracy
 
 
-def validate(world, model, average, how, t_range, asked_to_stop):
+def validate(world, model, average, task, t_range, asked_to_stop):
     """(values, t range for training) of the averaged weights; None if stopped. Collective."""
     dist.reshard(model)
     average.swap()
     model.eval()
-    values = bound(world, model, how, asked_to_stop)
-    if values and how.widths:
-        t_range = search_range(world, model, how, asked_to_stop)
-    if values and t_range and how.chosen:
-        values |= accuracy(world, model, how)
+    values = bound(world, model, task, asked_to_stop)
+    if values and task.widths:
+        t_range = search_range(world, model, task, asked_to_stop)
+    if values and t_range and task.chosen:
+        values |= accuracy(world, model, task)
     model.train()
     dist.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
@@ -78,8 +78,8 @@ def validate(world, model, average, how, t_range, asked_to_stop):
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of this rank's share of the first batches. All ranks get the same
-    number; the last batches may be padding only."""
+    """Yield (number, Blocks) of this rank's batches among the first `most`, or among all. All ranks
+    get equally many batches; the last ones may be padding only."""
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
@@ -88,32 +88,32 @@ def share_of_batches(world, rows, batch_rows, most=None):
                                      rows.documents.pad)
 
 
-def losses_of_draw(model, how, batch, purpose, number, t_range, device):
-    """(Inputs, (R,) float64 weighted losses) of Blocks for one draw of the noise; how: Eval."""
-    draws = blocks.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
-    weighting = how.weighting if purpose == "search" else "elbo"
-    inputs = blocks.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=how.bf16):
+def losses_of_draw(model, task, batch, purpose, number, t_range, device):
+    """(Inputs, (R,) float64 weighted losses) of Blocks for one draw of the noise; task: Eval."""
+    draws = blocks.draw(task.seed, purpose, number, batch.n_groups, *batch.doc.shape)
+    weighting = task.weighting if purpose == "search" else "elbo"
+    inputs = blocks.diffuse(batch, draws, task.tokens.mask, t_range, weighting).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=task.bf16):
         losses = model(inputs)
     return inputs, losses.double() * inputs.weights
 
 
 @torch.no_grad()
-def bound(world, model, how, asked_to_stop):
+def bound(world, model, task, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None if
     asked to stop. asked_to_stop(): collective, called before every batch.
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill).
     eval/stderr: standard error of eval/nll due to the noise, from the draws of each block."""
-    rows, repeats, device = how.rows, how.repeats, world.device
+    rows, repeats, device = task.rows, task.repeats, world.device
     t_range = bound_range(rows.documents.layout)
     # the sum of each draw, then the variance of the mean of the sums
     sums = torch.zeros(repeats + 1, dtype=torch.float64, device=device)
-    for number, batch in share_of_batches(world, rows, how.batch_rows):
+    for number, batch in share_of_batches(world, rows, task.batch_rows):
         if asked_to_stop():
             return None
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
-            inputs, losses = losses_of_draw(model, how, batch, "validation", (number, repeat),
+            inputs, losses = losses_of_draw(model, task, batch, "validation", (number, repeat),
                                             t_range, device)
             of_block[repeat].index_add_(0, inputs.group, losses)
         sums[:-1] += of_block.sum(1)
@@ -147,19 +147,19 @@ def candidates(widths, block_sizes):
 
 
 @torch.no_grad()
-def search_range(world, model, how, asked_to_stop):
+def search_range(world, model, task, asked_to_stop):
     """(low, high) of the candidate with the least variance of block losses (BD3-LM's var_min). Runs
     each candidate on the first SEARCH_BATCHES batches; None if asked to stop."""
     device = world.device
-    tried = candidates(how.widths, how.rows.documents.layout.block_sizes)
+    tried = candidates(task.widths, task.rows.documents.layout.block_sizes)
     # sum, sum of squares, number
     moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
-    for number, batch in share_of_batches(world, how.rows, how.batch_rows, SEARCH_BATCHES):
+    for number, batch in share_of_batches(world, task.rows, task.batch_rows, SEARCH_BATCHES):
         if asked_to_stop():
             return None
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
         for index, t_range in enumerate(tried):     # with the same random numbers
-            inputs, losses = losses_of_draw(model, how, batch, "search", number, t_range, device)
+            inputs, losses = losses_of_draw(model, task, batch, "search", number, t_range, device)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
             per_block.index_add_(0, inputs.group, losses).div_(sizes)
             moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
@@ -177,16 +177,16 @@ def choose_problems(rows, n, tokens, seed):
     return [(p, question_state(p, tokens, rows.documents.layout)) for p in problems]
 
 
-def accuracy(world, model, how):
+def accuracy(world, model, task):
     """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
     Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16 from fp32."""
     from diffusion.sample_bd3lm import Sampling, Solver, answer, score
     how_sampled = Sampling("confidence", temperature=0.0)
-    solver = Solver(model, how.tokens, how.rows.documents.layout, how_sampled, how.bf16)
-    (problems, states), mine = zip(*how.chosen), slice(world.rank, None, world.size)
+    solver = Solver(model, task.tokens, task.rows.documents.layout, how_sampled, task.bf16)
+    (problems, states), mine = zip(*task.chosen), slice(world.rank, None, world.size)
     # lengths change with every block, which would recompile compiled layers
     with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
-        answers = answer(solver, states[mine], how.batch_rows)
+        answers = answer(solver, states[mine], task.batch_rows)
     scores = [(score(record["text"], problem.answer), record["forwards"])
               for problem, record in zip(problems[mine], answers)]
     scores = [pair for of_rank in dist.all_gather(world, scores) for pair in of_rank]
@@ -202,7 +202,7 @@ def setups(args, setup, rows, row_tokens):
         accumulation = 2 * splits[-1][1]
         splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
     if named_flags(args) & {"per_device_train_batch_size", "problems_per_batch",
-                      "gradient_accumulation_steps"}:
+                            "gradient_accumulation_steps"}:
         splits = [(setup.batch_size, setup.accumulation)]
     return [replace(way, batch_size=each, accumulation=accumulation)
             for way in memory.list_ways(args, setup) for each, accumulation in splits]
@@ -222,12 +222,12 @@ def step_of(config, backend):
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
-    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.Kept.apply(q, k, v)
+    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(q, k, v)
     return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
 
 
 def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
-    """With --auto, set the open flags. With an order (PackOrder of rows), print the plan of a run
+    """With --auto, set unset flags. With an order (PackOrder of rows), print the plan of a run
     of `left` steps; UserError lists every limit that it exceeds."""
     from core import memory
     step = step_of(config, args.attn_backend)

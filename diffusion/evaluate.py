@@ -84,7 +84,7 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
 def bound_file(args, folder, solver):
     """Print the bound of a file's answers, as in a validation -> (file name, results)."""
     layout, device = solver.layout, solver.model.embed.weight.device
-    problems, bad = blocks.read_any(args.bound, "test", layout, folder, solver.tokens)
+    problems, bad = blocks.read_data(args.bound, "test", layout, folder, solver.tokens)
     documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
                                       bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):

@@ -155,8 +155,7 @@ def load_tokenizer(name, system, end_token=""):
             path = Path(hf_hub_download(str(name), "tokenizer.json"))
         tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
     except Exception as error:      # tokenizers raises bare Exceptions, the hub many kinds
-        raise UserError(f"--tokenizer {name}: cannot be read "
-                        f"({first_line(error):.150}); {hint}")
+        raise UserError(f"--tokenizer {name}: cannot be read ({first_line(error):.150}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",
@@ -226,7 +225,7 @@ def read_chats(path, folder, tokens, bad):
                 bad.append(problem(name, "invalid", why, path))
                 continue
             ids, mask = result
-            ids = ids[:len(mask) - mask[::-1].index(True)]
+            ids = ids[:len(mask) - mask[::-1].index(True)]      # up to the last trained id
             last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
             require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
                                  f"token is {end}; give --end_token '{last}'")

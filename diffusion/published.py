@@ -55,18 +55,18 @@ SDAR_MASK_ID = 151669       # first id after Qwen3's tokens: SDAR's mask in SGLa
 
 def load_checkpoint(folder):
     """(network in eval mode, with averaged weights and merged adapters; config.json). UserError."""
-    folder, kind = Path(folder), dit
+    folder, backbone = Path(folder), dit
     try:
         stored = json_files.read_object(folder / "config.json")
         if "hidden_size" not in stored["model"]:
-            from diffusion import decoder as kind
-        config = kind.Config(**stored["model"])
+            from diffusion import decoder as backbone
+        config = backbone.Config(**stored["model"])
         config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     tensor_io.load(dist.World(), folder, "ema", dit.trained_parameters(model))
-    return (kind.merge_adapters(model) if config.lora else model).eval(), stored
+    return (backbone.merge_adapters(model) if config.lora else model).eval(), stored
 
 
 def state_of(folder):
@@ -149,8 +149,7 @@ def add_chat_form(layout, folder):
             question, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         require(prompt.count("{question}") == 1, "it does not write the question once")
     except Exception as error:      # many kinds: no files, no template, a template that fails
-        raise UserError(f"--chat: {folder} has no chat template that can be used "
-                        f"({first_line(error):.120})")
+        raise UserError(f"--chat: {folder} has no usable chat template ({first_line(error):.120})")
     return add_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 
@@ -196,11 +195,11 @@ def read(origin, config, tokens, seed=0):
             f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
             f"mask at {tokens.mask}; correct tokenizer.json ({SDAR_MASK}) or config.json")
     require(known == tokens.vocabulary(), f"--init_from {path}: its tokenizer is not that of "
-                                     "--tokenizer, so ids would mean other words; drop --tokenizer")
-    with torch.device("meta"):
-        wanted = {name: p.shape[name in ROWS:] for name, p
-                  in config.network(config).named_parameters()}
-    shapes = {name: tensor.shape[name in ROWS:] for name, tensor in tensors.items()}
+            "--tokenizer, so ids would mean other words; drop --tokenizer")
+    with torch.device("meta"):      # shapes, without the vocabulary's rows
+        wanted = {name: p.shape[1:] if name in ROWS else p.shape
+                  for name, p in config.network(config).named_parameters()}
+    shapes = {name: t.shape[1:] if name in ROWS else t.shape for name, t in tensors.items()}
     wrong = sorted(name for name in wanted | shapes if wanted.get(name) != shapes.get(name))
     require(not wrong, f"--init_from {path}: {len(wrong)} names are missing, unknown or of another "
                        f"shape (--model_size), first {', '.join(wrong[:5])}")
@@ -302,13 +301,13 @@ def from_official(state, config, path):
     return {names.get(name, name): tensor for name, tensor in plain.items()}
 
 
-def export(folder, output, layout_of="usual"):
+def export(folder, output, file_format="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, stored = load_checkpoint(folder)
     config, layout = model.config, choices.Layout(**stored["layout"])
     tokens, source = load_tokenizer(folder, layout.system, layout.end_token), stored.get("source")
     # an SDAR source stays SDAR: its config.json names files that are not here
-    is_sdar = layout_of == "sdar" or (
+    is_sdar = file_format == "sdar" or (
         config.mask_id == SDAR_MASK_ID and source and source["model_type"] == "sdar")
     can_be = source and source["model_type"] in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID
     require(not is_sdar or can_be, "--format sdar: train from a Qwen3 model with its tokenizer, so "

@@ -45,7 +45,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import checkpoint, dist, kernels, metrics
 from core.problems import settle
-from diffusion.blocks import pieces, prompt_ids, read_any
+from diffusion.blocks import pieces, prompt_ids, read_data
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
 from diffusion.problems import Problem, load_tokenizer
 
@@ -119,20 +119,20 @@ def select_rows(rows, known, past):
 
 
 @torch.no_grad()
-def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None):
+def generate(model, states, limits, block_size, end, how=Sampling(), generator=None):
     """[Generated] of every problem: blocks until the `end` token or its limit of blocks.
 
     model: in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints,
     the ids, positions and block numbers of clean tokens. pinned: given ids at the start of the
-    first block, fewer than block_size. first: its position. rooms: most blocks of each problem.
+    first block, fewer than block_size. first: its position. limits: most blocks of each problem.
     """
-    contexts, pinned = zip(*states)
+    contexts, first_blocks = zip(*states)
     device, mask = model.embed.weight.device, model.config.mask_id
     tokens, position, block, known = pad_sequence(
         [torch.from_numpy(np.vstack([c, np.ones_like(c[:1])])).T for c in contexts],
         batch_first=True).to(device).unbind(-1)
-    starts = torch.tensor([first for _, first in pinned], device=device)
-    active = [i for i, blocks in enumerate(rooms) if blocks > 0]
+    starts = torch.tensor([first for _, first in first_blocks], device=device)
+    active = [i for i, blocks in enumerate(limits) if blocks > 0]
     written, forwards, ended = [[] for _ in contexts], [0] * len(contexts), [False] * len(contexts)
     known = known > 0
     known, past = select_rows(active, known, prefill(model, tokens, position, block, known))
@@ -140,7 +140,7 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
     while active:
         new = torch.full((len(active), block_size), mask, device=device)
         for row, i in enumerate(active if done == 0 else ()):
-            ids = pinned[i][0]
+            ids, _ = first_blocks[i]
             new[row, :len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
         masked = new == mask
         is_pinned = ~masked
@@ -158,7 +158,7 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         for row, i in enumerate(active):
             written[i] += new[row].tolist()
             ended[i] = stop[row]
-        left = [row for row, i in enumerate(active) if not stop[row] and done < rooms[i]]
+        left = [row for row, i in enumerate(active) if not stop[row] and done < limits[i]]
         # run the finished, clean block again for its keys and values
         if left:
             _, new_past = model.extend(new, position, seen, past)
@@ -256,9 +256,9 @@ def answer(solver, states, batch_size, seed=0):
         batch_states = [states[i] for i in batch]
         for region in sorted(layout.regions.keys() - {QUESTION}):
             name = "plan" if layout.system == "hdp" and region == PLAN else "text"
-            rooms = [blocks_left(start, region, layout) for _, (_, start) in batch_states]
+            limits = [blocks_left(start, region, layout) for _, (_, start) in batch_states]
             with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
-                results = generate(solver.model, batch_states, rooms, layout.regions[region][2],
+                results = generate(solver.model, batch_states, limits, layout.regions[region][2],
                                    tokens.end, solver.how, generator)
             for row, (result, (context, (pinned, _))) in enumerate(zip(results, batch_states)):
                 ids = finish_region(result.ids, len(pinned), tokens.end)
@@ -289,7 +289,7 @@ def main(argv=None):
     problems = [Problem(f"question {n}", text, "", "")
                 for n, text in enumerate(args.question or (), 1)]
     if args.test_file:
-        problems, bad = read_any(args.test_file, "test", layout, folder, tokens)
+        problems, bad = read_data(args.test_file, "test", layout, folder, tokens)
         settle(bad)
         output = output or folder.parent / f"answers-{folder.name}.json"
     problems, states, too_long = problems[:args.limit or len(problems)], {}, []
@@ -300,8 +300,9 @@ def main(argv=None):
             states[i] = question_state(problem, tokens, layout)
         except UserError as error:
             too_long.append(str(error))
-    require(args.drop_too_long or not too_long, too_long and problem_text(too_long) +
-            "\n  fix: shorten them, or --drop_too_long counts them as wrong")
+    if too_long and not args.drop_too_long:
+        raise UserError(problem_text(too_long)
+                        + "\n  fix: shorten them, or --drop_too_long counts them as wrong")
 
     start = time.monotonic()
     written = answer(solver, list(states.values()), args.batch_size, args.seed)
@@ -332,7 +333,8 @@ def main(argv=None):
         print(f"accuracy   strict {right:.2%} +- {math.sqrt(right * (1 - right) / n):.2%} of {n} "
               f"problems, {len(too_long)} of them too long")
         clauses.insert(0, f"{metrics.percent(right)} of {n} problems were answered right")
-    failed, least = summary.get("strict", 0) < args.min_accuracy, metrics.percent(args.min_accuracy)
+    failed = summary.get("strict", 0) < args.min_accuracy
+    least = metrics.percent(args.min_accuracy)
     if failed:
         clauses.insert(0, f"FAILED: not {least} of the answers are right")
     print(f"speed      NFE {summary['forwards']:.1f}, {summary['tokens_per_second']:,.1f} tok/s, "

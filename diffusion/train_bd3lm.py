@@ -122,14 +122,14 @@ if origin:
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
 weights, weights_hash, weights_text = published.read(
     origin, config, tokens, args.seed) if origin else ({}, "", "new weights")
-lora = args.use_lora and {
-    "rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
-    "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
-if lora:
+lora = {}
+if args.use_lora:
+    lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
+            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
     config = published.add_lora(config, origin, args.bf16, args.init_from, lora)
 chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
     eval_rows and args.eval_accuracy) else []       # problems to answer in validations
-how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
+task = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
 table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
@@ -159,7 +159,7 @@ if resume and state["validation"] == validation:
     bests, stale, best_step = state["best"], state["stale"], state["best_step"]
     if best_step is not None:
         best_loss, best_tie = state["best_loss"], state["best_tie"]
-# validate first if the weights are given, or if a signal interrupted a validation
+# validate first if the weights are imported, or if a signal interrupted a validation
 eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
 # ---- Order of the rows: a function of (seed, epoch) alone, so any number of ranks continues it
@@ -221,7 +221,7 @@ def validate():
     """Validate the averaged weights, log; True if they are the best so far, None if stopped."""
     global t_range, stale, best_loss, best_tie, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    result = elbo.validate(world, model, average, how, t_range,
+    result = elbo.validate(world, model, average, task, t_range,
                            partial(watchdog.any_stop, world, args.output_dir))
     if result is None:
         return None
@@ -317,7 +317,7 @@ while step < total_steps and not stopping and stale < patience:
                 losses = wrapped(inputs)        # cross-entropy of each masked token
             weighted = losses * inputs.weights  # their sum bounds the likelihood
             loss = weighted.sum() / work["targets"]
-            # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
+            # undo DDP's and FSDP2's mean over ranks: work["targets"] counts those of all ranks
             (loss * world.size).backward()
         monitor.watch(loss, [document for row in mine for document in rows.members[row]])
         step_sums[0] += weighted.detach().double().sum()

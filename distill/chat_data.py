@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, dist, packing
-from core.chat import dumped, group_key, question, read_chunks, read_records
+from core.chat import to_json, group_key, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
@@ -28,8 +28,8 @@ PAD_LENGTH = 128        # length of padding documents: attention costs grow with
 CHUNK = 1024            # lines tokenised together
 HELD_OUT = "held_out.jsonl"
 TABLE = r"table-[0-9a-f]{8}"
-# ids of create_data.py: digest of the input file x LINES + line number; below JSON's 2**53
-LINES = 2**28
+# ids of create_data.py: digest of the input file x IDS_PER_FILE + line number; below JSON's 2**53
+IDS_PER_FILE = 2**28
 # columns of a table and their types
 COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
     "lengths", "targets", "lines", "keys", "sources", "offsets", "asked", "own"), np.int64)}
@@ -75,7 +75,8 @@ def encode_chunk(records, path, reading, problems):
             else:
                 ids.append(sample[0])
                 masks.append(sample[1])
-                own, key = sample[2] if prompt else length, group_key(record)
+                own = sample[2] if prompt else length
+                key = group_key(record)
                 # a sample's first token is not predicted
                 numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
                                 -1 if key is None else key, own, question_hash(record["messages"])))
@@ -161,7 +162,7 @@ class ChatTable(Dataset):
         return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
 
     def fingerprint(self, numbers):
-        """Short hash of these samples' tokens, masks and numbers (sorted); "" of none."""
+        """Short hash of the samples from the first to the last of these numbers; "" of none."""
         if not len(numbers):
             return ""
         tokens = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
@@ -200,8 +201,8 @@ def samples_line(table, train_ids, eval_ids):
 
 def group_numbers(keys, lines, group_size):
     """(n,) group of each sample: group_size neighbours by id, or by line if ids are missing."""
-    if (keys >= 0).all():       # neighbours of the same input file: see LINES
-        return keys // LINES * LINES + keys % LINES // group_size
+    if (keys >= 0).all():       # neighbours of the same input file: see IDS_PER_FILE
+        return keys // IDS_PER_FILE * IDS_PER_FILE + keys % IDS_PER_FILE // group_size
     return (lines - 1) // group_size
 
 
@@ -253,7 +254,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
         row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
         if twin := twins.get(int(table.asked[i])):
             row["trained_as"] = twin
-        text += dumped(row) + "\n"
+        text += to_json(row) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return facts | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 

@@ -25,7 +25,7 @@ from distill.teachers import PARSERS, make_parser, read_label
 
 TEACHER = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 LOG_S = 10                  # seconds between log lines
-REFUSED_IN_A_ROW = 50       # after this many random lines the fault is not in the lines
+REFUSED_IN_A_ROW = 50       # unanswered lines in random order: then the server is at fault
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
 # flags that a label depends on, besides those for the lines, the prompt and the teacher
 LABEL_FLAGS = ("prompt_role", "parser", "pattern", "labels", "thinking", "max_tokens",
@@ -125,7 +125,7 @@ import time
 from collections import Counter
 
 from core import chat, checkpoint, dist, json_files
-from distill.chat_data import LINES
+from distill.chat_data import IDS_PER_FILE
 
 # ---- Requests
 
@@ -177,7 +177,7 @@ def open_journal(path, header):
 def write_record(journal, record):
     """Append a record to a journal, so that it survives a kill of this process."""
     with dist.error_names_file(journal.name):
-        journal.write(f"{chat.dumped(record)}\n".encode())
+        journal.write(f"{chat.to_json(record)}\n".encode())
         journal.flush()
 
 
@@ -234,7 +234,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal):
         write_record(journal, record)
 
     while waiting:
-        requests, waiting = map(make_request, waiting), []      # created lazily
+        requests, waiting = map(make_request, waiting), []      # lazy: few exist at a time
         for (number, *_), answer in answers(requests):
             record = records[number]
             record["label"], why = read_label(parser, answer.text, answer.finish_reason,
@@ -281,8 +281,8 @@ def write_results(output, lines, records):
     print a summary. UserError if no line has a label.
     """
     labelled, rejected = [], []
-    # id of line 0: digest of the input x LINES, so different inputs have different ids
-    first = int(digest(lines)[:6], 16) * LINES
+    # id of line 0: digest of the input x IDS_PER_FILE, so different inputs have different ids
+    first = int(digest(lines)[:6], 16) * IDS_PER_FILE
     for number, (messages, tools) in enumerate(lines):
         record = records[number]
         row = {"id": first + number, "line": number, "messages": messages}
@@ -296,7 +296,7 @@ def write_results(output, lines, records):
         labelled.append(row | {"messages": [*messages, answer]})
     rejected_path = output.with_suffix(".rejected.jsonl")
     for path, rows in ((rejected_path, rejected), (output, labelled)):
-        checkpoint.write_text(path, "".join(chat.dumped(row) + "\n" for row in rows))
+        checkpoint.write_text(path, "".join(chat.to_json(row) + "\n" for row in rows))
     retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
     print(f"labels     {len(labelled):,} of {len(lines):,} lines: "
           f"{most_common(row['messages'][-1]['content'] for row in labelled)}\n"

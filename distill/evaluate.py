@@ -4,9 +4,9 @@ r"""Evaluate a student of train_sft.py on unseen questions: what has it learned 
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
 
 Columns: "base" is the model before training, "student" the checkpoint, "base + prompt" or "teacher"
-its teacher, "control" the student of another run, which should not learn. All answer the questions
-in OUTPUT_DIR/held_out.jsonl greedily, in the student's training format. The checkpoint holds the
-hash of that file. Questions that were also trained are left out.
+its teacher. "control" is a student that was trained on other answers, so it should not close the
+gap. All answer the questions in OUTPUT_DIR/held_out.jsonl greedily, in the student's training
+format. Questions that were also trained are left out. The checkpoint holds the file's hash.
 
     kl, nll         KL(teacher, column) and negative log-likelihood per token of held-out answers
     accuracy        share of answers with the data's label, which is the teacher's or, with
@@ -127,7 +127,7 @@ def open_run(args, name):
 
 
 class Column:
-    """A column's model: with its adapters, or without."""
+    """The model of one column of the report, used with its adapters or without them."""
 
     def __init__(self, model, tokenizer, adapted=False):
         self.model, self.tokenizer, self.adapted = model, tokenizer, adapted
@@ -254,8 +254,8 @@ def label_parser(args, rows):
 
 @torch.no_grad()
 def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
-    """Return (KL(teacher, column), None without a teacher; negative log-likelihood) per trained
-    token, in nats. samples: of encode. teacher: a Column. is_teacher: the column is the teacher.
+    """Return (KL(teacher, column), negative log-likelihood) in nats per trained token. The KL is
+    None without a teacher Column, and 0 if the column is_teacher. samples: from encode().
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
@@ -307,7 +307,7 @@ def follows_rule(args, question, text):
 
 
 def label_of(parser, answer):
-    """The label of an Answer, which is the whole answer or in one of its lines; else None."""
+    """The label of an Answer (all of its text, or a line of it), or None if it has none."""
     text = answer.text.lower() if parser.lower else answer.text
     label, _ = read_label(Parser(None, parser.labels), text, answer.finish_reason)
     return label or read_label(parser, answer.text, answer.finish_reason)[0]

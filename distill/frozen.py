@@ -1,9 +1,9 @@
 """Frozen models that teach a student: a teacher, the base of --keep, or a vLLM server.
 
 A frozen model is not part of the module that DDP or FSDP2 wraps, so it has no gradients and is not
-saved; FSDP2 shards it as well. A server (vllm serve NAME --max-logprobs 64) gets the ids of an
-answer. It returns for each token its log-probability and those of the K likeliest tokens
-(--distill_topk). All other tokens count as one, as with --teacher_path and the same K.
+saved; FSDP2 shards it as well. A server (vllm serve NAME --max-logprobs 64) gets the ids of a whole
+conversation. For each position it returns the log-probability of the token that was sent and of the
+K likeliest tokens (--distill_topk). The others count as one token, as for a local teacher.
 """
 import math
 import os
@@ -22,9 +22,9 @@ from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import collate, collate_kept
 from distill.losses import FLOOR
-from distill.teachers import MALFORMED, NOT_SET, Server
+from distill.teachers import MALFORMED, NEUTRAL, Server
 
-ROUNDING = 1e-3         # by which the sum of rounded probabilities may exceed 1
+ROUNDING = 1e-3         # a server's rounding may put a log-probability this far above 0
 
 # ---- Models
 
@@ -91,16 +91,15 @@ def known_tokens(logprobs, k, token):
     require(str(token) in logprobs, f"has no log-probability of token {token}, which was sent")
     best = [(name, logprob) for rank, name, logprob in ranked if rank <= k][:k]
     require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest: --max-logprobs {k}")
-    # not so for nan
+    # nan fails this comparison as well
     require(all(logprob <= ROUNDING for _, _, logprob in ranked), "gave log-probabilities above 0")
     return best
 
 
 class Scorer:
-    """rows(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last for other tokens), None).
-
-    args: --teacher_url, ... of train_sft.py. The calls for a batch take at most twice
-    --request_timeout. size: rows of the student's head.
+    """Teacher on a vLLM server. It takes the place of a PackedLM: rows(batch) returns ((ids (R, K),
+    log-probabilities (R, K + 1), the last for all other tokens), None). The calls for a batch take
+    at most twice --request_timeout. args: of train_sft.py. size: rows of the student's head.
     """
 
     def __init__(self, args, size):
@@ -111,7 +110,7 @@ class Scorer:
     async def ask(self, ids, end=math.inf):
         """[known_tokens] of each position of a conversation except the first. end: a deadline."""
         response = await self.server.call("/completions", {
-            **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
+            **NEUTRAL, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, end=end, hint=f"; it needs --max-logprobs {self.k}")
         try:
             _, *positions = response["choices"][0]["prompt_logprobs"]
@@ -178,7 +177,7 @@ def replace_answers(args, world, model, table, batches, ends, step, sampler=None
     positions = min(causal_lm.positions(net.native.config)
                     for net in (model, *model.frozen.values()) if hasattr(net, "native"))
     limits = [min(args.max_new_tokens, positions - max(map(len, pair))) for pair in prompts]
-    questions, answers = [own for own, _ in prompts], []
+    questions, answers = [student_ids for student_ids, _ in prompts], []
     if sampler:
         sampler.refresh(model, step)
         answers = sampler.draw(questions, seeds, limits, ends)
@@ -189,11 +188,11 @@ def replace_answers(args, world, model, table, batches, ends, step, sampler=None
                 chunk = slice(start, start + size)
                 answers += draw(model.native, questions[chunk], seeds[chunk], min(limits[chunk]),
                                 ends, args)
-    for (b, i), (own, teachers), answer in zip(chosen, prompts, answers):
-        ids = np.concatenate([own, answer, teachers, answer])
-        trained = np.zeros(len(ids), bool)
-        trained[len(own):len(own) + len(answer)] = trained[len(ids) - len(answer):] = True
-        samples[b][i] = samples[b][i][0], ids, trained, len(own) + len(answer)
+    for (b, i), (student_ids, teacher_ids), answer in zip(chosen, prompts, answers):
+        ids = np.concatenate([student_ids, answer, teacher_ids, answer])
+        trained, own = np.zeros(len(ids), bool), len(student_ids) + len(answer)
+        trained[len(student_ids):own] = trained[len(ids) - len(answer):] = True
+        samples[b][i] = samples[b][i][0], ids, trained, own
     batches = [collate(batch, prompted=True).to(world.device) for batch in samples]
     targets = torch.tensor(float(sum(len(batch.targets) for batch in batches)), device=world.device)
     return batches, dist.all_reduce(world, targets).item()
@@ -260,7 +259,7 @@ class Sampler:
         """[ids] of an answer to each prompt (ids), including its end; at most limits[i] tokens."""
         # samples from the plain softmax, whatever the model's generation_config says; only `ends`
         # end an answer
-        settings = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
+        settings = {**NEUTRAL, "model": self.name, "temperature": 1.0, "top_p": 1.0,
                     "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                     "ignore_eos": True, "skip_special_tokens": False}
         deadline = time.monotonic() + 2 * self.server.timeout       # for all calls
@@ -295,7 +294,7 @@ class Keeper:
         self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
-    def learn(self, step, scale, log):
+    def backward(self, step, scale, log):
         """Add gradients to those of step + 1, if due, and log the loss. Collective."""
         if step % self.args.keep_every:
             return

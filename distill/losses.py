@@ -62,14 +62,14 @@ def loss_sums(teaching, logits, targets, *teacher):
     right = (logits.detach().argmax(-1) == targets).sum().float()
     if not teacher:
         return F.cross_entropy(logits, targets, reduction="sum"), right
-    share, kind, beta, k, logits_of = teaching
+    weight, kind, beta, k, logits_of = teaching
     ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
     student, teacher = logits, logits_of(*teacher)
     # embeddings may be padded differently: use the ids that both have
     if not isinstance(teacher, tuple):
         student, teacher = logits[:, :teacher.shape[1]], teacher[:, :logits.shape[1]]
-    apart = divergence(student, teacher, kind, beta, k).float()
-    return ((1 - share) * ce + share * apart).sum(), right, ce.detach().sum(), apart.detach().sum()
+    kl = divergence(student, teacher, kind, beta, k).float()
+    return ((1 - weight) * ce + weight * kl).sum(), right, ce.detach().sum(), kl.detach().sum()
 
 
 # ---- Without the logits of a whole batch
@@ -82,13 +82,13 @@ def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teache
     teacher: its rows (R, H'), or its ids and log-probabilities. prompted: (w, kind, beta, k).
     teacher_head: the teacher's head; None: the student's.
     """
-    matrix, offset = teacher_head or head
+    weight, bias = teacher_head or head
 
     @torch.no_grad()
     def logits_of(*rows):
         if len(rows) > 1:       # top-k of a server
             return rows
-        return F.linear(rows[0].to(matrix.dtype), matrix, offset).float()
+        return F.linear(rows[0].to(weight.dtype), weight, bias).float()
     function = partial(loss_sums, prompted and (*prompted, logits_of))
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad
                    for t in (hidden, *head))

@@ -212,10 +212,10 @@ def layer_weights(model):
     for layer in causal_lm.decoder_layers(model):
         for name, weight in layer.named_parameters():
             if ".lora_" not in name and weight.ndim > 1:
-                routed, of = 1, 1
+                routed, experts = 1, 1
                 if weight.ndim == 3:
-                    routed, of = model.config.num_experts_per_tok, len(weight)
-                total += weight.numel() * routed // of
+                    routed, experts = model.config.num_experts_per_tok, len(weight)
+                total += weight.numel() * routed // experts
     return total
 
 

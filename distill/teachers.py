@@ -273,10 +273,10 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
 # ---- On a server: httpx with retries
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
-WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit or wrong address: affects all lines
+FATAL = (401, 402, 404, 405)        # wrong key, no credit or wrong address: affects all lines
 NOTICE_S = 10           # seconds between notices of calls that failed
 # the seed, and neutral values of settings that a server would take from generation_config
-NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+NEUTRAL = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # errors in reading an answer
 
@@ -399,12 +399,12 @@ async def ask_server(server, name, draw, refused, request):
 
     refused: names of fields that the server does not accept, collected over all requests.
     """
-    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())    # the user set the others
+    optional = {*NEUTRAL} - ({"top_k"} if draw.top_k else set())    # the rest is the user's wish
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
         body = {"model": name, "messages": list(map(to_openai, request.messages)),
                 limit: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
-                **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
+                **NEUTRAL, "seed": request.seed, "top_k": draw.top_k,
                 "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
         body = {field: value for field, value in body.items()
                 if field not in refused and value not in (None, [])}
@@ -418,7 +418,7 @@ async def ask_server(server, name, draw, refused, request):
         if status in (400, 422) and fields:
             refused |= fields
             continue
-        require(status not in WHOLE_RUN and not 0 < status < 400,
+        require(status not in FATAL and not 0 < status < 400,
                 f"line {request.id + 1}: the server at {server.url} refuses it: {why}")
         if status and status not in TRANSIENT:
             return Answer(why, "unanswered")

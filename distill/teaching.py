@@ -60,19 +60,19 @@ def check_flags(args, parser):
 # ---- What the teacher reads
 
 
-def check_same(tokenizer, teachers, rows, name):
+def check_same(tokenizer, teacher_tokenizer, rows, name):
     """UserError unless two tokenizers agree on each id below `rows`. name: for the message."""
-    # {token: id}
-    vocabulary, teachers = tokenizer.get_vocab().items(), teachers.get_vocab().items()
-    differing = {i for _, i in vocabulary ^ teachers if i < rows}
+    # {token: id}.items() ^ {token: id}.items(): the pairs that only one of them has
+    differing = {i for _, i in tokenizer.get_vocab().items() ^ teacher_tokenizer.get_vocab().items()
+                 if i < rows}
     require(not differing, f"--teacher_path {name}: has another vocabulary than --model_path "
             f"({len(differing)} ids differ), so only its labels can be learned, as "
             "distill/create_data.py makes them")
 
 
-def open_side(args, config, tokenizer):
-    """Open the teacher's side. Returns (Prompt, the teacher's chat.Encoder or None if it equals the
-    student's, the config with fewer positions). config, tokenizer: the student's. UserError.
+def open_teacher_inputs(args, config, tokenizer):
+    """Read and check what a teacher needs. Returns (Prompt, its chat.Encoder or None if it equals
+    the student's, the config with fewer positions). config, tokenizer: the student's. UserError.
     """
     from core import chat
     from distill import causal_lm
@@ -99,7 +99,7 @@ def open_side(args, config, tokenizer):
     return prompt, encoder, min(config, teacher_config, key=causal_lm.positions)
 
 
-def check_lesson(args, table, numbers):
+def check_teacher_differs(args, table, numbers):
     """UserError if teacher and student are the same model with the same input: divergence 0.
 
     numbers: of the trained samples. With the data's targets (--distill_weight) the divergence
@@ -131,8 +131,8 @@ def teacher_context(record):
 
 
 def add_teachers_version(prompt, encoder, records, results):
-    """[(ids, mask, number of the student's tokens) or ValueError]: the student's result of
-    encoder.encode, then the teacher's context and exactly the same tokens of the answers.
+    """Append the teacher's version to each of the student's results of encode() -> [(ids, mask,
+    number of the student's ids) or ValueError]. Both must train exactly the same tokens.
     """
     from core.chat import attempt
     from distill.teachers import add_prompt

@@ -6,7 +6,7 @@
 
 The loss is the cross-entropy of the trained tokens (found by core/chat.py), averaged over all of
 them in an optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the
-answers (from the data, or sampled by the student), which learns its distribution (losses.py).
+answers (the data's, or the student's with --on_policy); the student learns its distribution.
 
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
@@ -42,8 +42,8 @@ flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle")
 flag("--group_size", 1, 'number of neighbours by "id" or line that are held out together')
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "template setting", choices=("template", "true", "false"))
-flag("--train_turns", "all", "answers trained, each as at its turn", choices=("all", "last"))
-flag("--max_length", 0, "most tokens per sample, with the teacher's; 0 = the model's positions")
+flag("--train_turns", "all", "answers to train, rendered at their turns", choices=("all", "last"))
+flag("--max_length", 0, "most tokens per sample, including the teacher's; 0 = model's positions")
 flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
      f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", SUPPRESS)        # the same as --drop_bad too_long
@@ -63,7 +63,7 @@ flag("--request_timeout", 240.0, "seconds per request; a step retries for twice 
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; the rest as one", metavar="K")
 flag("--distill_weight", None, "weight of the divergence in the loss (default: 1)", type=float)
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
-flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 4 steps")
+flag("--keep_weight", 1.0, "weight of the --keep divergence, added every 4 steps (--keep_every)")
 flag("--keep_every", 4, SUPPRESS)
 DISTILLING = [action.dest for action in p._actions[known:]]
 # batch and learning rate
@@ -138,7 +138,7 @@ if args.teacher_path or args.keep:
     from distill import frozen, teaching
 if args.teacher_path:
     dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
-    prompt, teacher_encoder, config = teaching.open_side(args, config, tokenizer)
+    prompt, teacher_encoder, config = teaching.open_teacher_inputs(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
 reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc,
                             teacher_encoder)
@@ -151,7 +151,7 @@ if args.keep:
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
 if args.teacher_path:
-    teaching.check_lesson(args, table, train_ids)
+    teaching.check_teacher_differs(args, table, train_ids)
 
 
 # ---- Model: on the meta device, where it takes no memory
@@ -175,13 +175,13 @@ if args.auto or dry:
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
                                  table.targets[train_ids], kept):
         model, parts = empty_model(folder)
-args.compile = dist.choose_compile(world, args, "shapes change with --keep and a teacher" * bool(
-    args.keep or args.teacher_path))
+varying = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
+args.compile = dist.choose_compile(world, args, varying)
 
 # ---- Resume
 identity = None     # must be equal in a checkpoint and the run that resumes it
 if main_rank:
-    trained = ("full", "lora", "lora on nf4")[args.use_lora + (args.base_dtype == "nf4")]
+    trained = "full" if not args.use_lora else "lora on nf4" if args.base_dtype == "nf4" else "lora"
     identity = {"base model": causal_lm.fingerprint_weights(folder), "seed": args.seed,
                 "set of trained weights": trained, "training data": table.fingerprint(train_ids),
                 "teacher": frozen.fingerprint(args, kept) if prompt or kept else None,
@@ -244,7 +244,7 @@ torch.manual_seed(args.seed + world.rank)       # different dropout on every ran
 if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
-sampler = frozen.Sampler(args, world) if args.base_url else None        # generates answers instead
+sampler = frozen.Sampler(args, world) if args.base_url else None        # generates on a server
 weights = packed_lm.layer_weights(model.native)
 
 
@@ -254,9 +254,9 @@ def validate():
     """Validate and log; True if the loss is the best so far, None if asked to stop."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
-                         samples_per_pack=args.per_device_eval_batch_size)
-    packs = list(rank_packs(held_out, world.rank, world.size, 1, epochs=1))
+    eval_order = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
+                           samples_per_pack=args.per_device_eval_batch_size)
+    packs = list(rank_packs(eval_order, world.rank, world.size, 1, epochs=1))
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
@@ -357,7 +357,7 @@ while step < total_steps and not stopping:
         monitor.watch(batch_sums.loss, mine)
         step_sums += batch_sums.stack()
     if keeper:
-        keeper.learn(step, scaler.get_scale(), log)
+        keeper.backward(step, scaler.get_scale(), log)
 
     # clip
     scaler.unscale_(optimizer)

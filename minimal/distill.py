@@ -10,8 +10,8 @@
 The model answers the questions with the prompt. A copy without the prompt learns these answers
 (--loss ce), or the full distribution of each of their tokens (--loss kl). Held-out questions
 evaluate the copy, and the model with and without its prompt. distill/train_sft.py adds speed
-(packing, FSDP2, LoRA, vLLM) and fault tolerance. A test checks that losses and gradients of ce are
-equal in both for the same answers.
+(packing, FSDP2, LoRA, vLLM) and fault tolerance. A test checks that, for the same answers, --loss
+ce gives the same losses and gradients as that trainer.
 """
 import argparse
 import json
@@ -230,7 +230,7 @@ while step < args.max_steps:
 
 @torch.no_grad()
 def evaluate(model, system):
-    """On held-out questions: share of answers equal to the teacher's, nats per token of those."""
+    """Share of held-out answers equal to the teacher's, and nats per token of the teacher's."""
     asked, wanted = zip(*chats["held_out"])
     equal = np.mean([a == b for a, b in zip(answers_of(model, asked, system), wanted)])
     total, n = 0.0, 0
@@ -244,6 +244,6 @@ def evaluate(model, system):
 results = {"base": evaluate(teacher, ""), "base + prompt": evaluate(teacher, prompt),
            "student": evaluate(student.eval(), "")}
 write(out / "judged.json", json.dumps(results, indent=1))
-print(f"{len(chats['held_out'])} held-out questions: answers as the teacher's, nats a token")
+print(f"{len(chats['held_out'])} held-out questions: answers equal to the teacher's | nats a token")
 for name, values in results.items():
     print(f"{name:<14} {100 * values['equal']:5.1f} % | {values['nats_per_token']:.3f}")

@@ -108,7 +108,7 @@ def draw(purpose, number, groups, rows):
 
 
 def diffuse(tokens, is_target, level, uniform):
-    """Rows -> noisy (n, L), with MASK where is_masked (n, L), and weight (n, L) of masked tokens.
+    """Rows -> (noisy, is_masked, weight), each (n, L); noisy is MASK where is_masked.
 
     The cross-entropies of masked tokens, weighted by 1 / t, bound the negative log-likelihood.
     """
@@ -223,7 +223,7 @@ def weighted_loss(network, tokens, is_target, level, uniform):
 
 @torch.no_grad()
 def bound(network, tokens, is_target, repeats=4):
-    """Bound on the negative log-likelihood in nats per trained token. The noise is always equal."""
+    """Bound on the negative log-likelihood in nats per trained token. Calls use the same noise."""
     network.eval()
     total = 0.0
     for number, first in enumerate(range(0, len(tokens), 32)):

@@ -172,7 +172,7 @@ def pieces_of(conversation):
         for item in parts:
             is_clip = isinstance(item, tuple)
             turn_pieces += ["<|audio_out_bos|>", item, "<|audio_eos|>"] if is_clip else [item]
-        goes_on = role == "assistant" and [r for r, _ in turns[i + 1:i + 2]] == ["assistant"]
+        goes_on = role == "assistant" and i + 1 < len(turns) and turns[i + 1][0] == role
         turn_pieces.append("<|eom_id|>" if goes_on else "<|eot_id|>")
         pieces.append((f"<|start_header_id|>{role}<|end_header_id|>\n\n", False))
         pieces += [(piece, i == spoken) for piece in turn_pieces]
@@ -180,11 +180,11 @@ def pieces_of(conversation):
 
 
 pieces = [pieces_of(conversation) for conversation in conversations]
-codes_of = {}       # clip -> file of its codes, which the first run writes
+code_files = {}       # clip -> file of its codes, which the first run writes
 for clip in (piece for sample in pieces for piece, _ in sample if isinstance(piece, tuple)):
     key = f"{os.path.abspath(clip[0])} {clip[1:]} {os.stat(clip[0])[6:9]}"      # size and times
-    codes_of[clip] = out / "codes" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".npy")
-share = [clip for clip in list(codes_of)[rank::world_size] if not codes_of[clip].exists()]
+    code_files[clip] = out / "codes" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".npy")
+share = [clip for clip in list(code_files)[rank::world_size] if not code_files[clip].exists()]
 if share:
     codec = HiggsAudioV2TokenizerModel.from_pretrained(args.audio_tokenizer_path).to(device).eval()
 for clip in share:
@@ -195,9 +195,9 @@ for clip in share:
         wave = torch.from_numpy(soxr.resample(wave, file.samplerate, 24000)).to(device)
     with torch.no_grad():               # (K, T): 25 frames a second
         codes = codec.encode(wave[None, None], max(codec.config.target_bandwidths)).audio_codes[0]
-    temporary = codes_of[clip].with_suffix(f".{rank}.npy")
+    temporary = code_files[clip].with_suffix(f".{rank}.npy")
     np.save(temporary, codes[:K].T.to(torch.int16).cpu().numpy())
-    os.replace(temporary, codes_of[clip])       # so that the file is complete
+    os.replace(temporary, code_files[clip])       # so that the file is complete
 all_sum(torch.zeros(1))                 # barrier: all clips are encoded
 
 
@@ -214,7 +214,7 @@ def sample_of(pieces):
             labels = np.full((len(tokens), K), IGNORE)
             text_labels.append(tokens if trained else np.full(len(tokens), IGNORE))
         else:
-            codes = np.load(codes_of[piece]).astype(np.int64)     # (T, K)
+            codes = np.load(code_files[piece]).astype(np.int64)     # (T, K)
             T = len(codes)
             # row embeddings replace these tokens; the last K - 1 mark the tail
             tokens = np.full(T + K + 1, config.audio_token_id)

@@ -7,9 +7,9 @@
 Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one
 (audio|text, LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs,
 ms-swift, VibeVoice, audio with texts or subtitles next to it, parquet and arrow files, WebDataset
-tars, and the corpora of CORPORA. A column's meaning is never guessed against its values: where
-that is undecided, name it with --columns. Rows that cannot be used are counted and listed with the
-reason. Check the first sample, which is printed, and the file.
+tars, and the corpora of CORPORA. The script stops where the values do not settle what a column
+means; then name it with --columns. Rows that cannot be used are counted and listed with the reason.
+Check the first sample, which is printed, and the file.
 """
 import contextlib
 import csv
@@ -63,7 +63,7 @@ ODDITIES = {        # of texts that are used all the same: {clause about them: p
     "look like text in a wrong encoding": re.compile("Ã[\x80-¿]|â€|Â[\x80-¿]|�"),
     "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
 OUTSIDE = "name audio that is not below the folder of the list"
-PHONEMES = "give the texts of which they were made, Higgs-Audio does not read these"
+PHONEMES = "give the texts they were made from; Higgs-Audio does not read phonemes"
 SPEAKER_MARK = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.I | re.M)      # as VibeVoice writes it
 CANDIDATES = 64         # clips of a speaker among which references are chosen
 GOOD_SECONDS = (3, 15)  # of a reference, where the data say how long clips are
@@ -165,8 +165,8 @@ def lines_of(path):
 
 
 def split_line(line, separator, has_header=True):
-    """Fields of a line. Quotes that do not fit are text; without a header, so are those that
-    Python's csv module would not write: LJSpeech's are text, Piper's are not."""
+    """Fields of a line. Unbalanced quotes are text. Without a header, quotes enclose a field only
+    where Python's csv module would write them: Piper's do, LJSpeech's are text."""
     if '"' in line:
         with contextlib.suppress(csv.Error):
             style = {"delimiter": separator, "strict": True, "skipinitialspace": True}
@@ -226,7 +226,7 @@ def open_table(path, columns):
 
 def headerless_columns(path, head, columns):
     """(separator, names) of lines of 2 to 4 fields; what they are is judged over all rows."""
-    paths, why = audio_paths(path), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
+    paths, why = audio_paths(path), f"nor 2 to 4 fields as all lines must: {head[0][:80]!r}"
     audio = int(columns.get("audio", 1)) - 1
     for separator in SEPARATORS:
         rows = [split_line(line, separator, False) for line in head]
@@ -275,7 +275,7 @@ def guess_meanings(path, rows):
 
 
 def is_prose(values):
-    """True if texts may be spoken: not numbers, codes, names, nor one of a few words."""
+    """True if these can be texts to speak, not numbers, codes, names or a few repeated words."""
     numbers = sum(bool(re.fullmatch(r"[\d.,:+-]*", value)) for value in values)
     if not values or numbers > len(values) / 2:
         return False
@@ -444,8 +444,8 @@ def read_columns(path):
 
 
 def read_tar(path):
-    """Entries of a WebDataset shard: files of one name up to the first dot are a sample, or where
-    these have several clips, up to the last."""
+    """Entries of a WebDataset shard. A sample is the files whose names agree up to the first dot
+    or, if these hold several clips, up to the last dot."""
     with tarfile.open(path, mode="r:") as tar:
         files = ((member.name, tar.extractfile(member).read()) for member in tar
                  if member.isfile() and not os.path.basename(member.name).startswith("."))
@@ -470,8 +470,8 @@ def read_tar(path):
                     entry = BadSample(error)
                 yield f"{path.name} {next(iter(sample))}", entry
         tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(512) != bytes(512):     # tarfile takes a cut for the end
-            raise EOFError("its end is not there")
+        if tar.fileobj.read(512) != bytes(512):     # tarfile reads a truncated file without error
+            raise EOFError("its end is missing")
 
 
 def unpack_audio(rows, folder):
@@ -584,7 +584,7 @@ def open_source(name, columns):
     files = [path] if path.exists() else sorted(map(Path, glob.glob(str(name))))
     require(files, f"{name}: there is no such file or folder; download data of a URL or the "
             "Hub first: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
-    return files[0] if len(files) == 1 else path, *open_files(files, columns)
+    return (files[0] if len(files) == 1 else path), *open_files(files, columns)
 
 
 def open_files(files, columns):
@@ -682,7 +682,7 @@ def open_lists(folder, depth, columns, refused):
 
 
 def check_row(row, paths):
-    """A row whose audio is there, by its absolute path, and whose text is one. Raises BadSample."""
+    """The row with the absolute path of its audio and its text as a string. Raises BadSample."""
     if not isinstance(row, dict):
         raise row if isinstance(row, BadSample) else BadSample(
             f"is a {type(row).__name__}, not an object")
@@ -724,7 +724,7 @@ def text_of(row):
 
 
 def audio_item(row):
-    """ChatML audio item of a row. Its offset makes it a cut, up to its end if that is known."""
+    """ChatML audio item of a row; with an offset it is a cut, of a duration if that is known."""
     times = []
     for key in ("offset", "duration", "end"):
         try:
@@ -875,7 +875,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
 
     problems: a list that takes the Problems of rows that cannot be used. held_out: as in
     read_rows. settings: of Reading."""
-    from core import checkpoint         # they import torch, which --help needs not
+    from core import checkpoint         # late: these import torch, which --help does not need
     from core.problems import problem
     out_path, reading = Path(out_path), Reading(**settings)
     files = Path(source).rglob("*") if os.path.isdir(source) else map(Path, glob.glob(str(source)))

@@ -93,7 +93,7 @@ def check_flags(args, world_size):
     require(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
             "--stream takes one --text, --split_text and one process")
     file = Path(args.stream or "-")
-    require(args.overwrite or not file.is_file(), f"--stream {file} is there: --overwrite it")
+    require(args.overwrite or not file.is_file(), f"--stream {file} exists: give --overwrite")
     require(file.parent.is_dir(), f"--stream {file}: there is no such folder; make it first")
 
 
@@ -196,7 +196,7 @@ if args.best_of > 1:
     from speech import judges
     load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
                    language=args.language, device=device)
-    dist.rank0(world, lambda: load() and None)      # one rank downloads for all
+    dist.rank0(world, lambda: load() and None)      # one rank downloads for all, and sends nothing
     listeners = load()
 for path in old if main_rank else ():       # only now, after all checks
     path.unlink()

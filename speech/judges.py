@@ -24,7 +24,7 @@ from core.cli import UserError, first_line, require, require_package
 RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
 # written without spaces: errors are counted by character
-LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")
+UNSPACED = ("zh", "yue", "ja", "th", "lo", "my")
 # The result of load_judges; a judge that is off is None, or False. hear(waves, rate, names, notes)
 # -> [text]; embed: from load_x_vectors; mos: True for DNSMOS; language: for normaliser.
 Judges = namedtuple("Judges", "hear embed mos language")
@@ -59,11 +59,11 @@ def normaliser(language):
     """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C).
 
     All rules drop case, punctuation and words in brackets. "en" also writes numbers as digits,
-    expands contractions and drops "uh" and "um". LETTERS_APART: each character is a word."""
+    expands contractions and drops "uh" and "um". UNSPACED: each character is a word."""
     from transformers.models.whisper import english_normalizer
     if language == "en":
         return english_normalizer.EnglishTextNormalizer({})
-    return english_normalizer.BasicTextNormalizer(split_letters=language in LETTERS_APART)
+    return english_normalizer.BasicTextNormalizer(split_letters=language in UNSPACED)
 
 
 def word_errors(references, hypotheses, language=None, split=str.split):

@@ -59,7 +59,7 @@ class Keeper:
     fingerprint: str
     samples: list = field(default_factory=list)     # from labels.assemble
 
-    def fingerprint_with(self, base):
+    def extend_fingerprint(self, base):
         """Text that must match on resume; base: the base model's fingerprint. On rank 0."""
         self.fingerprint += base
         return self.fingerprint
@@ -95,7 +95,7 @@ class Keeper:
     def _codes(self, world, model):
         """[(T, K) int16 codes] of the rows, read from FILE, or spoken and saved there. T is 0 if
         the row did not end. None after a stop request."""
-        path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
+        path, empty = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
             try:
                 require(path.is_file(), "is not a file")
@@ -113,7 +113,7 @@ class Keeper:
         for clip, ended_by in spoken:
             # without an end, or too short to have one, it is unusable
             usable = ended_by == "eos" and len(clip) >= self.ids.min_frames
-            codes.append((clip if usable else none).astype(np.int16))
+            codes.append((clip if usable else empty).astype(np.int16))
 
         def write(temporary):
             with open(temporary, "wb") as file:

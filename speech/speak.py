@@ -60,7 +60,7 @@ class Prompt:
     is_audio: np.ndarray    # (n,) bool, True at the positions of those codes
     references: list        # those clips, if they are recordings
     target: Clip | None     # the true recording, if the file has one
-    unexpanded: tuple = ()  # (t,) int64 tokens with one per clip, [codes (T, 8) of each clip]
+    unexpanded: tuple = ()  # (tokens (t,) int64, a clip being one of them; [(T, 8) codes of clips])
 
 
 def read_prompts(path, normalize):

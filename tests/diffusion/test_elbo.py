@@ -117,7 +117,7 @@ def test_known_answers_are_right(demo, monkeypatch):
     assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 1)] == [p for p, _ in asked]
     assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
 
-    def generate(model, states, rooms, block_size, end, how, generator):
+    def generate(model, states, limits, block_size, end, how, generator):
         found = []
         for state in states:
             place, ids = next(i for i, (_, other) in enumerate(asked) if other is state), state[1][0]

@@ -159,7 +159,7 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
 
 
 def questions():
-    """Contexts, pinned ids and rooms of three problems of different lengths, one of them without a context."""
+    """Contexts, pinned ids and limits of three problems of different lengths, one of them without a context."""
     rng = np.random.default_rng(0)
     contexts = [np.stack([rng.integers(0, MASK, n), np.arange(n), np.arange(n) // 4]) for n in (8, 0, 4)]
     return contexts, [([3, 4], 8), ([], 0), ([5], 4)], [3, 2, 3]
@@ -168,12 +168,12 @@ def questions():
 @pytest.mark.parametrize("how", [
     sample_bd3lm.Sampling(), sample_bd3lm.Sampling("confidence", 1.0, 0), sample_bd3lm.Sampling("confidence", 0.12)], ids=str)
 def test_every_order_fills_its_room_and_counts_its_passes(how):
-    model, (contexts, pinned, rooms) = network().eval(), questions()
-    found = sample_bd3lm.generate(model, zip(contexts, pinned), rooms, 4, 99, how, torch.Generator().manual_seed(1))
+    model, (contexts, pinned, limits) = network().eval(), questions()
+    found = sample_bd3lm.generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
     for i, result in enumerate(found):
-        given, free = len(pinned[i][0]), 4 * rooms[i] - len(pinned[i][0])
-        assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * rooms[i] and not result.ended
-        assert MASK not in result.ids and rooms[i] <= result.forwards <= free
+        given, free = len(pinned[i][0]), 4 * limits[i] - len(pinned[i][0])
+        assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * limits[i] and not result.ended
+        assert MASK not in result.ids and limits[i] <= result.forwards <= free
         assert how.threshold < 0.5 or result.forwards == free
 
 

@@ -15,7 +15,7 @@ import pytest
 from core.cli import UserError
 from core import chat
 from distill import chat_data, create_data
-from distill.chat_data import LINES
+from distill.chat_data import IDS_PER_FILE
 from tests.helpers import chats
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until
@@ -113,7 +113,7 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     files(tmp_path, lines)
     printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
-    assert all(row["id"] % LINES == row["line"] for row in chats + rejected)
+    assert all(row["id"] % IDS_PER_FILE == row["line"] for row in chats + rejected)
     assert sorted(row["line"] for row in chats + rejected) == list(range(40))
     assert [row["line"] for row in chats] == sorted(row["line"] for row in chats)
     for row in chats:
