@@ -20,7 +20,7 @@ from speech.dataset import (Table, find_bad_audio, is_prepared, new_builder, ope
                             read_all, read_flags)
 from speech.labels import IGNORE, PackedBatch
 
-PAD_LENGTH = 128        # length of padding samples: short, as attention costs grow with its square
+PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
 
 
 def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
@@ -30,9 +30,9 @@ def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
-    """Table of the samples of Sources, on every rank: read, encode new audio, write, map. Folders
-    of prepare_tts.py are only mapped. dry: new clips are not encoded; their number of frames comes
-    from the file header. Bad samples are then not listed in output_dir."""
+    """Table of the samples of Sources, on every rank. Rank 0 reads them, all ranks encode new
+    clips, rank 0 writes the table, and all map it. A folder of prepare_tts.py is only mapped. dry:
+    file headers give the frames of new clips, and output_dir gets no list of bad samples."""
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
@@ -47,7 +47,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         problems.add(find_bad_audio(builder, codes))
         if dropped := problems.settle():
             print(f"data       dropped: {dropped}", flush=True)
-        # a relative path would be relative to the table
+        # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder
 
@@ -115,5 +115,5 @@ def collate(samples, ids, pad_to=0):
 
 def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pad_to=0):
     """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
-    return packing.over_packs(SpeechSamples(table, ids), packs, lambda samples: collate(
+    return packing.pack_loader(SpeechSamples(table, ids), packs, lambda samples: collate(
         samples, ids, pad_to), num_workers, prefetch_factor)

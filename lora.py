@@ -59,12 +59,12 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora."""
     whole = weights.module(model.config).WHOLE_MODULES
-    require(whole or not table, "--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains "
-            "audio embedding and head")
+    require(whole or not table, "--train_audio_table is for Higgs TTS 3; for V2, --freeze_llm "
+            "trains the audio embedding and head")
     names = ",".join(LORA_TARGETS.get(targets, [targets]))
     net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task_type=None,
                             modules_to_save=list(whole) if table else None, **kinds)
-    if table:       # one copy serves as embedding and head
+    if table:       # trained, so in fp32; this one copy is both embedding and head
         model.audio_embedding.modules_to_save.float()
     return net
 

@@ -30,15 +30,15 @@ flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
 flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or module name endings "
      "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
-switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
+switch("--freeze_llm", "train only the audio embedding and head, without adapters")
 # data
 choices.data(p)
 flag("--validation_split", None, "share held out (default: 0.005; small data: 5 %%)", type=float)
 switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
-flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
-     f"or found by {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
+flag("--drop_bad", None, "drop bad samples, list them in OUTPUT_DIR/problems.jsonl: all, or those "
+     f"found by a CHECK of {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
 # batch and optimization
 flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
@@ -47,8 +47,8 @@ switch("--group_by_length", "put samples of similar length into the same micro-s
 flag("--learning_rate", 5e-5, "peak learning rate")
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
-flag("--keep", None, "texts that the base speaks once; the loss keeps the adapter close to them")
-flag("--keep_weight", 1.0, "weight of the --keep divergence, every --keep_every 10 steps")
+flag("--keep", None, "texts that the base speaks once; a KL loss keeps the adapter close to them")
+flag("--keep_weight", 1.0, "weight of the --keep loss, added once in --keep_every 10 steps")
 flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
@@ -76,14 +76,14 @@ from pathlib import Path
 
 import torch
 
-import lora  # first: it explains a torchaudio that breaks every transformers import
+import lora  # first: it reports a broken torchaudio before transformers fails to import it
 from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import conversations, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech.labels import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
+from speech.labels import N_EXTRA, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 if args.float8 or args.base_dtype == "nf4":
     from core import quantized
@@ -113,8 +113,8 @@ def empty_model(source, config_dict):
     """(model on the meta device, {weight name: its slices in the files of folder `source`}). Only
     trained weights require gradients. UserError if the folder has other weights than the model.
     """
-    # half precision is enough for the frozen base under adapters
-    native = net = module.empty_model(config_dict, args.use_lora and dtype or torch.float32, source)
+    base_dtype = dtype if args.use_lora and dtype else torch.float32    # frozen: half is enough
+    native = net = module.empty_model(config_dict, base_dtype, source)
     parts = module.weight_parts(source, config_dict)
     weights.check_weights(native, parts, source)
     if args.use_lora:
@@ -134,7 +134,7 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-# a run stops at the first mistake, a dry run lists all; data comes last, as encoding takes hours
+# in this order: a run stops at the first mistake, a dry run lists all; data last, it takes hours
 setting = args, tokenizer, ids, config, codec_dir, world
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
@@ -158,7 +158,7 @@ if args.auto or dry:
 args.compile = dist.choose_compile(world, args)     # after --auto, which may exclude it
 
 # ---- Resume from the newest intact checkpoint, on any number of ranks
-identity = None     # must be equal in a checkpoint and the run that resumes it
+identity = None     # on rank 0: a run resumes only a checkpoint with the same values
 if main_rank:
     base = tensor_io.fingerprint(folder)
     identity = {"base model": base, "codec": Path(table.reader.folder).name,
@@ -227,7 +227,7 @@ scaler = optim.build_scaler(device, args.fp16, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
-n_sums = ids.num_codebooks + SUMS       # of forward_backward, for the log
+n_sums = ids.num_codebooks + N_EXTRA       # length of batch_sums()
 # the same order at each validation; each rank takes a share of the packs
 held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                      samples_per_pack=args.per_device_eval_batch_size)
@@ -260,7 +260,7 @@ if resume:
     checkpoints.restore(resume, model, optimizer)
 
 
-# ---- Validation and checkpoints
+# ---- Validation and checkpoints; they read sums, log, monitor and eval_due of the loop below
 @torch.no_grad()
 def validate():
     """Validate, speak prompts, log; True if the loss is the best so far, None if asked to stop."""
@@ -286,7 +286,7 @@ def validate():
         values |= prompts.speak(world, model, step, log, autocast)
     if values and main_rank:
         log.write(step, values)
-    if not values.get("eval/loss", math.nan) < best_loss:       # a non-finite loss is never best
+    if not values.get("eval/loss", math.nan) < best_loss:       # nan, or not validated: not best
         return False
     best_loss, best_step = values["eval/loss"], step
     return True
@@ -356,7 +356,7 @@ while step < total_steps and not stopping:
         watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
 
         # forward, loss, backward
-        if keep_loss:       # before the pass below, which also reduces these gradients
+        if keep_loss:       # first: the pass below sums these gradients over the ranks, too
             step_sums[n_sums:] += keep_loss.backward(
                 wrapped, collate, world, step, micro, autocast, scaler.get_scale())
         loss, micro_sums = forward_backward(batch, n_audio, n_text, micro == accumulation - 1)
@@ -380,7 +380,7 @@ while step < total_steps and not stopping:
 
     # log: the host waits for the device here
     last = step == total_steps
-    # the last step of an epoch is filled with packs of one padding token
+    # packs of one padding token, which fill an epoch's last step; other packs have no padding
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:

@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from core import checkpoint, dist, json_files, kernels, tensor_io
 from core.cli import UserError, require
 
-WHOLE = ".modules_to_save."             # in the names of modules that are trained without LoRA
+FULL_MARK = ".modules_to_save."             # in the names of modules that are trained without LoRA
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's magnitudes
 # Fields of PEFT's LoraConfig that this code supports, or that only matter in training. An adapter
 # that sets another one (modules_to_save, bias, a field of a newer PEFT) would be computed wrongly.
@@ -31,7 +31,7 @@ FIELDS = set("""r lora_alpha target_modules exclude_modules use_rslora use_dora 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change the base as well
 
 
-# ---- Computed
+# ---- Computation
 
 
 def add_products(lefts, rights):
@@ -139,7 +139,7 @@ class AddingLinear(Linear):
         return outputs(x, self)[0]
 
 
-# ---- Added to a model
+# ---- Adding adapters to a model
 
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
@@ -164,7 +164,7 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model by a LoraConfig, in fp32 adapters. autocast: the model runs under autocast."""
+    """Wrap a model in fp32 adapters, by a LoraConfig. autocast: the model runs under autocast."""
     with warnings.catch_warnings():     # PEFT calls transformers in a deprecated way
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)     # which overwrites the base's name
@@ -178,7 +178,7 @@ def attach(model, config, base_name=None, autocast=True):
     return wrapped
 
 
-def add_saved(model, folder, whole=()):
+def add_saved_lora(model, folder, whole=()):
     """Wrap a model in the adapters of a PEFT folder, without loading weights; PEFT's own forward
     computes them. whole: modules that modules_to_save may name. UserError for other settings.
     """
@@ -230,13 +230,13 @@ def base_weights(model):
     """{name in the base model: parameter} of the base inside a PeftModel."""
     named = model.get_base_model().named_parameters()
     return {name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
-            for name, parameter in named if ".lora_" not in name and WHOLE not in name}
+            for name, parameter in named if ".lora_" not in name and FULL_MARK not in name}
 
 
 def adapter_weights(model):
     """{name in adapter_model.safetensors: parameter}."""
     trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name
-               or WHOLE in name}
+               or FULL_MARK in name}
     return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
 
 
@@ -275,7 +275,7 @@ def load_adapters(model, folder):
     config = model.peft_config["default"]
     for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):
         value, stored = getattr(config, key), saved.get(key, False)
-        if key.endswith(("modules", "save")):
+        if key in ("target_modules", "modules_to_save"):     # lists, in any order
             value, stored = set(value or ()), set(stored or ())
         require(stored == value, f"{folder}: adapter has {key} {stored}, this run {value}; give "
                 "the same LoRA flags or another --output_dir")

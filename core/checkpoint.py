@@ -82,7 +82,7 @@ def write_json(path, value):
 
 
 def remove_named(folder, *patterns):
-    """Delete entries whose whole name matches a pattern -> [their names]. NFS keeps open files."""
+    """Delete entries whose whole name matches a pattern -> [names of those that are gone]."""
     gone = []
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
         if any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns):
@@ -90,7 +90,8 @@ def remove_named(folder, *patterns):
                 shutil.rmtree(path, ignore_errors=True)
             else:       # a link is removed, not its target
                 path.unlink(missing_ok=True)
-            gone += [path.name] * (not path.exists())
+            if not path.exists():       # NFS keeps open files
+                gone.append(path.name)
     return gone
 
 
@@ -315,7 +316,7 @@ class CheckpointManager:
             shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
             raise OSError("; ".join(failed))
         final = self.output_dir / f"checkpoint-{step}"
-        files = {name: facts for written, _ in reports for name, facts in written.items()}
+        files = {name: record for written, _ in reports for name, record in written.items()}
         text = json.dumps({"step": step, "files": files}, indent=1)
         # last: it proves that all other files are complete
         write_files(building, {MANIFEST: lambda path: path.write_text(text)})
@@ -355,7 +356,7 @@ def find_newest(output_dir, resume):
             f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
             "them away, or use --resume auto")
     for path in [Path(resume)] if named else [path for _, path in reversed(listed)]:
-        if problem := damage(path):
+        if problem := find_damage(path):
             require(not named, f"--resume {path}: {problem}")
             print(f"checkpoint {path} is damaged ({problem}); trying the one before", flush=True)
             continue
@@ -374,8 +375,8 @@ def find_newest(output_dir, resume):
 
 def check_identity(path, state, identity, *keys):
     """UserError unless a checkpoint has these keys and the `identity` of this run, a dict."""
-    usual = "epoch", "first", "identity", "validation", "best_step", "best_loss"
-    missing = [key for key in (*usual, *keys) if key not in state]
+    required = "epoch", "first", "identity", "validation", "best_step", "best_loss", *keys
+    missing = [key for key in required if key not in state]
     require(not missing, f"{path}: is not a checkpoint of this trainer: {STATE}/state.json has no "
                          f"{', '.join(missing)}")
     for name, value in identity.items():
@@ -388,16 +389,16 @@ def check_identity(path, state, identity, *keys):
 
 
 def write_files(folder, files):
-    """Call each write(path), sync -> {relative path: facts()}. OSError names the file."""
+    """Call each write(path), sync -> {relative path: file_record()}. OSError names the file."""
     for name, write in files.items():
         with error_names_file(folder / name):
             (folder / name).parent.mkdir(exist_ok=True)
             write(folder / name)
             fsync(folder / name)        # some disks report only here that they are full
-    return {name: facts(folder / name) for name in files}
+    return {name: file_record(folder / name) for name in files}
 
 
-def facts(path):
+def file_record(path):
     """{"bytes", "sha256"} of a file, read back from disk; None if it is missing."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)} if path.is_file() else None
 
@@ -409,7 +410,7 @@ def list_checkpoints(output_dir):
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
-def damage(path):
+def find_damage(path):
     """Describes the damage to a checkpoint; "" if all checksums match. OSError: unreadable file."""
     path = Path(path)
     if not (path / MANIFEST).is_file():
@@ -421,7 +422,7 @@ def damage(path):
     if f"{STATE}/state.json" not in listed:     # an empty list would match any folder
         return f"{MANIFEST} does not list {STATE}/state.json"
     with ThreadPoolExecutor(16) as pool:        # hashing releases the GIL
-        for name, present in zip(listed, pool.map(lambda name: facts(path / name), listed)):
+        for name, present in zip(listed, pool.map(lambda name: file_record(path / name), listed)):
             if present != listed[name]:
                 return f"{name} {'has changed since it was written' if present else 'is missing'}"
     return ""

@@ -23,7 +23,7 @@ TRACKERS = ("tensorboard", "wandb")      # of --report_to
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
-GIVE_WAY_S = 5          # seconds other ranks leave rank 0 to report a mistake
+RANK0_REPORT_S = 5          # seconds that other ranks wait while rank 0 reports the same mistake
 
 # {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
 # flag accepts the other name too, but --help does not show it.
@@ -94,7 +94,7 @@ def fail(message, status=1):
     if os.environ.get("RANK", "0") == "0":
         print_error(error_text(f"error: {message}"))
     else:
-        time.sleep(GIVE_WAY_S)
+        time.sleep(RANK0_REPORT_S)
     sys.exit(status)
 
 
@@ -117,7 +117,7 @@ def plural(number, noun):
 def problem_text(lines, shown=20, total=None):
     """One message with the first `shown` lines and the number of problems, `total` or all lines."""
     total = total or len(lines)
-    more = [f"... and {total - shown} more"] * (total > shown)
+    more = [f"... and {total - shown} more"] if total > shown else []
     return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:shown], *more])
 
 
@@ -193,10 +193,10 @@ def safe_flags(args):
 
 
 def parse(parser, check=None, argv=None):
-    """Args of a command line, argv or the process's own. check(args, world_size): raises UserError.
-    A mistake prints one line on rank 0 and exits, with status 2 for a flag that does not exist and
-    1 for a wrong value. From here on SIGTERM and SIGUSR1 only set lifetime.stop_requested, and a
-    rank dies with torchrun.
+    """Parse a command line (default: the process's) -> Args. check(args, world_size): raises
+    UserError. A mistake prints one line on rank 0 and exits, with status 2 if parsing failed and 1
+    if check() did. From here on this process ends with its torchrun, and in a trainer's run SIGTERM
+    and SIGUSR1 are only recorded, for lifetime.stop_requested().
     """
     words, status = sys.argv[1:] if argv is None else list(argv), 2
     lifetime.end_with_torchrun()        # before the imports, which take seconds
@@ -221,7 +221,7 @@ def parse(parser, check=None, argv=None):
         fail(error, status)
     if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
         sys.exit(0)
-    planned = getattr(args, "dry_run", False)       # a trainer's: a number of GPUs, or None
+    planned = getattr(args, "dry_run", False)       # False: no trainer; None: a run; else GPUs
     if planned is None:
         lifetime.catch_signals()
     elif planned is not False and os.environ.get("RANK", "0") != "0":
@@ -269,8 +269,8 @@ def accept_old_names(parser):
 
 
 def read_config(parser, words):
-    """Words of a command line with the flags of the YAML file that --config names, or []. Values
-    stay as they are written (on, 5e-5, 007); an empty one or null gives no flag. UserError.
+    """Flags of the YAML file that --config names, as words of a command line; [] without --config.
+    Values stay as written (on, 5e-5, 007); an empty value or null gives no flag. UserError.
     """
     flags = parser._option_string_actions
     finder = Parser("", add_help=False)
@@ -321,7 +321,7 @@ def config_text(args, script):
 
 
 def choice(names, wrong):
-    """type= of a flag with the values {text in lower case: value}. wrong: "is neither a nor b"."""
+    """type= of a flag. names: {lower-case text: value}. wrong: error text, "is neither a nor b"."""
     def parse_choice(text):
         if text.lower() not in names:
             raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
@@ -361,7 +361,7 @@ def trainer_flags(p):
     # speed and memory
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
     flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
-    flag("--parallel", "ddp", "replicas, or shards over all GPUs, in each node, or in groups of N",
+    flag("--parallel", "ddp", "one replica per GPU, or shards over all GPUs, a node, or N GPUs",
          type=sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
@@ -393,8 +393,8 @@ def packing_flags(p):
     flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
     flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
     flag("--save_steps", None, "steps between saves, 0 = at the end (default: 1/10)", type=int)
-    flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; no-: faster",
-         action=argparse.BooleanOptionalAction)
+    flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; "
+         "--no-reshard_after_forward is faster", action=argparse.BooleanOptionalAction)
     switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
     switch("--float8", "lora, compiled: multiply by frozen weights in float8")
@@ -405,7 +405,7 @@ def packing_flags(p):
 
 
 def alias(**names):
-    """type= of a flag some of whose values have other names elsewhere. names: {other: ours}."""
+    """type= of a flag that also accepts other tools' names of values. names: {other: ours}."""
     return lambda text: names.get(text.lower(), text)
 
 
@@ -513,7 +513,7 @@ def check_precision(args):
     require(not (args.fp16 and args.bf16), "give --bf16 or --fp16, not both")
     require(ddp or not args.fp16, "--fp16 needs --parallel ddp: FSDP2 computes in bfloat16 here")
     require(kind is None or args.use_lora and (args.bf16 or nf4 and args.fp16),
-            f"--base_dtype {kind} needs --use_lora and --bf16{' or --fp16' * nf4}")
+            f"--base_dtype {kind} needs --use_lora and --bf16{' or --fp16' if nf4 else ''}")
     if nf4:
         require(ddp and not args.use_dora and not args.float8 and args.compile is not True,
                 "--base_dtype nf4 needs --parallel ddp, and no --use_dora, --float8 or --compile")
@@ -554,14 +554,15 @@ def check_drop_bad(args, checks):
     names = {name for value in args.drop_bad or () for name in value.split(",") if name}
     for name in names - {*checks}:
         raise UserError(f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
-    names |= {*checks} if args.drop_bad == [] else {"too_long"} if args.drop_too_long else set()
-    args.drop_bad = tuple(name for name in checks if name in names)
+    if args.drop_too_long:
+        names.add("too_long")
+    args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])
 
 
 def set_intervals(args, total_steps, before, validates, **own):
-    """Set the intervals that no flag names from the length of the run; return lines that show them.
-    before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
-    steps} of a trainer with other defaults. validates: False if there is nothing to validate.
+    """Derive intervals that no flag sets from the length of the run; return lines that show them.
+    before: flags of the checkpoint to resume, or {}, as a resumed run keeps its intervals. own:
+    {flag: steps}, other defaults of a trainer. validates: False if there is nothing to validate.
     """
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}

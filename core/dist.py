@@ -35,7 +35,7 @@ from core import kernels, lifetime
 from core.cli import UserError, plural, error_text, notice, print_error, one_line, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
-LATER_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
+MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
 FAILED = "ranks that have failed"       # key of a counter in the store
 # Words of errors that only mean that another rank has ended
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
@@ -55,7 +55,7 @@ class World:
     device: object = "cpu"          # torch.device
     store: object = None            # key-value store of the run, used outside of collectives
     slow_group: object = None       # gloo on the CPU, with a long time limit
-    limit: timedelta = timedelta(seconds=600 + LATER_S)     # of gradient collectives
+    limit: timedelta = timedelta(seconds=600 + MARGIN_S)     # of gradient collectives
 
     @property
     def is_main(self):
@@ -66,8 +66,8 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     """Join the process group that torchrun describes -> World.
 
     timeout_s: limit of a gradient collective. wait_timeout_s: limit of a wait in rank0(),
-    all_gather() or barrier(). fsdp: make a process group for a single process, too. cpu_offload:
-    collectives on CPU tensors, too. UserError: more processes on a node than GPUs, or a used store.
+    all_gather() or barrier(). fsdp: a single process also gets a process group. cpu_offload:
+    collectives also take CPU tensors. UserError if processes outnumber GPUs, or the store is used.
     """
     global _world
     world = _world = single_process()
@@ -85,7 +85,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
             or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             "torchrun --max-restarts: the workers that died left their keys in torchrun's store; "
             "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    limit = world.limit = timedelta(seconds=timeout_s + LATER_S)
+    limit = world.limit = timedelta(seconds=timeout_s + MARGIN_S)
     if world.size > 1:
         world.store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
     if world.size > 1 or fsdp:
@@ -93,11 +93,11 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         store = dist.PrefixStore("trainer", world.store) if world.size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
                                 timeout=limit, device_id=world.device if cuda else None)
-        # torch has replaced it by a hook that prints nothing if ours ends the process
+        # again: torch has wrapped it in a hook that prints nothing if ours ends the process
         sys.excepthook = report_error
     if world.size > 1:      # new_group ignores the default group's limit
         world.slow_group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=wait_timeout_s + LATER_S))
+            backend="gloo", timeout=timedelta(seconds=wait_timeout_s + MARGIN_S))
     return world
 
 
@@ -121,10 +121,10 @@ def finish():
 def check_device(device, args):
     """Raise UserError if the device cannot compute in the precision that the flags ask for."""
     if device.type == "cuda":       # a CPU supports all of them, slowly
-        name, has = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        require(has >= (8, 0) or not args.bf16,
+        name, version = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        require(version >= (8, 0) or not args.bf16,
                 f"--bf16: {name} has no bfloat16; give --fp16, or drop the flag")
-        require(has >= (8, 9) or not getattr(args, "float8", False), f"--float8: {name} has no "
+        require(version >= (8, 9) or not getattr(args, "float8", False), f"--float8: {name} has no "
                 "float8 products; Ada, Hopper and newer GPUs have; drop the flag")
 
 
@@ -202,7 +202,7 @@ def wait_for_torchrun(seconds=GRACE_S):
 
 @contextlib.contextmanager
 def error_names_file(path):
-    """Name `path` in any OSError of this context: the one of a full disk names no file."""
+    """Context whose OSErrors name `path`: the error of a full disk names no file."""
     try:
         yield
     except OSError as error:

@@ -21,7 +21,7 @@ from core import json_files
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
              "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
              "A10": 125e12, "RTX 4090": 165e12}
-SMALL = 0.005       # relative change of a loss that counts as none, as seeds differ by more
+SMALL = 0.005       # a relative rise of the loss up to this is noise: seeds differ by more
 UNDERSTOOD, PARTLY = 0.15, 0.5      # highest WER of speech that is understood, or partly
 
 
@@ -106,7 +106,7 @@ class StepTimer:
         return values
 
 
-# ---- Written
+# ---- Writing
 
 
 class MetricsLog:
@@ -123,12 +123,12 @@ class MetricsLog:
         validated again, so its earlier validation is dropped.
         """
         from core import checkpoint, dist  # which import torch
-        self.naming = dist.error_names_file
+        self.error_names_file = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
             checkpoint.move_aside(self.path, f"is damaged ({bad})")
-        again = eval_due or not resumed_step    # step 0 has no checkpoint to resume after it
+        again = eval_due or not resumed_step    # a new run validates step 0 itself, if at all
         kept = [row for row in rows if row["step"] < resumed_step or row["step"] == resumed_step
                 and not (again and any(name.startswith("eval/") for name in row))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -137,10 +137,10 @@ class MetricsLog:
         if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter
             show = threading.excepthook
-            # its thread need not print the error of a full disk, which add_scalar raises as well
+            # TensorBoard's thread: add_scalar raises the error of a full disk as well
             threading.excepthook = lambda error: issubclass(
                 error.exc_type, OSError) or show(error)
-            with self.naming(logging_dir):
+            with self.error_names_file(logging_dir):
                 self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
         if "wandb" in report_to:
             # a resumed run continues the same W&B run, a new one does not
@@ -155,10 +155,10 @@ class MetricsLog:
     def write(self, step, values):
         """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with self.naming(self.path):
+        with self.error_names_file(self.path):
             self.file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
-            with self.naming(self.board.log_dir):
+            with self.error_names_file(self.board.log_dir):
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()
@@ -169,7 +169,7 @@ class MetricsLog:
         """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard and W&B."""
         wave = wave.clip(-1, 1)
         if self.board and len(wave):
-            with self.naming(self.board.log_dir):
+            with self.error_names_file(self.board.log_dir):
                 self.board.add_audio(name, wave[None], step, rate)
                 self.board.flush()
         if self.wandb and len(wave):
@@ -187,7 +187,7 @@ class MetricsLog:
             self.wandb.finish()
 
 
-# ---- Read
+# ---- Reading
 
 
 def read_rows(path):

@@ -62,7 +62,7 @@ def take_step(optimizer, lr, norm):
     for group in optimizer.param_groups:
         group["lr"] = lr
     bad = 1 - torch.isfinite(norm).float()
-    # fused optimizers skip by these two, which GradScaler sets; step counters do not advance
+    # GradScaler's attributes, by which a fused optimizer skips a step without counting it
     optimizer.grad_scale, optimizer.found_inf = None, bad
     optimizer.step()
     del optimizer.grad_scale, optimizer.found_inf
@@ -135,7 +135,7 @@ class StepMonitor:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         mine = {self.sample_name(i) for finite, samples in losses if not finite for i in samples}
         names = sorted(set().union(*all_gather(self.world, mine)))
-        if not names and self.scaler and self.scaler.get_scale() > 1:   # it is still too large
+        if not names and self.scaler and self.scaler.get_scale() > 1:   # fp16: scale too large
             self.in_a_row = 0
         text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
                 + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names

@@ -24,13 +24,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from core.cli import UserError, first_line
 from core.dist import error_names_file
-from core.watchdog import HELD, init_loader
+from core.watchdog import BLOCKED_SIGNALS, init_loader
 
-# --group_by_length: ranks of a step get packs of similar length, but steps come in random order. So
-# sorted packs are shuffled in blocks of LARGE, or of fewer where an epoch has less than BLOCKS.
+# --group_by_length: the packs of a step have similar lengths, but steps come in random order. So
+# blocks of LARGE sorted packs are shuffled; they are halved, down to SMALL, to have BLOCKS of them.
 LARGE, SMALL, BLOCKS = 512, 8, 64
 JITTER = 0.01       # relative noise on lengths before sorting, so that neighbours change by epoch
-FIRST_PARTS = 4     # parts made in the main process; small files then need no others
+FIRST_PARTS = 4     # parts that this process makes, so that small files start no other process
 
 
 @dataclass
@@ -85,8 +85,8 @@ class PackOrder:
     lengths: (n,) tokens per sample. numbers: (n,) numbers of these samples in a larger table, which
     rank_packs and window() return (default: 0 to n - 1). tokens_per_pack: a pack holds whole
     samples up to this many tokens; the seed fixes which share a pack, and each epoch shuffles the
-    packs. samples_per_pack, if that is 0: samples per pack, chosen in each epoch, of similar
-    lengths with group_by_length. shuffle=False keeps the order of the table, for validation.
+    packs. samples_per_pack is used if tokens_per_pack is 0: each epoch draws the samples of a pack,
+    of similar lengths with group_by_length. shuffle=False keeps the table's order, for validation.
     """
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
@@ -95,7 +95,7 @@ class PackOrder:
             raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths, self.size = np.asarray(lengths), samples_per_pack
         self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
-        # the last two: the loader reads ahead into the next epoch
+        # keeps two plans, as the loader reads ahead into the next epoch
         self.epoch = functools.lru_cache(2)(self._plan)
         self._bins, n = None, len(self.lengths)
         self.numbers = np.arange(n) if numbers is None else numbers
@@ -112,7 +112,7 @@ class PackOrder:
             self.packs_per_epoch = len(offsets) - 1
 
     def _plan(self, epoch):
-        """EpochPlan of an epoch, whatever other epochs were asked for before."""
+        """EpochPlan of an epoch; it does not depend on which epochs were planned before."""
         rng = np.random.default_rng((self.seed, epoch, 1))
         n, packs = len(self.lengths), np.arange(self.packs_per_epoch)
         if self._bins:
@@ -176,7 +176,7 @@ def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
 # ---- Batches from loader processes
 
 
-def values_of(batch):
+def fields_of(batch):
     """{field: value} of a dataclass or NamedTuple."""
     return batch._asdict() if isinstance(batch, tuple) else vars(batch)
 
@@ -184,7 +184,7 @@ def values_of(batch):
 def reduce(batch):
     """__reduce__ of a batch: pickles tensors as arrays, so that they do not need /dev/shm."""
     return _rebuild, (type(batch), {name: value.numpy() if torch.is_tensor(value) else value
-                                    for name, value in values_of(batch).items()})
+                                    for name, value in fields_of(batch).items()})
 
 
 def _rebuild(kind, values):
@@ -194,7 +194,7 @@ def _rebuild(kind, values):
 
 def to(batch, device):
     """The batch on another device. Copies to a GPU use pinned memory, so the host does not wait."""
-    values, cuda = values_of(batch), torch.device(device).type == "cuda"
+    values, cuda = fields_of(batch), torch.device(device).type == "cuda"
     for name, value in values.items():
         if torch.is_tensor(value):
             value = value.pin_memory() if cuda and value.device.type == "cpu" else value
@@ -202,9 +202,9 @@ def to(batch, device):
     return type(batch)(**values)
 
 
-def over_packs(samples, packs, collate, num_workers, prefetch_factor):
+def pack_loader(samples, packs, collate, num_workers, prefetch_factor):
     """DataLoader of collate([samples[i] for i in pack]) over `packs`, lists of sample numbers."""
-    # forked processes share the mapped files; without a generator it would draw from dropout's
+    # fork shares the mapped files; without a generator the loader would use the one of dropout
     return DataLoader(samples, batch_sampler=packs, collate_fn=collate, num_workers=num_workers,
                       worker_init_fn=init_loader, generator=torch.Generator(),
                       prefetch_factor=prefetch_factor if num_workers else None,
@@ -214,7 +214,7 @@ def over_packs(samples, packs, collate, num_workers, prefetch_factor):
 
 def iterate(loader):
     """Iterator over a DataLoader's batches. Its processes are forked now and end with it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)     # until they ignore these signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # until loaders ignore them
     try:
         batches = iter(loader)
     finally:
@@ -307,10 +307,10 @@ class _Share(IterableDataset):      # the parts that one loader process makes
 
 
 def parallel_map_ordered(share, processes, take):
-    """Call take(part) for every part of share(0, 1), in order. Other processes make them, if any.
+    """Call take(part) for each part of a sequence, in order. processes: how many make parts.
 
-    share(first, step): iterator over parts first, first + step, ... of a sequence. Parts hold no
-    tensors, which would need /dev/shm. UserError if a process is killed.
+    share(first, step): generator of the parts first, first + step, ... They must hold no tensors,
+    which would need /dev/shm. UserError if a process is killed.
     """
     n_taken, parts = 0, share(0, 1)
     for chunk in itertools.islice(parts, FIRST_PARTS if processes else None):

@@ -65,7 +65,7 @@ def full_tensor(tensor):
 
 
 def find_folder(name, flag, more=()):
-    """Folder of a model, downloaded if it is a hub name. more: patterns of its files. UserError."""
+    """Folder of a model, a hub name's downloaded. more: patterns of more files. UserError."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -203,8 +203,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
     hold it. Training may continue: write(path) writes a copy.
     """
-    share, owners, load = {}, {}, [0] * world.size      # {name: rank}, values of each rank
-    waiting, gathered = {}, 0       # on the device; bytes gathered since the last copy
+    share, owners, numels = {}, {}, [0] * world.size    # {name: tensor}, {name: rank}, loads
+    waiting, gathered = {}, 0       # tensors to copy, and bytes gathered since the last copy
 
     def copy_to_host():
         share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
@@ -214,8 +214,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
         owners[name], tensor = 0, tensor.detach()
         if isinstance(tensor, DTensor):
             if spread:
-                owners[name] = load.index(min(load))
-                load[owners[name]] += tensor.numel()
+                owners[name] = numels.index(min(numels))    # the rank with the least to write
+                numels[owners[name]] += tensor.numel()
             mesh = tensor.device_mesh       # under HSDP only the writer's replica gathers
             if owners[name] not in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)):
                 continue

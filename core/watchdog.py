@@ -22,8 +22,8 @@ from core.cli import first_line, print_error
 from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
 from core.lifetime import SIGNALS, end_with_trainer, stop_requested
 
-HELD = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
-_at_rest = threading.Event()
+BLOCKED_SIGNALS = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
+_disarmed = threading.Event()
 
 
 class Stopped(Exception):
@@ -36,16 +36,16 @@ def init_loader(worker_id):
     # pass an item that cannot be sent (/dev/shm is full) as an error: the trainer waits for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
         (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))
-    for number in HELD:
+    for number in BLOCKED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
 def disarm():
     """At the end of a run: ranks may exit at different times, and signals are ignored."""
     for number in SIGNALS:      # the exiting interpreter would restore default handlers, which kill
         signal.signal(number, signal.SIG_IGN)
-    _at_rest.set()
+    _disarmed.set()
     for thread in threading.enumerate():
         if thread.name == "watchdog":       # in a call to the store it would abort the exit
             thread.join(GRACE_S)
@@ -90,19 +90,19 @@ def any_stop(world, output_dir):
 
 
 class Watchdog:
-    """Runs on every rank and watches the main threads of all ranks. A single process has none."""
+    """Threads on every rank that watch the main threads of all ranks; none in a single process."""
 
     def __init__(self, world, limit_s):
         """limit_s: seconds that a step may take, or that a rank may not report."""
         self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
-        # more ranks beat less often each, but a failure is noticed within GRACE_S
+        # the more ranks, the longer each interval, but a failure is noticed within GRACE_S
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
         self.who = f"{os.uname().nodename}, process {os.getpid()}"
         self.beats = 0      # used as the clock, which must not run while the process is paused
         self.unanswered = 0     # seconds since the store's last answer
         self.state = {"progress": 0, "since": 0, "where": "start", "limit_s": limit_s}
         self.reports, self.silent = {}, {}      # {rank: last report}, {rank: seconds without one}
-        self.judges = world.local_rank == 0 or world.rank == 1      # rank 0 itself may be frozen
+        self.judges = world.local_rank == 0 or world.rank == 1      # 1 as well: 0 may be frozen
         if world.store is not None:
             self.store = world.store.clone()    # calls of the main thread must not delay beats
             for watch in (self._watch, self._watch_store):
@@ -125,23 +125,23 @@ class Watchdog:
                 self._beat()
             os._exit(1)
         except Exception as error:      # the store is lost: rank 0 or torchrun hosts it
-            _at_rest.wait(GRACE_S)      # torchrun may end this process first
+            _disarmed.wait(GRACE_S)      # torchrun may end this process first
             self._end(self.world.local_rank == 0, "rank 0 or its node is gone: the store of the "
                       f"run does not answer ({first_line(error)})")
 
     def _watch_store(self):
         """Thread: notice a store whose host is frozen, so that no call to it returns."""
-        while not _at_rest.wait(self.beat_s):
+        while not _disarmed.wait(self.beat_s):
             self.unanswered += self.beat_s
             if self.unanswered > self.limit_s + GRACE_S:
                 self._end(self.judges, f"no answer from rank 0 for {self.unanswered:.0f} s: its "
                           "process, torchrun, or its node is frozen")
 
-    def _end(self, speaks, why):
-        """End this process, unless the run is over. speaks: print why."""
-        if speaks and not _at_rest.is_set():
+    def _end(self, prints, why):
+        """End this process, unless the run is over. prints: print why."""
+        if prints and not _disarmed.is_set():
             print_error(f"error: {why}")
-        if not _at_rest.wait(GRACE_S):      # other ranks of the node print before this one exits
+        if not _disarmed.wait(GRACE_S):      # other ranks of the node print before this one exits
             os._exit(1)
 
     def _beat(self):
@@ -152,7 +152,9 @@ class Watchdog:
         self.store.set(f"watch/{self.world.rank}", json.dumps(report))
         failed = self.store.check([FAILED])     # unlike set(), this waits for an answer
         self.unanswered = 0
-        return sys.exit() if _at_rest.wait(self.beat_s) else failed     # ends this thread
+        if _disarmed.wait(self.beat_s):
+            sys.exit()      # ends this thread only
+        return failed
 
     def _judge(self):
         """If a rank takes too long, name the silent ranks or, if none is silent, the slowest."""
@@ -162,7 +164,7 @@ class Watchdog:
             if self.store.check([f"watch/{rank}"]):     # the rank has started
                 report = json.loads(self.store.get(f"watch/{rank}"))
                 same = report == self.reports.get(rank)
-                self.silent[rank] = same and self.silent[rank] + self.beat_s
+                self.silent[rank] = self.silent[rank] + self.beat_s if same else 0
                 self.reports[rank] = report
                 waited = (report["beats"] - report["since"]) * self.beat_s
                 late += [waited] * (self.judges and waited > report["limit_s"] + spare)

@@ -290,7 +290,7 @@ def collate(rows, batch_rows, length, noisy_length, pad):
 
 def make_loader(rows, packs, batch_rows, **options):
     """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
-    return packing.over_packs(
+    return packing.pack_loader(
         rows, packs, lambda items: collate(items, batch_rows, rows.length, rows.noisy_length,
                                            rows.documents.pad), **options)
 

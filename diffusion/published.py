@@ -80,9 +80,9 @@ def find_checkpoint(name, flag="--checkpoint"):
     require(folder.is_dir(), f"{flag} {name}: no such folder")
     listed = [path for _, path in checkpoint.list_checkpoints(folder)]
     for path in listed[::-1] or [folder]:
-        if not (wrong := checkpoint.damage(path)):
+        if not (wrong := checkpoint.find_damage(path)):
             best = path.with_name(f"checkpoint-{state_of(path).get('best_step')}")
-            return best if listed and best.is_dir() and not checkpoint.damage(best) else path
+            return best if listed and best.is_dir() and not checkpoint.find_damage(best) else path
         print(f"checkpoint {path} is damaged ({wrong})", flush=True)
     raise UserError(f"{flag} {name}: is not a checkpoint, and holds no whole one ({wrong})")
 

@@ -315,4 +315,4 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
 def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     batch = partial(collate, pad_to=pad_to, pad_id=pad_id, prompted=table.prompted)
-    return packing.over_packs(table, packs, batch, num_workers, prefetch_factor)
+    return packing.pack_loader(table, packs, batch, num_workers, prefetch_factor)

@@ -145,7 +145,7 @@ def open_columns(run, prompt, device, dtype):
     """{name: Column} of base, teacher (if there is one) and student. Raises UserError."""
     base = causal_lm.load_whole(run.base, dtype, device)
     if (run.folder / "adapter_config.json").is_file():
-        student = base = adapters.add_saved(base, run.folder)
+        student = base = adapters.add_saved_lora(base, run.folder)
         # not buffers: rotary embeddings stay float32
         for parameter in adapters.adapter_weights(student).values():
             parameter.data = parameter.data.to(dtype)

@@ -32,7 +32,7 @@ from core import checkpoint, packing, tensor_io, watchdog
 from core.cli import UserError, first_line, require, require_package
 from core.dist import all_gather, rank0
 from speech.choices import LONGEST_CLIP_S
-from speech.conversations import FILLED_S
+from speech.conversations import MIN_REFERENCE_S
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
@@ -40,10 +40,10 @@ MIN_SAMPLES = 960               # one codec frame
 CODES = 1024                    # values of a code: 0 to 1023
 SAVED = ".npy"                  # codes of generate_tts.py --save_codes: used unchanged
 BLOCK = 2**20                   # samples decoded at a time
-WHOLE = 0.99                    # least share of the samples in the header; else it is cut off
-PAST_S = 0.3                    # seconds by which a cut may exceed its recording
-LOUDEST = 10.0                  # peak; full scale is 1, mp3 and float files may go beyond a little
-MEASURES = ("seconds", "peak", "rms", "clipped", "dc")      # the share at full scale, the mean
+COMPLETE_SHARE = 0.99                    # a file with less of its header's samples is cut off
+CUT_TOLERANCE_S = 0.3                    # seconds by which a cut may exceed its recording
+LOUDEST = 10.0                  # highest peak; full scale is 1, mp3 and float files may exceed it
+MEASURES = ("seconds", "peak", "rms", "clipped", "dc")      # clipped: share at full scale; dc: mean
 PIPELINE = b"mono-mean soxr-HQ 24k v2"      # in the fingerprint: rename it if waveforms change
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # besides the codes
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much work
@@ -87,7 +87,7 @@ def decode_file(path, cuts):
     sizes = re.search(r"(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", log)
     if sizes and int(sizes[1]) < 0x7FFF0000:
         promised = max(promised, total * int(sizes[1]) / max(1, int(sizes[2])))
-    if total < WHOLE * promised:
+    if total < COMPLETE_SHARE * promised:
         raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, "
                          f"{total / rate:.2f} s are there")
     return digest, rate, [np.concatenate(cut) for cut in blocks]
@@ -154,7 +154,7 @@ def check_seconds(there, offset=None, duration=None):
     where = f" from offset {offset} s" if offset else ""
     if there > LONGEST_CLIP_S:
         raise ValueError(f"lasts {there:.0f} s{where}, {LONGEST_CLIP_S} are decoded: cut it")
-    if duration and there and duration - there > PAST_S:
+    if duration and there and duration - there > CUT_TOLERANCE_S:
         raise ValueError(f"ends {duration - there:.2f} s before the cut from {offset:g} to "
                          f"{offset + duration:g} s: times of another recording, or not seconds")
     if round(there * SAMPLE_RATE) < MIN_SAMPLES:
@@ -162,8 +162,8 @@ def check_seconds(there, offset=None, duration=None):
 
 
 def pad_wave(wave):
-    """A waveform at 24 kHz, padded with zeros to FILLED_S seconds."""
-    return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
+    """A waveform at 24 kHz, padded with zeros to MIN_REFERENCE_S seconds."""
+    return np.pad(wave, (0, max(0, round(MIN_REFERENCE_S * SAMPLE_RATE) - len(wave))))
 
 
 def read_codes(path):
@@ -400,7 +400,7 @@ class Job(NamedTuple):
 def ensure_codes(world, clips, encoding):
     """Encode missing clips. Collective; only rank 0 needs `clips` (unique Clips) and gets their
     ClipCodes. A cache with all clips is only read."""
-    known = None        # from look_up, on rank 0
+    known = None        # on rank 0: look_up's result, whose last item has the missing clips
 
     def check_stop():
         if watchdog.stop_requested():
@@ -468,7 +468,7 @@ def decode_job(job):
         try:        # numpy: tensors would use /dev/shm, which is small in containers
             wave, measures = resample(samples, rate, clip.offset, clip.duration)
             # a clip that needs no padding has the key of the unpadded clip
-            filled = clip.filled and measures[0] < FILLED_S
+            filled = clip.filled and measures[0] < MIN_REFERENCE_S
             wave = pad_wave(wave) if filled else wave
             results.append((key_of(clip, filled, digest), wave, measures))
         except ValueError as error:
@@ -550,7 +550,7 @@ def header_frames(clip, config, num_codebooks):
         stop = min(stop, start + round(clip.duration * rate))
     samples = (2 * max(0, stop - start) * SAMPLE_RATE + rate) // (2 * rate)   # soxr rounds half up
     check_seconds(samples / SAMPLE_RATE, clip.offset, clip.duration)
-    return codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE) * clip.filled), config)
+    return codec_frames(max(samples, round(MIN_REFERENCE_S * SAMPLE_RATE) * clip.filled), config)
 
 
 def plan_codes(clips, encoding):

@@ -31,9 +31,9 @@ OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
-FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
-KNOWN = 100_000         # audio files, and folders, that are remembered: references come again
-SETTINGS = "text_settings.json"     # in a checkpoint: by it, speech follows --normalize_text
+MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
+CACHE_SIZE = 100_000         # audio files, and folders, that are remembered: references come again
+SETTINGS = "text_settings.json"     # in a checkpoint: its run's --normalize_text, for speaking
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
 MARKS = str.maketrans({
@@ -54,7 +54,7 @@ NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")
 # the instruction the community form puts before the target text; only this prefix is removed, never
 # text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
-SHORTENED = "have other words before the text that their answer repeats: these are left out"
+SHORTENED = "have a request with words before the text that is spoken: these words are left out"
 
 
 class BadSample(Exception):
@@ -67,8 +67,7 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One stretch of one audio file. filled: zeros make a shorter one FILLED_S seconds long before
-    it is encoded."""
+    """Part of an audio file. filled: zeros pad it to MIN_REFERENCE_S seconds before encoding."""
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end
@@ -123,13 +122,13 @@ class Reading:
 
 class Paths:
     """Finds audio files relative to the data file's folder, its parent, its grandparent and the
-    current folder. inside: subfolders of the first, too; endings: that a name may leave out."""
+    current folder. inside: subfolders of the first to search. endings: that a name may omit."""
 
     def __init__(self, base, inside=(), endings=()):
         folders = [base, *(base / name for name in inside), *base.parents[:2], Path.cwd()]
         self.base, self.folders = base, list(dict.fromkeys(map(str, folders)))
         self.endings = ("", *endings)
-        self.look_up, self.names_in = map(lru_cache(KNOWN), (self.look_up, self.names_in))
+        self.look_up, self.names_in = map(lru_cache(CACHE_SIZE), (self.look_up, self.names_in))
 
     def find(self, name):
         """Absolute path of an audio file; BadSample with every place that was tried."""
@@ -165,7 +164,7 @@ class Paths:
 
 
 def content_items(entry):
-    """The items of the contents of a raw sample's messages, whatever they are."""
+    """All content items of a raw sample's messages, of any type."""
     messages = entry["messages"] if isinstance(entry.get("messages"), list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     return [item for content in contents
@@ -173,7 +172,7 @@ def content_items(entry):
 
 
 def is_chatml(entry):
-    """True if a JSON entry has messages in which the audio is, or nothing else says where it is."""
+    """True if a JSON entry has messages that hold its audio, or no other key names audio."""
     if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):
         return False
     spoken = any(isinstance(item, dict) and item.get("type") == "audio"
@@ -194,7 +193,7 @@ def sample_name(location, entry):
 
 
 def sample_text(sample):
-    """One line of what was understood of a sample: texts and clips in order, and the labels."""
+    """One line that shows how a sample was read: texts and clips in order, and the labels."""
     parts = [f"text {piece[:60]!r}" if isinstance(piece, str) else f"audio {piece.path}"
              for turn in sample.turns if turn.role != "system" for piece in turn.parts]
     labels = {"speaker": sample.speaker, "language": sample.language}
@@ -216,7 +215,7 @@ def message_parts(message, paths):
         kind = item.get("type") if isinstance(item, dict) else None
         if kind not in ("text", "audio"):
             raise BadSample(f"unknown content type {kind!r} of role {role!r}; known: text, audio")
-        piece = clip_of(item, paths) if kind == "audio" else item.get("text")
+        piece = parse_clip(item, paths) if kind == "audio" else item.get("text")
         if isinstance(piece, str) and HALF_CHARACTER.search(piece):
             raise BadSample(f"a text of role {role!r} holds half a character: {piece!r}")
         if not isinstance(piece, (str, Clip)):
@@ -226,7 +225,7 @@ def message_parts(message, paths):
     return role, parts
 
 
-def clip_of(item, paths):
+def parse_clip(item, paths):
     name = item.get("audio_url") or item.get("url") or item.get("path")
     if not name:
         raise BadSample("inline 'raw_audio' is not supported; set 'audio_url' to a file of it"
@@ -249,14 +248,14 @@ def has_other_marks(text):
 
 def system_parts(text, scene="", voices=None, references=False):
     """(what a system turn says, scene description or "") for a text, as boson-ai's generation.py.
-    Of several [SPEAKER*] without references the scene says their voices. voices: {tag: words about
-    it}; unknown ones are feminine and masculine in turn."""
+    With several [SPEAKER*] and no references, the scene describes their voices. voices: {tag:
+    description}; voices without one alternate between feminine and masculine."""
     tags = sorted(set(TAG.findall(text)))
     if references or len(tags) < 2:
         return DEFAULT_SYSTEM, scene
     voice_lines = [f"{tag}: {(voices or {}).get(tag) or ('feminine', 'masculine')[i % 2]}"
                    for i, tag in enumerate(tags)]
-    return MULTISPEAKER_SYSTEM, "\n\n".join([scene] * bool(scene) + ["\n".join(voice_lines)])
+    return MULTISPEAKER_SYSTEM, "\n\n".join(filter(None, [scene, "\n".join(voice_lines)]))
 
 
 # ---- The canonical form
@@ -267,7 +266,7 @@ def canonical_sample(name, entry, paths, normalize=False):
 
     Trained are the assistant turns from message start_index on, as in the official collator;
     without start_index, or with 0 in the community form, the last assistant turn with audio.
-    normalize: the texts that those speak."""
+    normalize: normalise the texts that these turns speak."""
     turns, rewritten = canonical_turns(entry, paths)
     mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
@@ -291,8 +290,8 @@ def canonical_turns(entry, paths):
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    heard_in, repeated = (misc[key].strip() if isinstance(misc.get(key), str) else ""
-                          for key in ("ref_transcript", "target_transcript"))
+    ref_words, target_words = (misc[key].strip() if isinstance(misc.get(key), str) else ""
+                               for key in ("ref_transcript", "target_transcript"))
     parsed = [message_parts(message, paths) for message in messages]
     turns, scenes, rewritten = [], [], False
     for index, (role, parts) in enumerate(parsed):
@@ -301,12 +300,12 @@ def canonical_turns(entry, paths):
             scenes.append(parts)
         elif role == "user" and turn.clips:
             answers = [Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"]
-            answer = "".join(answers[:1]).strip() or repeated
-            turns += reference_turns(turn, answer, heard_in)
+            answer = "".join(answers[:1]).strip() or target_words
+            turns += reference_turns(turn, answer, ref_words)
             rewritten = True
         elif role == "assistant":
             if turn.text.strip() and turn.clips and turns and turns[-1].role == "user":
-                # text that only repeats the request goes, and the request's words before that text
+                # drop an answer's text that repeats the request, and words before it in the request
                 target, how = target_text(turns[-1].text, turn.text)
                 if how:
                     turns[-1].parts, turn.parts = [target], turn.clips
@@ -318,7 +317,7 @@ def canonical_turns(entry, paths):
         scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
         asked = [i for i, turn in enumerate(turns) if turn.role == "user"]
-        # a prompt may have no last clip, so it does not prove a reference
+        # clips before the last request are references; the one after it, if any, is the target
         earlier = turns[:asked[-1]] if asked else []
         heard = any(turn.clips for turn in earlier if turn.role == "assistant")
         system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)
@@ -339,8 +338,8 @@ def reference_turns(turn, answer, ref_transcript):
     """A user message with reference audio -> [user transcript, assistant clip] for each clip, then
     the user's target. answer: the target text that is repeated, "" if none.
 
-    The text before a clip is its transcript; of two texts and one clip the first is it wherever the
-    clip is, as community trainers read it."""
+    The text before a clip is its transcript. With two texts and one clip, the first text is the
+    transcript wherever the clip comes, as in community trainers."""
     def is_target(words):
         return target_text(words, answer)[1] is not None
 
@@ -349,8 +348,8 @@ def reference_turns(turn, answer, ref_transcript):
         texts.append(answer)
     elif len(texts) == 1 and is_target(texts[0]):
         texts.insert(0, ref_transcript)
-    elif len(texts) == 2 and not is_target(texts[1]) and (is_target(texts[0]) or [
-            bool(INSTRUCTION.match(words)) for words in texts] == [True, False]):
+    elif len(texts) == 2 and not is_target(texts[1]) and (is_target(texts[0]) or (
+            INSTRUCTION.match(texts[0]) and not INSTRUCTION.match(texts[1]))):
         texts.reverse()                     # the instruction precedes the transcript
     if len(turn.clips) == 1 and len(texts) == 2:
         pairs, target = [(texts[0], turn.clips[0])], texts[1]
@@ -436,9 +435,9 @@ def is_same_text(a, b):
 def target_text(asked, answer):
     """(text to speak in the request `asked`, how it was recognised).
 
-    answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the
-    answer, after an INSTRUCTION or not; "shortened" where other words precede the answer's own;
-    None where the request is another text. The text is whole, colons included."""
+    answer: transcript of the target audio, "" if the sample has none. Recognised: "same" if the
+    request is the answer, with or without an INSTRUCTION before it; "shortened" if other words come
+    before it; None if the request is another text. The text is whole, colons included."""
     asked, answer = asked.strip(), answer.strip()
     bare, need = INSTRUCTION.sub("", asked, count=1).strip(), letters(answer)
     for words in (asked, bare):         # a text may begin like an instruction

@@ -43,7 +43,7 @@ NOTES = {       # checks whose samples are still used
                          "them"}
 SHARE = 0.005           # default of --validation_split
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
-# per sample: hash of speaker and text; letters and digits of the text, 0: no words; language
+# per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 
 
@@ -120,7 +120,7 @@ def open_chatml(path):
     return None
 
 
-def entries_of(source, reading, wanted, make=canonical_sample):
+def parse_entries(source, reading, wanted, make=canonical_sample):
     """Yield (number, Sample or Problem) for each entry whose number is wanted. make: function from
     ChatML to Sample."""
     paths = Paths(source.path.parent.resolve())
@@ -135,7 +135,7 @@ def entries_of(source, reading, wanted, make=canonical_sample):
         try:
             if setting not in (None, "", "on", "off"):
                 raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
-            # off: the setting with which a take was spoken
+            # off: this text was spoken without normalisation, by generate_tts.py
             sample = make(name, entry, paths, reading.normalize and setting != "off")
         except BadSample as error:
             yield number, problem(name, error.check, error, source.path)
@@ -146,10 +146,10 @@ def entries_of(source, reading, wanted, make=canonical_sample):
 
 def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
-    make: as in entries_of. reading: fields of Reading."""
+    make: as in parse_entries. reading: fields of Reading."""
     reading = Reading(**reading)
     source = open_source(path, reading, problems)
-    for _, sample in entries_of(source, reading, lambda number: True, make):
+    for _, sample in parse_entries(source, reading, lambda number: True, make):
         if isinstance(sample, Sample):
             yield sample
         else:
@@ -162,7 +162,7 @@ def make_chunks(builder, source, sources, start, step):
     def is_mine(entry):
         return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
 
-    entries = entries_of(source, sources.reading, is_mine)
+    entries = parse_entries(source, sources.reading, is_mine)
     for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
         samples, refused, notes = [], [], []
         for _, sample in group:
@@ -201,9 +201,9 @@ def read_source(builder, source, path, sources, problems, warnings):
 def read_all(builder, sources, problems, folder=None, warnings=None, stop=False):
     """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
-    problems: Problems that collects unusable samples; the caller settles them, or with `stop` they
-    end this. folder: for data converted to ChatML. warnings: a list that takes Problems of usable
-    samples."""
+    problems: Problems that collects unusable samples. The caller settles them; with `stop` fatal
+    ones raise here. folder: for data converted to ChatML. warnings: a list that takes Problems of
+    usable samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         start, before, unconverted = len(builder), problems.counts.copy(), []
         source = open_source(path, sources.reading, unconverted, held_out, folder, number)
@@ -215,14 +215,14 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
         print(f"source     {one_line(path)}: "
               f"{plural(kept + lost, 'row')} = {kept} kept + {lost} refused"
               f"{f' ({counts})' if counts else ''}", flush=True)
-        samples = entries_of(source, sources.reading, lambda number: True)
+        samples = parse_entries(source, sources.reading, lambda number: True)
         for sample in itertools.islice((s for _, s in samples if isinstance(s, Sample)), 1):
             print(f"           first: {one_line(sample_text(sample))}", flush=True)
         for check, n in sorted(notes.items()):
             print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.n_fatal:
             problems.settle()
-            raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
+            raise UserError(f"{path}: holds no samples{' that can be used' if refused else ''}")
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
                                 "first": start, "stop": len(builder)})
     for clause, n in sorted(builder.notices.items()):
@@ -295,7 +295,7 @@ class TableBuilder:
                 for token in (t for turn in marked for t in self.control if t in turn.text):
                     raise BadSample(f"text contains the control token {token}",
                                     "control_token")
-                streams, losses = self.ids.streams(sample)
+                streams, omissions = self.ids.streams(sample)
             except BadSample as error:
                 problems.append(problem(sample.name, error.check, str(error)))
                 continue
@@ -304,7 +304,7 @@ class TableBuilder:
             # tags in a text to speak that this model does not know
             tags = {tag for turn in marked if turn.role != "system"
                     for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
-            notices.update(losses)
+            notices.update(omissions)
             notices.update(f"hold {tag}, which is not a control tag of this model: it is read "
                             "aloud" for tag in tags)
             if any(has_other_marks(turn.text) for turn in sample.turns if turn.role != "system"):
@@ -314,7 +314,7 @@ class TableBuilder:
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
-        parts = self.tokens_of(pieces)
+        parts = self.tokenize_pieces(pieces)
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
         labels = np.array(labels, bool)
@@ -342,7 +342,7 @@ class TableBuilder:
             getattr(self, name).append(chunk[name])
         self.notices.update(chunk["notices"])
 
-    def tokens_of(self, pieces):
+    def tokenize_pieces(self, pieces):
         """[tokens] of the pieces of streams: a text gives its tokens, a Clip one token."""
         new = {text for text in pieces if type(text) is str and text not in self.known}
         known = {**self.known, **dict(zip(new, self.lists(list(new))))}
@@ -361,15 +361,15 @@ class TableBuilder:
         return self.used.values.array(), self.used.offsets.array()
 
     def samples_with(self, clips):
-        """[(sample, the first of these clips that it has)] of samples that have one."""
+        """[(sample number, the first of `clips` in it)] of the samples that use one of `clips`."""
         used, offsets = self.used_clips()
         uses = np.flatnonzero(np.isin(used, clips))
         samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
         return list(zip(samples.tolist(), used[uses[first]].tolist()))
 
     def write(self, cache_folder, shards, where, left_out=False):
-        """Write the table to `folder`, and delete earlier tables next to it: a running job keeps
-        its mapped files. Ends the builder. left_out: (n,) bool, unused samples.
+        """Write the table to `folder` and end the builder. Earlier tables next to it are deleted; a
+        job that maps one keeps its files. left_out: (n,) bool, samples not to use.
 
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
@@ -383,7 +383,7 @@ class TableBuilder:
         tokens = np.diff(self.tokens.offsets.array())
         columns = {
             "where": where, "frames": per_sample(frames),
-            "lengths": tokens + per_sample(self.ids.rows(frames, trained) - 1),     # one is there
+            "lengths": tokens + per_sample(self.ids.rows(frames, trained) - 1),    # -1: placeholder
             "audio_targets": per_sample(np.where(trained, self.ids.targets(frames), 0)),
             "audible": (per_sample(frames == 0) == 0) & ~np.asarray(left_out)}
         for lists in (self.tokens, self.names, self.used):
@@ -396,7 +396,7 @@ class TableBuilder:
             for name, values in columns.items():
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
-        shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
+        shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # NFS keeps mapped files
         checkpoint.remove_named(self.folder.parent, rf"(?!{self.folder.name})table-[0-9a-f]{{8}}")
 
 
@@ -460,7 +460,7 @@ class Table:
 def split_validation(n, share, seed):
     """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
 
-    share: None: SHARE, or 5 % of a small data set, up to 16: they decide the best checkpoint."""
+    share: default SHARE, or in a small set 5 %, at most 16: enough to choose a best checkpoint."""
     if share is None:
         share = max(SHARE, min(0.05, 16 / max(1, n)))
     held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
@@ -527,8 +527,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     own = find_own_references(audio_numbers(table.where, table.clips),
                               table.clip_offsets) if say else []
     if len(own):
-        print(f"data       {plural(len(own), 'sample')} with own_reference: the model learns to "
-              f"copy a reference that is the clip to speak, as of {one_line(table.name(own[0]))}")
+        print(f"data       {plural(len(own), 'sample')} with own_reference: the reference is the "
+              f"clip to speak, so the model learns to copy it: {one_line(table.name(own[0]))}")
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "

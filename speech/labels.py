@@ -17,7 +17,7 @@ from core.metrics import duration
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip
 
-SUMS = 8                # number of batch_sums() besides one per codebook
+N_EXTRA = 8                # number of batch_sums() besides one per codebook
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out
 CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                   "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|audio_bos|>",
@@ -30,7 +30,7 @@ class Layout:
 
     def rows(self, frames, trained):
         """Rows that a clip of this many frames takes."""
-        # TTS 3 has neither the first nor the last row; a trained clip's last row is only predicted
+        # first = 1 (TTS 3) omits both end rows and, if trained, the next to last: just a label
         return frames + self.num_codebooks + 1 - self.first * (2 + trained)
 
     def predictions(self, frames):
@@ -83,7 +83,7 @@ class TokenIds(Layout):
     first = 0               # the first row of delay_rows that is used
     all_ends = False        # True if all of the fill after the end is trained
     min_frames = 1          # the fewest codec frames of a trained clip
-    lone_reference = False  # a reference needs its text
+    lone_reference = False  # True if a reference may come without its text
 
     @property
     def audio_placeholder_id(self):
@@ -126,7 +126,7 @@ def token_ids(tokenizer, config):
 
 def conversation_pieces(sample):
     """[(text or Clip, labelled)] of the token stream: the official template, turn by turn."""
-    # written out without the tokenizer's template, as pieces show which tokens are trained
+    # not by the tokenizer's template, which does not show which tokens are trained
     pieces = [("<|begin_of_text|>", False)]
     for turn, following in zip(sample.turns, [*sample.turns[1:], None]):
         pieces.append((f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False))
@@ -137,7 +137,7 @@ def conversation_pieces(sample):
                 continue
             # the native template writes a space before a scene's clip
             text += " " if turn.role == "system" else ""
-            # all three are targets: the model must learn to begin and end speech
+            # all four are targets: the model must also learn to begin and to end speech
             pieces += [(piece, turn.trained)
                        for piece in (text, "<|audio_out_bos|>", content, "<|audio_eos|>") if piece]
             text = ""
@@ -150,7 +150,7 @@ def conversation_pieces(sample):
 
 
 def delay_rows(codes, bos, eos):
-    """(T, K) codes -> (T + K + 1, K) inputs: [BOS, codes, EOS], codebook k k rows down."""
+    """(T, K) codes -> (T + K + 1, K) inputs: [BOS, codes, EOS], codebook k shifted by k rows."""
     frames, books = codes.shape
     # prefilled with end-of-stream, which follows each codebook's last code
     rows = np.full((frames + books + 1, books), eos, np.int64)
@@ -176,7 +176,7 @@ def delay_labels(codes, eos, all_ends=False):
 
 @dataclass
 class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis, int64 unless noted.
+    """B samples on one flat axis of S tokens, A of them audio rows. Tensors are int64 unless noted.
 
     V2 keeps hidden states in modality order (text rows first, then audio rows), so that each FFN
     works on one contiguous slice; attention permutes to sequence order and back."""
@@ -200,14 +200,14 @@ class PackedBatch:
     to = packing.to
 
 
-# ---- Loss: of V2 and TTS 3
+# ---- Loss, the same for V2 and TTS 3
 
 
-class Wrapped(torch.nn.Module):
+class PackedBase(torch.nn.Module):
     """Base class of the module that DDP wraps. forward(batch) returns sums, not means, so the parts
     of a step add up however it is split. v2.py and v3.py define layers(native),
     hidden_states(batch) and audio_logits(hidden, batch). net: native model or PeftModel.
-    recompute: a mode of cli, or None."""
+    recompute: mode of --gradient_checkpointing, or None."""
 
     def __init__(self, net, recompute=None):
         super().__init__()
@@ -230,10 +230,10 @@ class Wrapped(torch.nn.Module):
     def forward(self, batch, keep=False):
         """(audio (K,), text (), ends (5,)) of a labels.PackedBatch: fp32 sums over its targets.
 
-        audio: cross-entropy per codebook; text: cross-entropy. ends (detached): cross-entropy,
-        correct argmax and number of all end-of-stream targets; then, for codebook 0, whose first
-        one ends speech, the number predicted correctly and the number of codes mistaken for one.
-        keep: return divergence() instead."""
+        audio: cross-entropy per codebook; text: cross-entropy. ends (detached): of all
+        end-of-stream targets the cross-entropy, the number predicted and the number; then, of
+        codebook 0, whose first end-of-stream ends speech, the number of first ones predicted and
+        the number of codes mistaken for one. keep: return divergence() instead."""
         if keep:
             return divergence(self, batch)
         config = self.base_model.config
@@ -244,17 +244,18 @@ class Wrapped(torch.nn.Module):
         text = self.text_loss(hidden, batch)
         with torch.no_grad():
             eos, shape = config.audio_stream_eos_id, batch.audio_targets.shape
-            is_eos, says_eos = targets == eos, logits.argmax(-1) == eos
-            by_book, says = is_eos.view(shape), says_eos.view(shape)[:, 0]
-            first = by_book[:, 0] & ~by_book[:, 1:2].any(1)
-            false = says & ~by_book[:, 0] & (batch.audio_targets[:, 0] != IGNORE)
-            ends = torch.stack([(losses.detach() * is_eos).sum(), (says_eos & is_eos).sum(),
-                                is_eos.sum(), (first & says).sum(), false.sum()]).float()
+            is_eos, predicts_eos = targets == eos, logits.argmax(-1) == eos
+            eos_of_book, predicts_stop = is_eos.view(shape), predicts_eos.view(shape)[:, 0]
+            is_stop = eos_of_book[:, 0] & ~eos_of_book[:, 1:2].any(1)
+            is_code = (batch.audio_targets[:, 0] != IGNORE) & ~eos_of_book[:, 0]
+            ends = torch.stack([
+                (losses.detach() * is_eos).sum(), (predicts_eos & is_eos).sum(), is_eos.sum(),
+                (predicts_stop & is_stop).sum(), (predicts_stop & is_code).sum()]).float()
         return losses.view(shape).sum(0), text, ends
 
 
 def batch_sums(audio, text, ends, batch):
-    """(K + SUMS,) float64: the outputs of Wrapped, then the numbers of audio targets (all
+    """(K + N_EXTRA,) float64: the outputs of PackedBase, then the numbers of audio targets (all
     codebooks) and text targets. No host sync."""
     losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
     # filled on the device: a tensor made from Python numbers would be copied, with a host sync
@@ -268,14 +269,14 @@ def loss_report(sums, text_weight, prefix, all_ends=False):
     codebook 0 per clip. false_stop_rate: false ends of codebook 0 per code."""
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
-    ends_of = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
-    clips = ends / sum(ends_of)
+    ends_per_clip = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
+    clips = ends / sum(ends_per_clip)
     codes, audio_loss = (n_audio - ends) / books, sum(audio) / max(1, n_audio)
     total = total_loss(audio, n_audio, text, n_text, text_weight) if n_text else audio_loss
     values = {"loss": total, "audio_loss": audio_loss, "text_loss": text / max(1, n_text),
               "eos_loss": ends_loss / max(1, ends), "eos_accuracy": ends_right / max(1, ends),
               "stop_recall": stops / max(1, clips), "false_stop_rate": false_stops / max(1, codes)}
-    values |= {f"audio_loss_codebook_{k}": loss / max(1, codes + clips * ends_of[k])
+    values |= {f"audio_loss_codebook_{k}": loss / max(1, codes + clips * ends_per_clip[k])
                for k, loss in enumerate(audio)}
     if n_audio + n_text == 0:
         values = dict.fromkeys(values, float("nan"))
@@ -290,7 +291,7 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
 
 def divergence(model, batch):
     """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells,
-    for --keep. model: a Wrapped with adapters. The base is the same model with adapters switched
+    for --keep. model: a PackedBase with adapters. The base is the same model with adapters switched
     off, without gradient and dropout."""
     from core import adapters
     training = model.training

@@ -220,7 +220,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     parts, load = module.weight_parts(folder, config), weights.load_weights
     weights.check_weights(native, parts, folder)
     if adapter:
-        net = adapters.add_saved(native, adapter, whole=module.WHOLE_MODULES)
+        net = adapters.add_saved_lora(native, adapter, whole=module.WHOLE_MODULES)
         require(not (four_bits and net.peft_config["default"].use_dora),
                 f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
     if four_bits:

@@ -24,13 +24,13 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn)
 LICENCE = None          # no notice needed
 TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
 the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
-licensed from Boson AI USA, Inc. ...")."""       # of a model card
+licensed from Boson AI USA, Inc. ...")."""       # for the model card
 LORA_TARGETS = "attention"      # default of --lora_target_modules: four linear layers
 WHOLE_MODULES = ()      # modules that an adapter may contain in full
-# the released model's
+# sampling settings of the released model
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7}
 
-# ---- The interface of weights.module(), with the imports above and the code below
+# ---- What weights.module() promises: these names, token_ids, and those defined below
 
 load_tokenizer, read_config, save_config = (
     weights.load_tokenizer, weights.native_config, weights.save_config)
@@ -77,8 +77,8 @@ class Permute(torch.autograd.Function):
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     """Causal attention inside each sample. q (S, heads, D), k, v (S, kv_heads, D) -> (S, heads, D).
 
-    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision uses torch's variable-length
-    flash attention; otherwise SDPA runs sample by sample, with seqlens (B,) int64 on the CPU."""
+    cu_seqlens: (B + 1,) int32 on the device. CUDA in half precision uses torch's variable-length
+    flash attention and ignores seqlens. Otherwise SDPA runs on one sample after the other."""
     if q.is_cuda and q.dtype in kernels.FLASH:
         causal = {"window_size": (-1, 0), **GROUPED}
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
@@ -94,7 +94,7 @@ def _attention_by_sample(q, k, v, seqlens):
 
 
 class Packed(NamedTuple):
-    """A batch's inputs to all layers: (S,) tensors, cos and sin (S, D)."""
+    """A batch's inputs to all layers: order and seq_index (S,), cos and sin (S, D)."""
     n_text: int                 # rows of text, which come first
     order: torch.Tensor         # sequence position of each row
     seq_index: torch.Tensor     # row of each sequence position
@@ -102,7 +102,7 @@ class Packed(NamedTuple):
     sin: torch.Tensor
     cu_seqlens: torch.Tensor    # (B + 1,) int32
     longest: int
-    seqlens: torch.Tensor       # (B,) int64 on the CPU, for attention sample by sample
+    seqlens: torch.Tensor       # (B,) int64 on the CPU; None where flash attention is used
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
@@ -135,9 +135,9 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         return hidden_states + torch.cat([text, audio])
 
 
-class PackedHiggs(labels.Wrapped):
+class PackedHiggs(labels.PackedBase):
     """The native model on packed batches, with adapters or without."""
-    layers, call = staticmethod(layers), None       # call: of core/kernels.py
+    layers, call = staticmethod(layers), None       # call: set by kernels.set_mode
 
     def __init__(self, net, recompute=None):
         super().__init__(net, recompute)
@@ -184,6 +184,6 @@ def freeze_unreachable(model, text_loss_weight):
     state."""
     last = f"layers.{model.config.num_hidden_layers - 1}."
     unreachable = (f"{last}mlp.", f"{last}post_attention_layernorm.", "text_lm_head")
-    for name, parameter in model.named_parameters() if text_loss_weight == 0 else ():
-        if any(module in name for module in unreachable):
+    for name, parameter in model.named_parameters():
+        if text_loss_weight == 0 and any(stem in name for stem in unreachable):
             parameter.requires_grad_(False)

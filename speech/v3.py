@@ -259,7 +259,7 @@ class Higgs3(nn.Module):
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
 
-class PackedHiggs3(labels.Wrapped):
+class PackedHiggs3(labels.PackedBase):
     """Higgs3 on packed batches, with adapters or without; text is not trained."""
     layers = staticmethod(layers)
 

@@ -46,7 +46,7 @@ NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_to
          ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
          ("norm.", "model.norm."),
          ("audio_decoder_proj.", ""))       # last: every native name begins with ""
-DROPPED = ("audio_codebook_weights", "inv_freq")
+DROPPED = ("audio_codebook_weights", "inv_freq")        # 2025 tensors without a native one
 SPLIT = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(\.weight)$")
 # config.json keys: in both layouts, {2025: native}, and in the native layout only
 TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -349,7 +349,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
                 f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
             f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {cli.plural(len(files), 'file')}",
-            *[version.LICENCE] * bool(version.LICENCE),
+            *([version.LICENCE] if version.LICENCE else []),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
 
 
@@ -359,7 +359,7 @@ def find_folds(model, adapter):
     exactly: PeftModel.from_pretrained would only warn about missing weights."""
     from core import adapters
     whole = module(model.config).WHOLE_MODULES
-    net = adapters.add_saved(model, adapter, whole=whole)
+    net = adapters.add_saved_lora(model, adapter, whole=whole)
     stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
     known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", *tables.values())

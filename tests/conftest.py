@@ -88,7 +88,7 @@ def as_a_fresh_process():
     if "core.lifetime" in sys.modules:
         sys.modules["core.lifetime"]._requested.clear()
     if "core.watchdog" in sys.modules:
-        sys.modules["core.watchdog"]._at_rest.clear()
+        sys.modules["core.watchdog"]._disarmed.clear()
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def test_a_file_that_is_another(tmp_path, data, why):
     (folder / "model.safetensors").unlink()
     if data is not None:
         (folder / "model.safetensors").write_bytes(data)
-    assert re.match(f"model.safetensors {why}" if why else "$", checkpoint.damage(folder))
+    assert re.match(f"model.safetensors {why}" if why else "$", checkpoint.find_damage(folder))
 
 
 def test_manifests_that_prove_nothing(tmp_path):
@@ -72,7 +72,7 @@ def test_manifests_that_prove_nothing(tmp_path):
             (b"[]", "unreadable"), (b"{}", "unreadable"), (b"\xff", "unreadable"), (b"[" * 100_000, "unreadable"),
             (b'{"files": 3}', "unreadable"), (b'{"files": {}}', "does not list"),
             (b'{"files": {"model.safetensors": {"bytes": 7}, "trainer_state/state.json": 1}}', "has changed"))):
-        assert why in checkpoint.damage(make(tmp_path / f"checkpoint-{number}", manifest=manifest))
+        assert why in checkpoint.find_damage(make(tmp_path / f"checkpoint-{number}", manifest=manifest))
 
 
 def test_rotation_spares_the_best_the_newest_later_ones_and_other_peoples(tmp_path):
@@ -114,9 +114,9 @@ def test_a_checkpoint_of_other_flags_is_refused():
 def test_a_step_that_is_reached_again_keeps_what_was_there(tmp_path):
     for _ in range(2):
         save(tmp_path, 4)
-        assert checkpoint.damage(tmp_path / "checkpoint-4") == ""
+        assert checkpoint.find_damage(tmp_path / "checkpoint-4") == ""
     aside, = tmp_path.glob("checkpoint-4.passed-over-*")
-    assert checkpoint.damage(aside) == ""
+    assert checkpoint.find_damage(aside) == ""
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_of_it(tmp_path):
@@ -239,7 +239,7 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         came = killed(out, 3, changes)
         whole, _ = checkpoint.find_newest(out, "auto")
         seen.add(whole.name)
-        assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.damage(out / "checkpoint-1")
+        assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.find_damage(out / "checkpoint-1")
         save(out, 4)
         names = {path.name for path in out.iterdir() if path.name != "run.lock"}
         kept = {name for name in names if ".passed-over-" in name}

@@ -77,7 +77,7 @@ def test_a_batch_arrives_as_it_was():
     for batch in (flat(), flat(0), Named(torch.ones(3, dtype=torch.int8), 4, torch.rand(2, 0, 5))):
         for there in (pickle.loads(pickle.dumps(batch)), next(iter(loader([0], lambda _: batch))), batch.to("cpu")):    # noqa: B023
             assert same(batch, there)
-            assert not any(torch.is_tensor(value) and value.is_shared() for value in packing.values_of(there).values())
+            assert not any(torch.is_tensor(value) and value.is_shared() for value in packing.fields_of(there).values())
 
 
 @pytest.mark.parametrize("workers, n", [(0, 40), (1, 0), (3, 2), (3, 40)])

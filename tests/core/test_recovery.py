@@ -216,7 +216,7 @@ def marker(output_dir):
 def assert_all_whole(output_dir):
     """Every checkpoint folder has exactly the files of its manifest, undamaged."""
     for _, path in checkpoint.list_checkpoints(output_dir):
-        assert not checkpoint.damage(path), f"{path}: {checkpoint.damage(path)}"
+        assert not checkpoint.find_damage(path), f"{path}: {checkpoint.find_damage(path)}"
         listed = set(json.loads((path / "manifest.json").read_text())["files"]) | {"manifest.json"}
         assert listed == {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
 

@@ -45,7 +45,7 @@ def beats(monkeypatch):
 
         def wait(seconds):      # rank 1's beats are part of the script
             return not steps.gi_running and next(steps, "end")
-        monkeypatch.setattr(watchdog, "_at_rest", SimpleNamespace(wait=wait, is_set=lambda: False))
+        monkeypatch.setattr(watchdog, "_disarmed", SimpleNamespace(wait=wait, is_set=lambda: False))
         with pytest.raises((Ended, SystemExit)) as caught:
             dogs[0]._watch()
         return caught.type is Ended and dogs[0].beats
