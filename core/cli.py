@@ -291,7 +291,7 @@ def read_config(parser, words):
         key, value = key_node.value, node.value
         flag, name = f"--{key}", f"--config {file}: {key}"
         require(flag in flags and key not in ("config", "help"),
-                f"{name}: no such flag; --help lists all")
+                f"{name}: no such flag; delete the line (--help lists all flags)")
         action = flags[flag]
         require(action.dest not in seen, f"{name} is there twice")      # maybe by its other name
         seen.add(action.dest)

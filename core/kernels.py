@@ -34,7 +34,7 @@ ROTATED = """q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed"""
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
-FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.build_scaler
+FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.Scaler
 RECOMPILE = 32      # shapes that a function is compiled for; then dynamo silently runs it eagerly
 
 

@@ -8,7 +8,7 @@ from core import cli, kernels
 from core.cli import UserError
 from core.dist import all_gather, all_max
 
-FIRST_SCALE = 65536.0       # loss scale of --fp16
+FIRST_SCALE, GROW = 65536.0, 2000       # loss scale of --fp16; it doubles after GROW good steps
 
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
@@ -70,15 +70,43 @@ def take_step(optimizer, lr, norm):
     return bad
 
 
-def build_scaler(device, enabled, saved):
-    """torch's GradScaler for --fp16, which does nothing unless enabled. saved: its state or {}."""
-    if enabled and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        kernels.FLASH = ()
-        cli.notice("no flash attention on this GPU: SDPA, sample by sample")
-    scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=enabled)
-    if enabled and saved:
-        scaler.load_state_dict(saved)
-    return scaler
+class Scaler:
+    """Scales the loss with --fp16, as gradients would vanish otherwise; without it, does nothing.
+
+    As torch.amp.GradScaler, but a step overflowed if the global gradient norm, the same on every
+    rank, is not finite, and no step waits for it. A step that overflowed is skipped.
+    """
+
+    def __init__(self, device, enabled, saved=None):
+        """saved: result of saved() in a checkpoint."""
+        self.enabled, self.scale = enabled, 1.0
+        if not enabled:
+            return
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            kernels.FLASH = ()
+            cli.notice("no flash attention on this GPU: SDPA, sample by sample")
+        # 0-d on the device; steps since the scale changed
+        self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
+
+    def unscale(self, parameters):
+        """Divide the gradients by the scale, in place."""
+        if not self.enabled:
+            return
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(grads, 1 / self.scale)
+
+    def update(self, bad):
+        """Adapt the scale after a step. bad: 0-d, 1 where it was skipped."""
+        if not self.enabled:
+            return
+        steps = torch.where(bad > 0, 0.0, self.steps + 1)
+        grown = torch.where(steps >= GROW, self.scale * 2, self.scale)
+        self.scale.copy_(torch.where(bad > 0, (self.scale / 2).clamp(min=1.0), grown))
+        self.steps.copy_(torch.where(steps >= GROW, 0.0, steps))
+
+    def saved(self):
+        """[scale, steps] as Python numbers, or None."""
+        return [self.scale.item(), self.steps.item()] if self.enabled else None
 
 
 class StepMonitor:
@@ -135,7 +163,7 @@ class StepMonitor:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         mine = {self.sample_name(i) for finite, samples in losses if not finite for i in samples}
         names = sorted(set().union(*all_gather(self.world, mine)))
-        if not names and self.scaler and self.scaler.get_scale() > 1:   # fp16: scale too large
+        if not names and self.scaler and self.scaler.scale > 1:     # the scale is still too large
             self.in_a_row = 0
         text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
                 + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names

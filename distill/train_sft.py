@@ -239,7 +239,7 @@ new_ends = causal_lm.stop_at(model.native, ends)        # generate stops at trai
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), packed_lm.decays)
-scaler = optim.build_scaler(device, args.fp16, state.get("scaler"))
+scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
@@ -297,7 +297,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
-        "skipped": monitor.skipped, "scaler": scaler.state_dict(), "unlogged": unlogged,
+        "skipped": monitor.skipped, "scaler": scaler.saved(), "unlogged": unlogged,
         "args": cli.safe_flags(args)}, split=causal_lm.split_experts)
 
 
@@ -353,21 +353,22 @@ while step < total_steps and not stopping:
             with dist.autocast(device, dtype):
                 batch_sums = wrapped(batch)     # over this batch's targets
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
-            scaler.scale(batch_sums.loss * (world.size / work["targets"])).backward()
+            scale = world.size / work["targets"] * scaler.scale
+            (batch_sums.loss * scale).backward()
         monitor.watch(batch_sums.loss, mine)
         step_sums += batch_sums.stack()
     if keeper:
-        keeper.backward(step, scaler.get_scale(), log)
+        keeper.backward(step, scaler.scale, log)
 
     # clip
-    scaler.unscale_(optimizer)
+    scaler.unscale(trainable)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    scaler.update()
+    scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step, as this one is still running
@@ -386,7 +387,7 @@ while step < total_steps and not stopping:
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if args.fp16:
-            values["train/loss_scale"] = scaler.get_scale()
+            values["train/loss_scale"] = scaler.scale.item()
         if main_rank:
             log.write(step, values)
         print0(packed_lm.train_line(step, total_steps, values))

@@ -1,4 +1,4 @@
-"""--fp16: real training with torch's GradScaler: skipped steps, resume, ranks that agree."""
+"""--fp16: the scale against torch's GradScaler, and real training: skipped steps, resume, ranks that agree."""
 import shutil
 
 import pytest
@@ -13,6 +13,35 @@ from tests.helpers.runs import assert_same_bits
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
          "--max_bad_steps", 2, "--disable_eval", "--per_device_train_batch_size", 1)
 HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
+
+
+def test_the_scale_is_that_of_torch(monkeypatch):
+    """An overflow halves the scale, steps without one double it; gradients are divided by it."""
+    monkeypatch.setattr(optim, "GROW", 5)
+    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"), True)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    grad, scales = torch.randn(3), set()
+    for step in range(40):
+        bad = step in (0, 1, 7, 8, 9, 22)
+        theirs.scale(torch.zeros(()))
+        parameter.grad = grad * theirs.get_scale() * (float("inf") if bad else 1)
+        mine = torch.nn.Parameter(torch.zeros(3))
+        mine.grad = parameter.grad.clone()
+        theirs.unscale_(optimizer)
+        ours.unscale([mine])
+        assert torch.equal(mine.grad, parameter.grad) and (bad or torch.equal(mine.grad, grad))
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(torch.tensor(float(bad)))
+        if step % 3 == 0:       # saved and restored
+            ours = optim.Scaler(torch.device("cpu"), True, ours.saved())
+        assert ours.scale.item() == theirs.get_scale()
+        scales.add(theirs.get_scale())
+    assert len(scales) == 5
+    for _ in range(40):
+        ours.update(torch.ones(()))
+    assert ours.scale.item() == 1, "never below"
 
 
 def high(argv):

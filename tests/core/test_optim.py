@@ -84,7 +84,7 @@ def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
 
 
 def test_overflows_of_a_scaled_loss_are_no_fault_and_a_loss_without_a_number_is():
-    found = monitor(scaler=optim.build_scaler(torch.device("cpu"), True, {}))
+    found = monitor(scaler=optim.Scaler(torch.device("cpu"), True))
     for step in range(5):
         push(found, step, math.inf)
     found.poll()
