@@ -1,4 +1,5 @@
 """Processes end with the one that started them, and only then; signals at odd moments. Whole runs: test_recovery.py."""
+import ast
 import contextlib
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from tests.helpers.progress import children, in_sessions, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
+from tests.test_house import MODULES
 
 pytestmark = pytest.mark.race
 
@@ -58,6 +60,17 @@ def start(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+def test_every_process_begins_with_what_ends_it():
+    """Whoever makes processes: a DataLoader without init_loader would leave them behind, so would a Popen."""
+    calls = [(path, node, ast.unparse(node.func).split(".")[-1]) for path in MODULES.values()
+             for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
+    loaders = [node for _, node, name in calls if name == "DataLoader"]
+    begun = [ast.unparse(keyword.value).split(".")[-1] for loader in loaders for keyword in loader.keywords
+             if keyword.arg == "worker_init_fn"]
+    assert len(loaders) >= 3 and begun == ["init_loader"] * len(loaders)
+    assert {str(path) for path, _, name in calls if name == "Popen"} == {"core/lifetime.py"}
 
 
 @pytest.mark.slow

@@ -165,6 +165,17 @@ def test_the_first_step_of_every_mode_guesses(shared, flags):
         assert first["train/loss"] == pytest.approx(guess * first["train/masked"])
 
 
+@pytest.mark.slow
+def test_validation_leaves_no_averaged_weights_behind(shared):
+    """Where no better bound makes a checkpoint, that would put things right."""
+    runs = [shared(f"fsdp 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps {steps} --eval_repeats 1")
+            for steps in (1, 0)]        # the second one validates at its end alone
+    bounds = [row["eval/nll"] for row in rows(runs[0]) if "eval/nll" in row]
+    assert bounds[2] > min(bounds[:2])
+    for seen, unseen in zip(*map(training, runs), strict=True):
+        assert seen["train/loss"] == pytest.approx(unseen["train/loss"], rel=1e-3)
+
+
 def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
     """Validation of averaged weights, as the sampler loads them, by a plain pass over every prefix."""
     run = shared("ddp 1x4 --block_size 1 --max_steps 2 --no-pack")

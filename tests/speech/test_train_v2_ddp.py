@@ -93,6 +93,16 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     assert steps_of(output_dir) == [6, 8, 12]
 
 
+@pytest.mark.slow
+def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path):
+    """An epoch ends between the packs of a step. Resumed with smaller steps, the next epochs are still whole."""
+    flags = ("--use_lora", "--disable_eval", "--per_device_train_batch_size", 8)        # 3 packs an epoch
+    complete(tmp_path / "out", *flags, "--gradient_accumulation_steps", 4, "--max_steps", 1)
+    resumed = complete(tmp_path / "out", *flags, "--num_train_epochs", 2)
+    assert sorted(resumed.metrics("train/epoch")) == [1, 2, 3, 4]
+    assert resumed.metrics("train/epoch")[4] == 2
+
+
 def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     run = forked(*COMMON, "--freeze_llm", "--max_steps", 3, "--num_workers", 0,
                  "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)      # accepted
