@@ -543,7 +543,8 @@ def set_accumulation(args, world_size, parser, usual=0):
         per_micro_step = args.per_device_train_batch_size * world_size
         require(samples % per_micro_step == 0,
                 f"--global_batch_size {samples} is not a multiple of {per_micro_step}, "
-                f"--per_device_train_batch_size times {plural(world_size, 'rank')}")
+                f"--per_device_train_batch_size times {plural(world_size, 'rank')}; or give "
+                "--gradient_accumulation_steps")
         args.gradient_accumulation_steps = max(1, samples // per_micro_step)
     elif args.auto:
         args.global_batch_size = samples
