@@ -162,8 +162,11 @@ def make_chunks(builder, source, sources, start, step):
     def is_mine(entry):
         return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
 
-    entries = parse_entries(source, sources.reading, is_mine)
-    for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+    entries, due = parse_entries(source, sources.reading, is_mine), start
+    for number, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+        for _ in range(due, number, step):      # of blank lines alone: the order counts
+            yield builder.chunk([], []), [], []
+        due = number + step
         samples, refused, notes = [], [], []
         for _, sample in group:
             if isinstance(sample, Sample):
