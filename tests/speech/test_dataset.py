@@ -142,3 +142,21 @@ def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
     assert first != again and first.split(" audio ")[0] == again.split(" audio ")[0]
     assert known(tmp_path / "y", {"b": (0.6, 2)}) == first
     assert known(tmp_path / "y", {"b": (0.6, 3)}, dry=True) == first.split(" audio ")[0]
+
+
+def test_bad_rows_are_listed_before_audio_is_encoded(tools, tmp_path, monkeypatch, capfd):
+    """And a start that fails while it encodes leaves no table, but those of earlier starts."""
+    write_entries(tmp_path / "in", "list", 0)
+    (tmp_path / "in" / "m.csv").write_text("audio,text\n0.wav,One.\n1.wav,\n")
+    out, sources = tmp_path / "out", Sources([(tmp_path / "in" / "m.csv", 1.0)], drop=("empty_text",))
+    (out / "table-0000000f").mkdir(parents=True)
+
+    def ensure_codes(*_):
+        assert '"check": "empty_text"' in (out / "problems.jsonl").read_text()
+        assert "data       dropped: 1 empty_text" in capfd.readouterr().out
+        assert len(list(out.glob("table-*"))) == 2
+        raise OSError("disk full")
+    monkeypatch.setattr("data.ensure_codes", ensure_codes)
+    with pytest.raises(OSError, match="disk full"):
+        make_table(World(device=torch.device("cpu")), *tools, sources, Encoding("codec", out / "codes", 8), out)
+    assert [path.name for path in out.glob("table-*")] == ["table-0000000f"]
