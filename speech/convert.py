@@ -878,11 +878,11 @@ def count_oddities(rows, folder):
     """Lines that count the rows with an oddity, with an example."""
     examples = {}       # {clause: [number of rows, the text or path of the first]}
     for row in rows:
-        odd = [(clause, row["text"]) for clause in ODDITIES if ODDITIES[clause].search(row["text"])]
+        for clause, pattern in ODDITIES.items():
+            if pattern.search(row["text"]):
+                examples.setdefault(clause, [0, row["text"]])[0] += 1
         if not os.path.isabs(row["name"]) and not Path(row["audio"]).is_relative_to(folder):
-            odd.append((OUTSIDE, row["audio"]))
-        for clause, example in odd:
-            examples.setdefault(clause, [0, example])[0] += 1
+            examples.setdefault(OUTSIDE, [0, row["audio"]])[0] += 1
     return [f"{plural(n, 'row' if clause == OUTSIDE else 'text')} {clause}, such as "
             f"{one_line(example)[:60]!r}" for clause, (n, example) in examples.items()]
 
