@@ -37,21 +37,31 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one to the trainer")
-    problems = Problems(sources.drop, None if dry else output_dir)
-    builder, clips = new_builder(world, tokenizer, ids, output_dir)
-    # a dry run lists bad rows and bad audio together; a run stops before it encodes
-    rank0(world, read_all, builder, sources, problems, Path(output_dir) / "data", None, not dry)
-    codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
+    of_rows = Problems(sources.drop, None if dry else output_dir)
+    # a dry run raises bad rows and bad audio together; a run stops before it encodes
+    of_audio = of_rows if dry else Problems(sources.drop, output_dir, more=True)
 
-    def write():
-        problems.add(find_bad_audio(builder, codes))
+    def settle(problems):
         if dropped := problems.settle():
             print(f"data       dropped: {dropped}", flush=True)
+
+    def read():
+        read_all(builder, sources, of_rows, Path(output_dir) / "data")
+        if not dry:
+            settle(of_rows)
+
+    def write():
+        of_audio.add(find_bad_audio(builder, codes))
+        settle(of_audio)
         # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder
 
-    return Table(rank0(world, write))
+    with new_builder(world, tokenizer, ids, output_dir) as (builder, clips):
+        rank0(world, read)
+        codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
+        folder = rank0(world, write)
+    return Table(folder)
 
 
 class SpeechSamples(Dataset):

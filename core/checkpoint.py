@@ -76,6 +76,21 @@ def write_text(path, text):
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def write_lines(path, lines):
+    """Write an iterable of lines in UTF-8, atomically -> their number."""
+    n_written = 0
+
+    def write(temporary):
+        nonlocal n_written
+        with open(temporary, "w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(line + "\n")
+                n_written += 1
+
+    write_atomically(path, write)
+    return n_written
+
+
 def write_json(path, value):
     """Write a value as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

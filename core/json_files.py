@@ -7,6 +7,7 @@ import math
 import os
 import re
 import stat
+import tempfile
 from pathlib import Path
 
 from core.cli import UserError, first_line, require
@@ -114,6 +115,31 @@ def _json_lines(path, wanted):
                 except ValueError as error:
                     raise UserError(f"{path} line {number + 1}: {error}")
                 yield number, value
+
+
+class JsonLines:
+    """JSON values in a temporary file of a folder, so that memory never holds all of them. They are
+    read by one loop at a time.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.length = folder, 0
+        self.file = tempfile.TemporaryFile("w+", encoding="utf-8", dir=folder)
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        self.file.seek(0)
+        return map(json.loads, self.file)
+
+    def append(self, value):
+        """Append a value; what JSON does not know becomes text."""
+        try:
+            self.file.write(json.dumps(value, default=str) + "\n")
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror})")
+        self.length += 1
 
 
 # ---- Tables

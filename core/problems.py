@@ -49,7 +49,8 @@ class Problems:
                 with dist.error_names_file(self.path):
                     if not (self.file or self.more):
                         self.path.unlink(missing_ok=True)       # of an earlier run
-                    self.file = self.file or open(self.path, "a")
+                    # line by line, as audio may be encoded for hours before settle()
+                    self.file = self.file or open(self.path, "a", buffering=1)
                     self.file.write(json.dumps(row) + "\n")
 
     @property

@@ -45,6 +45,9 @@ def check_trainer(args):
     """Check the trainer's flags and set derived values. Raises UserError."""
     check_data(args)
     cli.check_drop_bad(args, CHECKS)
+    for path, _ in sources(args)[0] if args.code_cache else ():
+        require(not os.path.exists(os.path.join(path, "prepared.json")),
+                f"--code_cache: {path} has its codes already; drop the flag")
     cli.zero_or_more(args, "text_loss_weight")
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")

@@ -430,13 +430,16 @@ def read_subtitles(text):
 
 
 def read_columns(path):
-    """Entries of a parquet file or an arrow stream, as datasets writes them."""
+    """Entries of a parquet or arrow file, or of an arrow stream, as datasets writes them."""
     import pyarrow.parquet
     with pyarrow.memory_map(str(path)) as source:
-        start = source.read(4)
+        start = source.read(6)
         source.seek(0)
-        if start == b"PAR1":
+        if start.startswith(b"PAR1"):
             batches = pyarrow.parquet.ParquetFile(source).iter_batches(64)
+        elif start == b"ARROW1":
+            file = pyarrow.ipc.open_file(source)
+            batches = map(file.get_batch, range(file.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(source)
         for number, entry in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
@@ -597,7 +600,7 @@ def open_files(files, columns):
     require(not head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")),
             f"{path}: is an audio file; give the folder with the texts, or a list of both")
     read = read_tar if head[257:262] == b"ustar" else None
-    if head.startswith((b"PAR1", b"\xff\xff\xff\xff")):
+    if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         cli.require_package("pyarrow", f"{path}: parquet and arrow files")
         read = read_columns
 
@@ -826,11 +829,13 @@ def find_candidates(rows, reading):
         is_good = not seconds or GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
         return not is_good, draw("candidate", row, reading)
 
-    for row in sorted((row for row in rows if row.get("speaker")), key=rank):
-        clips = candidates.setdefault(str(row["speaker"]), [])
-        if len(clips) < CANDIDATES:
+    for row in rows:
+        if row.get("speaker"):
+            clips = candidates.setdefault(str(row["speaker"]), [])
             clips.append(row)
-    return candidates
+            if len(clips) == 2 * CANDIDATES:        # so that memory holds few
+                clips[:] = sorted(clips, key=rank)[:CANDIDATES]
+    return {speaker: sorted(clips, key=rank)[:CANDIDATES] for speaker, clips in candidates.items()}
 
 
 # ---- A whole source
@@ -841,33 +846,45 @@ def is_held_out(row):
     return isinstance(row, dict) and str(row.get("split")).strip().lower() in HELD_OUT
 
 
-def read_rows(source, rows, held_out, paths):
-    """([(name, checked row)], [(name, BadSample)], number of rows of another split). held_out:
-    whether validation data is asked for: rows whose `split` says so, or all if none does."""
-    usable, refused, skipped = [], [], 0
+def read_rows(source, rows, held_out, paths, folder):
+    """(JsonLines in `folder` of [name, checked row], [(name, BadSample)], number of rows of another
+    split). held_out: take the rows whose `split` says validation data, or all if none does."""
+    usable, marked = json_files.JsonLines(folder), json_files.JsonLines(folder)
+    refused, n_marked = [], 0       # n_marked: also rows that cannot be used
     for location, row in rows:
-        name = sample_name(f"{source} {location}", row)
+        name, is_marked = sample_name(f"{source} {location}", row), is_held_out(row)
+        n_marked += is_marked
         try:
-            if is_held_out(row) and not held_out:
-                skipped += 1
-            else:
-                usable.append((name, check_row(row, paths)))
+            if held_out or not is_marked:
+                (marked if is_marked else usable).append([name, check_row(row, paths)])
         except BadSample as error:
             refused.append((name, error))
-    marked = [(name, row) for name, row in usable if is_held_out(row)]
-    if held_out and marked:
-        return marked, refused, len(usable) - len(marked)
-    return usable, refused, skipped
+    return (marked, refused, len(usable)) if held_out and n_marked else (usable, refused, n_marked)
+
+
+def make_entries(rows, reading, candidates, paths, refused):
+    """Yield the ChatML of each (name, row); refused takes (name, BadSample) of one without."""
+    for name, row in rows:
+        try:
+            entry = row if "messages" in row else chatml_of(row, reading, candidates, paths)
+        except BadSample as error:
+            refused.append((name, error))
+        else:
+            misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
+            yield entry | {"misc": misc | {"source": name}}
 
 
 def count_oddities(rows, folder):
     """Lines that count the rows with an oddity, with an example."""
-    examples = {clause: [row["text"] for row in rows if pattern.search(row["text"])]
-                for clause, pattern in ODDITIES.items()}
-    examples[OUTSIDE] = [row["audio"] for row in rows if not os.path.isabs(row["name"])
-                         and not Path(row["audio"]).is_relative_to(folder)]
-    return [f"{plural(len(values), 'row' if clause == OUTSIDE else 'text')} {clause}, such as "
-            f"{one_line(values[0])[:60]!r}" for clause, values in examples.items() if values]
+    examples = {}       # {clause: [number of rows, the text or path of the first]}
+    for row in rows:
+        for clause, pattern in ODDITIES.items():
+            if pattern.search(row["text"]):
+                examples.setdefault(clause, [0, row["text"]])[0] += 1
+        if not os.path.isabs(row["name"]) and not Path(row["audio"]).is_relative_to(folder):
+            examples.setdefault(OUTSIDE, [0, row["audio"]])[0] += 1
+    return [f"{plural(n, 'row' if clause == OUTSIDE else 'text')} {clause}, such as "
+            f"{one_line(example)[:60]!r}" for clause, (n, example) in examples.items()]
 
 
 def to_chatml(source, out_path, problems, *, held_out=False, **settings):
@@ -893,26 +910,22 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     columns = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
     path, description, rows = open_source(source, columns)
     rows, paths = unpack_audio(rows, out_path.with_suffix(".audio").resolve()), audio_paths(path)
-    rows, refused, skipped = read_rows(path, rows, held_out, paths)
-    table_rows = [row for _, row in rows if "messages" not in row]
-    texts = [row["text"] for row in table_rows]
-    for text, n in Counter(texts).most_common(1):
-        require(len(texts) < 8 or n <= len(texts) / 2, f"{path}: {n} of {len(texts)} texts are "
-                f"equal, {text[:60]!r}: hardly the spoken words; name the column: --columns "
-                "text=NAME")
-        require(not is_phonemic(texts[:1000]),
+    rows, refused, skipped = read_rows(path, rows, held_out, paths, out_path.parent)
+
+    def table_rows():
+        return (row for _, row in rows if "messages" not in row)
+
+    texts = Counter(row["text"] for row in table_rows())
+    for text, n in texts.most_common(1):
+        require(texts.total() < 8 or n <= texts.total() / 2, f"{path}: {n} of {texts.total()} "
+                f"texts are equal, {text[:60]!r}: hardly the spoken words; name the column: "
+                "--columns text=NAME")
+        require(not is_phonemic(list(texts)[:1000]),
                 f"{path}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
-    candidates = find_candidates(table_rows, reading) if reading.reference == "same_speaker" else {}
-    entries = []
-    for name, row in rows:
-        try:
-            entry = row if "messages" in row else chatml_of(row, reading, candidates, paths)
-            misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-            entries.append(entry | {"misc": misc | {"source": name}})
-        except BadSample as error:
-            refused.append((name, error))
-    checkpoint.write_text(out_path, "".join(json.dumps(entry, default=str) + "\n"
-                                            for entry in entries))
+    of_speakers = reading.reference == "same_speaker"
+    candidates = find_candidates(table_rows(), reading) if of_speakers else {}
+    entries = make_entries(rows, reading, candidates, paths, refused)
+    n_kept = checkpoint.write_lines(out_path, map(json.dumps, entries))
     refused = [problem(name, error.check, error, source) for name, error in refused]
     if origin:
         note = {"made": [*origin, held_out, vars(reading)],
@@ -921,14 +934,14 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     problems.extend(refused)
     counts = sorted(Counter(p.check for p in refused).items())
     print(f"converted  {one_line(source)} ({one_line(description)}): "
-          f"{plural(len(entries) + len(refused), 'row')} = {len(entries)} kept + {len(refused)} "
-          "refused" + (f" ({', '.join(f'{n} {check}' for check, n in counts)})" if counts else "")
+          f"{plural(n_kept + len(refused), 'row')} = {n_kept} kept + {len(refused)} refused"
+          + (f" ({', '.join(f'{n} {check}' for check, n in counts)})" if counts else "")
           + f"; {out_path}" + (f"; {skipped} are of another split" if skipped else ""))
-    with contextlib.suppress(BadSample):
-        for entry in entries[:1]:
+    with contextlib.suppress(BadSample), open(out_path, encoding="utf-8") as file:
+        for entry in map(json.loads, itertools.islice(file, 1)):
             sample = canonical_sample(entry["misc"]["source"], entry, paths)
             print(f"           first: {one_line(sample_text(sample))}")
-    for line in count_oddities(table_rows, paths.base):
+    for line in count_oddities(table_rows(), paths.base):
         print(f"           {line}")
     sys.stdout.flush()
 

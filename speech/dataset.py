@@ -162,8 +162,11 @@ def make_chunks(builder, source, sources, start, step):
     def is_mine(entry):
         return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
 
-    entries = parse_entries(source, sources.reading, is_mine)
-    for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+    entries, due = parse_entries(source, sources.reading, is_mine), start
+    for number, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+        for _ in range(due, number, step):      # of blank lines alone: the order counts
+            yield builder.chunk([], []), [], []
+        due = number + step
         samples, refused, notes = [], [], []
         for _, sample in group:
             if isinstance(sample, Sample):
@@ -198,12 +201,11 @@ def read_source(builder, source, path, sources, problems, warnings):
     return counts
 
 
-def read_all(builder, sources, problems, folder=None, warnings=None, stop=False):
+def read_all(builder, sources, problems, folder=None, warnings=None):
     """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
-    problems: Problems that collects unusable samples. The caller settles them; with `stop` fatal
-    ones raise here. folder: for data converted to ChatML. warnings: a list that takes Problems of
-    usable samples."""
+    problems: Problems that collects unusable samples, for the caller to settle. folder: for data
+    converted to ChatML. warnings: a list that takes Problems of usable samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         start, before, unconverted = len(builder), problems.counts.copy(), []
         source = open_source(path, sources.reading, unconverted, held_out, folder, number)
@@ -227,8 +229,6 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
                                 "first": start, "stop": len(builder)})
     for clause, n in sorted(builder.notices.items()):
         print(f"data       {n} samples {clause}", flush=True)
-    if stop and problems.n_fatal:
-        problems.settle()
     n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
     print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
           f"validation samples, {len(builder.clips)} distinct clips", flush=True)
@@ -237,12 +237,23 @@ def read_all(builder, sources, problems, folder=None, warnings=None, stop=False)
 # ---- Writing
 
 
+@contextlib.contextmanager
 def new_builder(world, tokenizer, ids, output_dir):
-    """(TableBuilder of a new table in output_dir, the list of its clips); None, [] on ranks > 0."""
+    """Context with (TableBuilder of a new table, the list of its clips); None, [] on ranks > 0. At
+    its end earlier tables are deleted, after an error the new one, unless prepared.json names it.
+    """
     if not world.is_main:
-        return None, []
-    builder = TableBuilder(tokenizer, ids, Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}")
-    return builder, builder.clips
+        yield None, []
+        return
+    out, name = Path(output_dir), f"table-{uuid.uuid4().hex[:8]}"
+    try:
+        builder = TableBuilder(tokenizer, ids, out / name)
+        yield builder, builder.clips
+    except BaseException:
+        if not is_prepared(out) or name not in (out / PREPARED).read_text():
+            shutil.rmtree(out / name, ignore_errors=True)
+        raise
+    checkpoint.remove_named(out, rf"(?!{name})table-[0-9a-f]{{8}}")     # a job keeps mapped files
 
 
 def facts_of(sample):
@@ -368,8 +379,7 @@ class TableBuilder:
         return list(zip(samples.tolist(), used[uses[first]].tolist()))
 
     def write(self, cache_folder, shards, where, left_out=False):
-        """Write the table to `folder` and end the builder. Earlier tables next to it are deleted; a
-        job that maps one keeps its files. left_out: (n,) bool, samples not to use.
+        """Write the table to `folder` and end the builder. left_out: (n,) bool, samples not to use.
 
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
@@ -397,7 +407,6 @@ class TableBuilder:
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # NFS keeps mapped files
-        checkpoint.remove_named(self.folder.parent, rf"(?!{self.folder.name})table-[0-9a-f]{{8}}")
 
 
 def find_bad_audio(builder, codes):

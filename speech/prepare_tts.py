@@ -156,11 +156,6 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     lists all errors in the data, unless they are dropped."""
     out, warnings, drop = Path(output_dir), [], sources.drop
     problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
-    builder, clips = new_builder(world, tokenizer, ids, out)
-    dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
-    if problems.n_fatal:
-        print(f"notice     {problems.n_fatal} rows stop this; audio is checked first", flush=True)
-    codes = ensure_codes(world, clips, encoding)
 
     def write():
         refused = problems.counts.total()
@@ -186,7 +181,12 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
                        report)
         return report
 
-    return dist.rank0(world, write)
+    with new_builder(world, tokenizer, ids, out) as (builder, clips):
+        dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
+        if problems.n_fatal:
+            print(f"notice     {problems.n_fatal} rows stop it; audio is checked first", flush=True)
+        codes = ensure_codes(world, clips, encoding)
+        return dist.rank0(world, write)
 
 
 def main():

@@ -102,6 +102,13 @@ def test_files_of_options_are_read_before_audio_is_encoded(run, tmp_path, flags,
     assert not list(tmp_path.glob("codes/**/*.safetensors")), done.output
 
 
+def test_a_code_cache_for_a_prepared_folder(run, tmp_path):
+    (tmp_path / "prepared").mkdir()
+    (tmp_path / "prepared" / "prepared.json").write_text("{}")
+    complains(run("--train_data_file", tmp_path / "prepared", "--code_cache", tmp_path / "codes"),
+              "--code_cache: ", "prepared has its codes already; drop the flag")
+
+
 def test_output_that_cannot_be_written(run, tiny, tmp_path):
     """There is a file instead of the folder; permissions would not stop a test that runs as root."""
     (tmp_path / "taken").write_text("a file")

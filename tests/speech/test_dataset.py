@@ -113,6 +113,18 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
     assert "reference" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("blank", [(3, 9), (0, 6), (6, 7), (4, 21), (12, 30)])
+def test_blank_lines_move_no_samples_between_processes(tmp_path, tools, small_parts, blank):
+    """A part may hold blank lines alone; each sample is taken once, in order."""
+    write_entries(tmp_path, "list", 0)
+    entries, (start, stop) = [json.dumps(entry(i)) for i in range(40)], blank
+    (tmp_path / "m.jsonl").write_text("\n".join([*entries[:start], *[""] * (stop - start), *entries[start:], *[""] * 9]))
+    for processes in (0, 1, 2, 3):
+        builder, problems = TableBuilder(*tools, tmp_path / f"table{processes}"), Problems()
+        read_all(builder, Sources([(tmp_path / "m.jsonl", 1.0)], processes=processes), problems)
+        assert [builder.name(i).split("(")[1] for i in range(len(builder))] == [f"s{i})" for i in range(40)]
+
+
 def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
     """In the same length; a copy elsewhere is the same. A dry run, which encodes nothing, knows of neither."""
     def known(folder, sound, dry=False):
@@ -130,3 +142,21 @@ def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
     assert first != again and first.split(" audio ")[0] == again.split(" audio ")[0]
     assert known(tmp_path / "y", {"b": (0.6, 2)}) == first
     assert known(tmp_path / "y", {"b": (0.6, 3)}, dry=True) == first.split(" audio ")[0]
+
+
+def test_bad_rows_are_listed_before_audio_is_encoded(tools, tmp_path, monkeypatch, capfd):
+    """And a start that fails while it encodes leaves no table, but those of earlier starts."""
+    write_entries(tmp_path / "in", "list", 0)
+    (tmp_path / "in" / "m.csv").write_text("audio,text\n0.wav,One.\n1.wav,\n")
+    out, sources = tmp_path / "out", Sources([(tmp_path / "in" / "m.csv", 1.0)], drop=("empty_text",))
+    (out / "table-0000000f").mkdir(parents=True)
+
+    def ensure_codes(*_):
+        assert '"check": "empty_text"' in (out / "problems.jsonl").read_text()
+        assert "data       dropped: 1 empty_text" in capfd.readouterr().out
+        assert len(list(out.glob("table-*"))) == 2
+        raise OSError("disk full")
+    monkeypatch.setattr("data.ensure_codes", ensure_codes)
+    with pytest.raises(OSError, match="disk full"):
+        make_table(World(device=torch.device("cpu")), *tools, sources, Encoding("codec", out / "codes", 8), out)
+    assert [path.name for path in out.glob("table-*")] == ["table-0000000f"]

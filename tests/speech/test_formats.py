@@ -430,14 +430,14 @@ def assert_sounds(sample, data):
     assert len(wave) == len(theirs) == 12000 and np.abs(wave - theirs).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "tar"])
+@pytest.mark.parametrize("kind", ["parquet", "stream", "arrow", "tar"])
 def test_clips_inside_other_files_decode_to_their_own_sound(tmp_path, kind):
     """As datasets.push_to_hub and save_to_disk, or WebDataset, write them."""
     clips, source = waves(8), tmp_path / f"a.{kind}"
     table = pyarrow.table({"audio": [{"bytes": data, "path": name} for name, data in clips.items()],
                            "speaker_id": ["anna"] * len(clips), "text": [f"This is {name}." for name in clips]})
-    if kind == "arrow":
-        with pyarrow.ipc.new_stream(source, table.schema) as writer:
+    if kind in ("stream", "arrow"):
+        with (pyarrow.ipc.new_file if kind == "arrow" else pyarrow.ipc.new_stream)(source, table.schema) as writer:
             writer.write_table(table, max_chunksize=3)
     elif kind == "parquet":
         pyarrow.parquet.write_table(table, source, row_group_size=3)
@@ -493,3 +493,13 @@ def test_audio_that_is_not_read_is_refused_when_it_is_found(folder):
     assert spoken(samples) == [("a.wav", "This is it.")] and "m4a is not read; convert it: ffmpeg -i b.m4a b.flac" in problem
     with pytest.raises(UserError, match="train.parquet: is not a parquet, arrow or tar file"):
         read(written(folder / "train.parquet", "version https://git-lfs.github.com/spec/v1\n"))
+
+
+def test_training_rows_never_validate_where_rows_are_marked(folder):
+    """Though no row that is marked can be used."""
+    source = lines(folder / "m.jsonl", {"audio": "a.wav", "text": "This is a.", "split": "train"},
+                   {"audio": "gone.wav", "text": "This is b.", "split": "test"}, {"audio": "c.wav", "text": "", "split": "test"})
+    convert.to_chatml(source, folder / "eval" / "m.jsonl", problems := [], held_out=True)
+    assert not (folder / "eval" / "m.jsonl").read_text() and len(problems) == 2
+    convert.to_chatml(source, folder / "train" / "m.jsonl", problems := [])
+    assert len((folder / "train" / "m.jsonl").read_text().splitlines()) == 1 and not problems

@@ -225,3 +225,20 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     assert "eval\\x1b[31m.jsonl (JSON)" in said and "\x1b" not in said
     with pytest.raises(UserError, match="no training samples are left"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
+
+
+def test_a_failed_start_keeps_the_prepared_table_and_no_other(tiny, tokenizer, ids, speech, folder, tmp_path, monkeypatch):
+    """prepared.json names a table that is there at any time."""
+    out = tmp_path / "out"
+    shutil.copytree(folder, out)
+    (table,) = out.glob("table-*")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+        def write_prepared(*_):
+            assert table.exists() and len(list(out.glob("table-*"))) == 2
+            raise OSError("killed")
+        patch.setattr(prepare_tts, "write_prepared", write_prepared)
+        prepared(tiny, tokenizer, ids, speech, out)
+    assert list(out.glob("table-*")) == [table]
+    prepared(tiny, tokenizer, ids, speech, out)
+    (new,) = out.glob("table-*")
+    assert new.name == json.loads((out / "prepared.json").read_text())["table"] != table.name
