@@ -167,14 +167,14 @@ def digest(value):
 def open_journal(path):
     """Open a shard's journal to append records. Removes a line that a kill cut off."""
     journal = open(path, "ab")
-    journal.seek(journal.truncate(path.read_bytes().rfind(b"\n") + 1))
+    journal.truncate(path.read_bytes().rfind(b"\n") + 1)
     return journal
 
 
 def write_record(journal, header, record):
     """Append a record to a journal, so that it survives a kill of this process. The first one
     brings the header: before it, nothing depends on these settings."""
-    rows = [record] if journal.tell() else [{"header": header}, record]
+    rows = [record] if Path(journal.name).stat().st_size else [{"header": header}, record]
     with dist.error_names_file(journal.name):
         journal.write("".join(f"{chat.to_json(row)}\n" for row in rows).encode())
         journal.flush()

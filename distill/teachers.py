@@ -452,8 +452,8 @@ def read_answer(data):
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    text = "".join(part if isinstance(part, str) else part["text"]      # a text or its parts
-                   for part in message["content"] or "")
+    text = "".join(piece if isinstance(piece, str) else piece["text"]   # a text or its parts
+                   for piece in message["content"] or "")
     text = json_files.HALF_CHARACTER.sub("\ufffd", text)     # which files cannot hold
     return Answer(text, reason, usage.get("prompt_tokens") or 0,
                   usage.get("completion_tokens") or 0,
