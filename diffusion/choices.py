@@ -12,7 +12,7 @@ from core.cli import at_least_one, require, zero_or_more
 
 # regions of a document; gsm8k's answer is PLAN; FILL follows an end token
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
-FULL = (1e-3, 1.0)      # range of t in the bound; its limits are not enforced_limits
+FULL = (1e-3, 1.0)      # range of t in the bound; its limits are not enforced
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
 # Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. From
 # ngocbao220/hdp-diffusion's H200 guide; "source" is from its scripts. For --init_from: finetune has

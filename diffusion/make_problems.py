@@ -73,6 +73,8 @@ def read_teacher(path, problems):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"--teacher {path} line {number}: is not a record of create_data.py "
                             f"({error})")
+    foreign = plans.keys() - set(asked)
+    require(not foreign, f"--teacher {path}: {len(foreign)} records are not of these problems")
     without = [p.name for p, line in zip(problems, asked) if line not in plans]
     require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
                          f"plan, the first is {''.join(without[:1])}; see .rejected.jsonl, and ask "
@@ -186,6 +188,8 @@ def main(argv=None):
                     "execution": " ".join(CALCULATOR.sub("", steps).split()),
                     "answer": problem.answer, "plan_source": "teacher" if args.teacher else "rule"}
                    for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans))]
+        bare = [p.name for p, entry in zip(problems, entries) if not entry["execution"]]
+        require(not bare, f"{''.join(bare[:1])}: its answer needs steps before ####")
         checkpoint.write_json(args.output, entries)
     print(f"{args.output}: {args.command} of {len(problems)} problems")
 

@@ -23,6 +23,7 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder
 SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet")
+CHAT_HINT = re.compile(r"(; give|[.] Try) .*--chat_template.*")    # a flag of the chat trainer only
 
 
 @dataclass
@@ -221,7 +222,7 @@ def read_chats(path, folder, tokens, bad):
                                  [record.get("tools") for _, _, record in answers])
         for (name, i, record), result in zip(answers, results):
             if isinstance(result, ValueError):
-                why = f"answer in message {i + 1}: {result}"
+                why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
                 bad.append(problem(name, "invalid", why, path))
                 continue
             ids, mask = result

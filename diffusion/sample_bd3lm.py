@@ -291,6 +291,8 @@ def main(argv=None):
     if args.test_file:
         problems, bad = read_data(args.test_file, "test", layout, folder, tokens)
         settle(bad)
+        require(not args.min_accuracy or all(problem.answer for problem in problems),
+                f"--min_accuracy needs answers to compare with, and {args.test_file} has chats")
         output = output or folder.parent / f"answers-{folder.name}.json"
     problems, states, too_long = problems[:args.limit or len(problems)], {}, []
     if output:

@@ -49,21 +49,26 @@ class Reading(NamedTuple):
 
 def encode_chunk(records, path, reading, problems):
     """Tokenise [(line, record)] into {column of the table: array; "ends": Counter}. Adds a Problem
-    for each unusable record to the list `problems`. Runs in several processes at once.
-    """
+    for each unusable record to the list `problems`. Runs in several processes at once."""
     encoder, limit, prompt = reading[:3]
-    encoder.ends, ids, masks, numbers = Counter(), [], [], []
+    encoder.ends, ids, masks, numbers, short = Counter(), [], [], [], []
 
     def refuse(line, check, why):
         problems.append(problem(f"{path}:{line}", check, why, path))
 
-    results = encoder.encode([record["messages"] for _, record in records],
-                             [record.get("tools") for _, record in records])
+    for line, record in records:        # megabytes take minutes: check the longest text's start
+        text = max((message["content"] for message in record["messages"]), key=len)
+        if len(text) > 8 * limit and len(encoder.lists([text[:8 * limit]])[0]) > limit * 9 // 8:
+            refuse(line, "too_long", f"{len(text):,} characters, more than {limit} tokens")
+        else:
+            short.append((line, record))
+    results = encoder.encode([record["messages"] for _, record in short],
+                             [record.get("tools") for _, record in short])
     if prompt:
         from distill.teaching import add_teachers_version
         results = add_teachers_version(prompt, reading.teacher or encoder,
-                                       [record for _, record in records], results)
-    for (line, record), result in zip(records, results):
+                                       [record for _, record in short], results)
+    for (line, record), result in zip(short, results):
         # a chat becomes several samples if the template rewrites earlier turns
         for sample in result if isinstance(result, list) else [result]:
             if isinstance(sample, ValueError):
@@ -97,8 +102,7 @@ def question_hash(messages):
 def write_table(folder, paths, reading, output_dir=None):
     """Tokenise files into a table in `folder`. Returns ([number of samples per file], text with the
     number of samples dropped by each check of reading.drop). UserError lists all other unusable
-    samples; output_dir: folder for the full list.
-    """
+    samples; output_dir: folder for the full list."""
     ends, samples = Counter(), []
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,8 +144,7 @@ class ChatTable(Dataset):
     """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,). Per sample: lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
     sources, asked (question_hash); own (the student's tokens) if the teacher's version follows:
-    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted.
-    """
+    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted."""
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
@@ -175,8 +178,7 @@ class ChatTable(Dataset):
 def prepare_table(world, output_dir, paths, reading, list_in=None):
     """Write a table below output_dir on rank 0 and map it on every rank. Deletes an earlier run's.
     Returns (ChatTable, number of samples in the first file, sorted end ids of trained turns).
-    list_in: output_dir of write_table.
-    """
+    list_in: output_dir of write_table."""
     def build():
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
@@ -217,8 +219,7 @@ def check_duplicates(path, lines, keys):
 
 def split_groups(groups, share, seed):
     """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each.
-    share: of the groups, 0 to 1; 0 holds none out. UserError if there is only one group.
-    """
+    share: of the groups, 0 to 1; 0 holds none out. UserError if there is only one group."""
     names = np.unique(groups)
     require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
             "--eval_data_file, a smaller --group_size, or --validation_split 0")
@@ -239,8 +240,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     Returns {"hash" of the file or "", "trained": number, "prompt": the teacher's} for checkpoints.
 
     A record has its "id", or its line from 0 if ids are missing. "trained_as" names a sample of
-    `train` with the same question. A line with several samples is written once.
-    """
+    `train` with the same question. A line with several samples is written once."""
     facts = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
     if not len(held_out):
         return facts

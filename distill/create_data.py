@@ -132,8 +132,7 @@ from distill.chat_data import IDS_PER_FILE
 
 def read_input(path, prompt):
     """Return ([(messages, tools or None)] of lines or conversations, [the same with the teacher's
-    prompt]). An answer at the end of a conversation is left out. Raises UserError.
-    """
+    prompt]). An answer at the end of a conversation is left out. Raises UserError."""
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
     texts = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
@@ -165,19 +164,19 @@ def digest(value):
 # ---- Journals of finished lines, one per shard: {"header": ...}, then one record per line
 
 
-def open_journal(path, header):
+def open_journal(path):
     """Open a shard's journal to append records. Removes a line that a kill cut off."""
     journal = open(path, "ab")
     journal.truncate(path.read_bytes().rfind(b"\n") + 1)
-    if not path.stat().st_size:
-        write_record(journal, {"header": header})
     return journal
 
 
-def write_record(journal, record):
-    """Append a record to a journal, so that it survives a kill of this process."""
+def write_record(journal, header, record):
+    """Append a record to a journal, so that it survives a kill of this process. The first one
+    brings the header: before it, nothing depends on these settings."""
+    rows = [record] if Path(journal.name).stat().st_size else [{"header": header}, record]
     with dist.error_names_file(journal.name):
-        journal.write(f"{chat.to_json(record)}\n".encode())
+        journal.write("".join(f"{chat.to_json(row)}\n" for row in rows).encode())
         journal.flush()
 
 
@@ -189,14 +188,18 @@ def read_journals(folder, header):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 record = json_files.loads(line)
-            except ValueError as error:
+                if number > 1:
+                    record["answers"][-1]["why"], record["answers"][-1]["finish_reason"]
+                    if not isinstance(record["label"], str | None) or type(record["id"]) is not int:
+                        raise ValueError("its id or label has a wrong type")
+                    records[record["id"]] = record
+                    continue
+                old = dict(record["header"])
+            except (ValueError, LookupError, TypeError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({one_line(error, 200)}); "
                                 "repair it, or move the file away: its lines are labelled again")
-            if "header" not in record:
-                records[record["id"]] = record
-                continue
-            changes = [f"{name} was {record['header'].get(name)!r}, is {value!r}"
-                       for name, value in header.items() if record["header"].get(name) != value]
+            changes = [f"{name} was {old.get(name)!r}, is {value!r}"
+                       for name, value in header.items() if old.get(name) != value]
             require(not changes, f"{folder}: holds labels made otherwise ({'; '.join(changes)}); "
                     "give the same flags and files, another --output_file, or move the folder away")
     return records
@@ -210,13 +213,12 @@ def draw_seed(seed, number, attempt):
     return int(digest([seed, number, attempt])[:8], 16) >> 1
 
 
-def label_lines(args, answers, draw, parser, asked, todo, journal):
+def label_lines(args, answers, draw, parser, asked, todo, journal, header, answered):
     """Ask until every line of `todo` has a label or no attempts left; record each in the journal.
-    UserError if the teacher answers none of REFUSED_IN_A_ROW lines in a row.
+    UserError if the teacher answers none of REFUSED_IN_A_ROW lines in a row, or none at all.
 
     answers: from open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the
-    teacher.
-    """
+    teacher. answered: True if it answered any line before."""
     records = {number: {"id": number, "label": None, "answers": []} for number in todo}
     waiting, refused, in_a_row = list(todo), [], 0
     random.Random(args.seed).shuffle(waiting)       # refused lines may be neighbours
@@ -231,7 +233,11 @@ def label_lines(args, answers, draw, parser, asked, todo, journal):
     def finish(number):
         record = records.pop(number)
         count.update({"lines": 1, "labelled": record["label"] is not None})
-        write_record(journal, record)
+        write_record(journal, header, record)
+
+    def require_answers(limit):
+        require(in_a_row < limit, f"the server answered none of {in_a_row} lines in a row ({why}); "
+                "finished lines are kept, rerun the same command to resume")
 
     while waiting:
         requests, waiting = map(make_request, waiting), []      # lazy: few exist at a time
@@ -250,17 +256,17 @@ def label_lines(args, answers, draw, parser, asked, todo, journal):
             if answer.finish_reason == "unanswered":
                 refused.append(number)
                 in_a_row += 1
-                require(in_a_row < REFUSED_IN_A_ROW,
-                        f"the server answered none of {in_a_row} lines in a row ({why}); finished "
-                        "lines are kept, rerun the same command to resume")
+                require_answers(REFUSED_IN_A_ROW)
                 continue
-            in_a_row = 0
+            in_a_row, answered = 0, True
             again = answer.finish_reason != "too_long" and why and (
                 len(record["answers"]) <= args.max_retries)
             waiting.append(number) if again else finish(number)
             if time.monotonic() - last_log > LOG_S:
                 last_log = time.monotonic()
                 print(log_line(count, len(todo), last_log - start))
+    if refused and not answered:
+        require_answers(1)
     for number in refused:      # recorded last: after an error the next run asks them again
         finish(number)
     print(log_line(count, len(todo), time.monotonic() - start))
@@ -278,8 +284,7 @@ def log_line(count, total, seconds):
 
 def write_results(output, lines, records):
     """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file, and
-    print a summary. UserError if no line has a label.
-    """
+    print a summary. UserError if no line has a label."""
     labelled, rejected = [], []
     # id of line 0: digest of the input x IDS_PER_FILE, so different inputs have different ids
     first = int(digest(lines)[:6], 16) * IDS_PER_FILE
@@ -349,9 +354,10 @@ def main(argv=None):
                                  {"default": None, "on": True, "off": False}[args.thinking])
         answers = teachers.open_teacher(args.engine, args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
-        # opened late: a failed start must not fix the settings of the folder
-        with open_journal(work / f"{name}.jsonl", header) as journal:
-            label_lines(args, answers, draw, parser, asked, todo, journal)
+        answered = any(record["answers"][-1]["finish_reason"] != "unanswered"
+                       for record in records.values())
+        with open_journal(work / f"{name}.jsonl") as journal:
+            label_lines(args, answers, draw, parser, asked, todo, journal, header, answered)
         records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")

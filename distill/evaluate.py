@@ -33,6 +33,8 @@ TOPIC = "{topic}"           # in --follows: replaced by the topic of the questio
 # measures and their names in the verdict: of gaps that a student closes, and of shares
 GAPS = {"kl": "divergence", "follows": "following"}
 SHARES = {"accuracy": "accuracy", "follows": "following", "exact": "word for word"}
+RUN_FLAGS = ("train_data_file drop_bad enable_thinking train_turns max_length "
+             "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
 
 
 def build_parser():
@@ -102,7 +104,7 @@ class Run(NamedTuple):
     """A checkpoint of train_sft.py."""
     folder: Path
     meta: dict                  # its state
-    flags: argparse.Namespace   # of the training command
+    flags: argparse.Namespace   # RUN_FLAGS of the training command
     base: Path                  # folder
     teacher: Path               # folder of another model that taught, or None
     tokenizer: object
@@ -113,7 +115,7 @@ def open_run(args, name):
     folder = Path(name)
     try:
         meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
-        flags = argparse.Namespace(**meta["args"])
+        flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
         trained_from = meta["identity"]["base model"]
     except (KeyError, TypeError, UserError) as error:
         raise UserError(f"--checkpoint {name}: is not a checkpoint of train_sft.py ({error!r})")
@@ -182,8 +184,7 @@ def drop_trained(rows, trained_rows):
 
 def read_rows(args, run):
     """Return ([record {"id", "messages", ...}] to evaluate on, JSON-able dict about the data). Any
-    question that was trained is left out. UserError if the run did not hold out the others.
-    """
+    question that was trained is left out. UserError if the run did not hold out the others."""
     if args.eval_data_file:
         path = args.eval_data_file
         rows = [row | {"id": row["line"] - 1} for row in read_chats(path)]
@@ -255,8 +256,7 @@ def label_parser(args, rows):
 @torch.no_grad()
 def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
     """Return (KL(teacher, column), negative log-likelihood) in nats per trained token. The KL is
-    None without a teacher Column, and 0 if the column is_teacher. samples: from encode().
-    """
+    None without a teacher Column, and 0 if the column is_teacher. samples: from encode()."""
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
         chunk = samples[start:start + batch_size]
@@ -280,8 +280,7 @@ def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
 
 def ask_column(args, column, ends, thinking, rows, prompt=None):
     """[Answer] of a Column to each row, greedy. ends: end ids of trained answers. thinking: of
-    THINKING. prompt: the teacher's, or None.
-    """
+    THINKING. prompt: the teacher's, or None."""
     requests = []
     for number, row in enumerate(rows):
         messages = row["messages"][:-1]
@@ -331,8 +330,7 @@ def measure_answers(args, parser, rows, answers):
 
 def closed_gaps(args, measures, goal):
     """{student or control: {measure: fraction of the gap from base to goal, None without a gap}}.
-    measures: {column: {measure: value}}. goal: name of the teacher's column, or None.
-    """
+    measures: {column: {measure: value}}. goal: name of the teacher's column, or None."""
     closed = {name: {} for name in (STUDENT, CONTROL) if goal and name in measures}
     for name, fractions in closed.items():
         for measure in GAPS if args.follows else ("kl",):
@@ -359,8 +357,7 @@ def verdict_clauses(args, measures, closed, n):
 
 def write_report(args, rows, data, answers, measures, closed, goal):
     """Write evaluation.json and evaluation.txt, and print the latter. answers: {column: [Answer]}.
-    Others: as in read_rows and closed_gaps.
-    """
+    Others: as in read_rows and closed_gaps."""
     clauses = verdict_clauses(args, measures, closed, len(rows))
     figures = {f"{name}: {measure}": value for name, row in measures.items()
                for measure, value in row.items()}
@@ -378,6 +375,8 @@ def write_report(args, rows, data, answers, measures, closed, goal):
         lines.append(f"note       {saved:.1f} tokens of prompt are saved a request")
     if leaked := data["leaked_lines_left_out"]:
         lines.append(f"note       {leaked:,} lines left out: their text was trained as well")
+    if kept := data.get("unrelated_lines_left_out"):
+        lines.append(f"note       {kept:,} lines of --unrelated left out: --keep trained them")
     lines.append(metrics.verdict_line(clauses))
     samples = [{"id": row["id"], "question": row["question"], "held out": row["answer"],
                 **{name: column[i].text for name, column in answers.items()}}
@@ -423,8 +422,9 @@ def main(argv=None):
     unrelated = None
     if args.unrelated:      # chats that the base answered
         chats = read_chats(args.unrelated)
-        chats = drop_trained(chats, read_chats(run.flags.keep)) if run.flags.keep else chats
-        unrelated, _ = encode(run, chats, args.unrelated, turns="last")
+        unseen = drop_trained(chats, read_chats(run.flags.keep)) if run.flags.keep else chats
+        data["unrelated_lines_left_out"] = len(chats) - len(unseen)
+        unrelated, _ = encode(run, unseen, args.unrelated, turns="last")
         require(unrelated, f"--unrelated {args.unrelated}: --keep trained each of its questions")
     checkpoint.claim_output(args.output_dir)
     print(f"data       {data['training_lines']:,} trained, {len(rows):,} to judge "

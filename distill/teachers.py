@@ -69,8 +69,7 @@ class Sampling(NamedTuple):
 
 def open_teacher(engine, name, draw, **options):
     """Open an engine's model; returns its `answers` function. draw: Sampling. options: those of
-    open_vllm, open_server or open_transformers. Raises UserError.
-    """
+    open_vllm, open_server or open_transformers. Raises UserError."""
     return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
         name, draw, **options)
 
@@ -80,8 +79,7 @@ def open_teacher(engine, name, draw, **options):
 
 class Prompt(NamedTuple):
     """The teacher's prompt. role "user": texts before and after the last user message; "system": a
-    separate message; "none": no prompt.
-    """
+    separate message; "none": no prompt."""
     role: str
     before: str
     after: str = ""
@@ -99,8 +97,7 @@ def read_prompt(path, role="user"):
 
 def add_prompt(prompt, messages):
     """Messages with the teacher's Prompt; it goes before the text of an existing system message.
-    Raises ValueError.
-    """
+    Raises ValueError."""
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -178,8 +175,7 @@ def answer_in_chunks(requests, size, tokenizer, flags, limit, complete):
     """Yield (request, Answer), in chunks of `size` requests. limit: most tokens of a prompt.
 
     complete(prompts, seeds) gets the ids of prompts, the shortest first, and yields (text,
-    finish_reason, number of tokens) of each.
-    """
+    finish_reason, number of tokens) of each."""
     def render(messages, tools=None, **more):
         return tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, **more, **flags)
@@ -204,18 +200,18 @@ def answer_in_chunks(requests, size, tokenizer, flags, limit, complete):
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
     """`answers` of vLLM on this process's GPUs. name: model folder or hub name.
 
-    chunk_size: requests per call of vLLM. options: of vllm.LLM, such as tensor_parallel_size.
-    """
-    from transformers import AutoConfig
+    chunk_size: requests per call of vLLM. options: of vllm.LLM, such as tensor_parallel_size."""
+    from transformers import AutoConfig, AutoTokenizer
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
         raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
                         "--base_url")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    require(tokenizer.chat_template, f"--model_name {name}: its tokenizer has no chat template")
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
-    tokenizer = llm.get_tokenizer()
 
     def complete(prompts, seeds):
         params = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k,
@@ -246,8 +242,7 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
 def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_size=1024):
     """`answers` of a loaded causal LM of transformers, with or without adapters.
 
-    Requests are sorted by length in chunks of chunk_size, then answered batch_size at a time.
-    """
+    Requests are sorted by length in chunks of chunk_size, then answered batch_size at a time."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     from distill.causal_lm import Draw, end_ids, generate
@@ -274,6 +269,7 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
 FATAL = (401, 402, 404, 405)        # wrong key, no credit or wrong address: affects all lines
+TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 NOTICE_S = 10           # seconds between notices of calls that failed
 # the seed, and neutral values of settings that a server would take from generation_config
 NEUTRAL = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -283,8 +279,7 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # errors in 
 
 class ServerError(UserError):
     """A failed call. why: the reason without the address. status: of HTTP; 0 if there was no answer
-    or a malformed one.
-    """
+    or a malformed one."""
 
     def __init__(self, where, why, status=0):
         super().__init__(f"{where}: {why}")
@@ -293,8 +288,7 @@ class ServerError(UserError):
 
 class Server:
     """A client of one address. Its calls run in the event loop of a daemon thread, so that a time
-    limit covers a whole call, and a pending call does not delay the exit of the process.
-    """
+    limit covers a whole call, and a pending call does not delay the exit of the process."""
 
     def __init__(self, base_url, timeout, flag="--base_url"):
         """timeout: seconds for one attempt of a call. flag: the flag that holds the address."""
@@ -308,9 +302,12 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key),
                     "OPENAI_API_KEY: holds a space, a line feed or a character outside ASCII")
             headers["Authorization"] = f"Bearer {key}"
-        self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
-            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-            verify=ssl.create_default_context())
+        try:
+            self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
+                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+                verify=ssl.create_default_context())
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise UserError(f"{self.name}, by a proxy of the environment: {one_line(error)}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -336,10 +333,9 @@ class Server:
     async def fetch(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
         """Return read(bytes) of a GET, or of a POST if there is a body. A redirection is a
         ServerError, since the other address must not get the key. end: deadline by
-        time.monotonic(). hint: added to the message if the server refuses.
-        """
+        time.monotonic(). hint: added to the message if the server refuses."""
         def fail(why, status=0):
-            raise ServerError(self.name + path, why + hint * bool(status), status)
+            raise ServerError(self.name + path, why + hint * (status >= 400), status)
         seconds = max(0.01, min(self.timeout, end - time.monotonic()))
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
@@ -355,7 +351,9 @@ class Server:
         try:
             return read(response.content)
         except MALFORMED as error:
-            fail(f"its answer does not have the form of OpenAI's API ({error!r:.100})")
+            is_object = response.content.lstrip().startswith(b"{")      # else a gateway's: retry
+            fail(f"its answer does not have the form of OpenAI's API ({error!r:.100})",
+                 response.status_code if is_object else 0)
 
     async def call(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
         """fetch(...), retried after temporary failures for twice the timeout, or until `end`."""
@@ -397,8 +395,7 @@ async def ask_server(server, name, draw, refused, request):
     """Answer to one request. If the server refuses this line or is too slow, finish_reason is
     "unanswered". Raises UserError if the server is gone or would refuse every line.
 
-    refused: names of fields that the server does not accept, collected over all requests.
-    """
+    refused: names of fields that the server does not accept, collected over all requests."""
     optional = {*NEUTRAL} - ({"top_k"} if draw.top_k else set())    # the rest is the user's wish
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
@@ -412,13 +409,15 @@ async def ask_server(server, name, draw, refused, request):
             return await server.call("/chat/completions", body, read_answer)
         except ServerError as error:
             why, status = error.why, error.status
+        if status in (400, 413) and any(words in why.lower() for words in TOO_LONG):
+            return Answer(why, "too_long")
         fields = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
         if limit == "max_tokens" and "max_completion_tokens" in why:
             fields.add("max_tokens")
         if status in (400, 422) and fields:
             refused |= fields
             continue
-        require(status not in FATAL and not 0 < status < 400,
+        require(status not in (*FATAL, *range(300, 400)),
                 f"line {request.id + 1}: the server at {server.url} refuses it: {why}")
         if status and status not in TRANSIENT:
             return Answer(why, "unanswered")
@@ -453,8 +452,9 @@ def read_answer(data):
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    # files cannot hold half a character
-    text = json_files.HALF_CHARACTER.sub("\ufffd", message["content"] or "")
+    text = "".join(piece if isinstance(piece, str) else piece["text"]   # a text or its parts
+                   for piece in message["content"] or "")
+    text = json_files.HALF_CHARACTER.sub("\ufffd", text)     # which files cannot hold
     return Answer(text, reason, usage.get("prompt_tokens") or 0,
                   usage.get("completion_tokens") or 0,
                   bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)

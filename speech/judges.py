@@ -178,8 +178,7 @@ def load_model(flag, path, device, class_name=None, unused=()):
 
 @torch.inference_mode()
 def recognise_transformers(waves, rate, names, notes, recogniser, language=None, batch_size=8):
-    """[text] by greedy decoding. recogniser: from load_model. UserError for a language unknown to
-    Whisper.
+    """[text] by greedy decoding. recogniser: from load_model. UserError for a wrong language.
 
     Whisper hears the first 30 s of a clip; a line about each longer clip is added to notes. Other
     models get one clip at a time, as padding would change their group norms."""
@@ -257,6 +256,8 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
                 batch_size=8, device="cpu"):
     """Judges for the flags of these names, loaded once per process. UserError."""
     hear = embed = None
+    if asr_model or asr_command:        # for word_errors
+        require_package("torchaudio", "--asr_model, --asr_command", "torchaudio==2.11.0")
     if asr_command:
         hear = functools.partial(recognise_command, command=asr_command)
         hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # detects a wrong path now

@@ -44,8 +44,7 @@ BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
 # weight names: (2025 layout, native)
 NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
          ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
-         ("norm.", "model.norm."),
-         ("audio_decoder_proj.", ""))       # last: every native name begins with ""
+         ("norm.", "model.norm."), ("audio_decoder_proj.", ""))     # "" begins every name: last
 DROPPED = ("audio_codebook_weights", "inv_freq")        # 2025 tensors without a native one
 SPLIT = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(\.weight)$")
 # config.json keys: in both layouts, {2025: native}, and in the native layout only
@@ -106,8 +105,7 @@ def find_files(world, model_path, codec_path):
 
 
 def find_checkpoint(name, flag):
-    """(local folder, its config.json as a dict) for a folder or hub name given by a flag of KINDS.
-    Raises UserError."""
+    """(folder, config.json as a dict) of a folder or hub name given by a flag. Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
@@ -121,7 +119,8 @@ def find_checkpoint(name, flag):
     swapped = kind in sum(KINDS.values(), ())
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
             f"{' or '.join(map(repr, KINDS[flag]))}"
-            + "; --model_path and --audio_tokenizer_path are swapped" * swapped)
+            + "; --model_path and --audio_tokenizer_path are swapped" * swapped
+            + f"; the released codec is {HUB_CODEC}" * (flag == "--audio_tokenizer_path"))
     return folder, config
 
 

@@ -1,5 +1,6 @@
 """Reading chats, problems and tokenizers; chats have the losses of GSM8K's form, one document an answer."""
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -85,6 +86,14 @@ def test_train_and_answer(folder, tmp_path, capsys):
     sample_bd3lm.main([*common, "--test_file", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
     assert [a["question"] for a in answers] == ["What is 0?", "And 0 more?", "What is 1?"]
+    with pytest.raises(UserError, match="--min_accuracy needs answers to compare with"):
+        sample_bd3lm.main([*common, "--test_file", str(data), "--min_accuracy", "0.5"])
+    copy = tmp_path / "copy"
+    shutil.copytree(out / "checkpoint-2", copy)
+    stored = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(stored | {"layout": stored["layout"] | {"newer": 1}}))
+    with pytest.raises(UserError, match="copy: no checkpoint of train_bd3lm.py .config.json: .*'newer'"):
+        published.load_checkpoint(copy)
 
 
 def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):

@@ -14,7 +14,7 @@ import pytest
 
 from core.cli import UserError
 from core import chat
-from distill import chat_data, create_data
+from distill import chat_data, create_data, teachers
 from distill.chat_data import IDS_PER_FILE
 from tests.helpers import chats
 from tests.helpers.label_server import answer_to
@@ -121,7 +121,7 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
         assert row["messages"] == [{"role": "user", "content": line}, {"role": "assistant", "content": line[:2]}]
     by_line = {row["line"]: row for row in rejected}
     assert {12, 17, 20} <= by_line.keys() and len(rejected) < 6
-    assert "maximum context length" in by_line[20]["why"] and len(by_line[20]["answers"]) == 1
+    assert "leaves no room" in by_line[20]["why"] and len(by_line[20]["answers"]) == 1
     assert [(a["text"], a["finish_reason"]) for a in by_line[12]["answers"]] == \
         [answer_to(lines[12], create_data.draw_seed(5, 12, attempt)) for attempt in range(7)]
 
@@ -236,6 +236,34 @@ def test_a_line_that_is_refused_stops_nothing(server, tmp_path):
     assert f"error: the server answered none of {create_data.REFUSED_IN_A_ROW} lines" in printed
 
 
+def test_nothing_is_recorded_before_the_first_answer(server, tmp_path):
+    """Neither lines nor settings, so that the command can be corrected."""
+    files(tmp_path, [f"de refused {i}" for i in range(3)])
+    for more in ((), ("--max_tokens", "9")):
+        assert "error: the server answered none of 3 lines in a row (HTTP 403 " in label(
+            tmp_path, *flags(tmp_path, server, *more), ok=False)
+    assert not (tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl").read_text()
+
+
+def test_prompts_that_are_too_long_are_rejected_only(server, tmp_path):
+    files(tmp_path, [*make_lines(1), *(f"de long {i}" for i in range(60))])
+    label(tmp_path, *flags(tmp_path, server))
+    whys = [row["why"] for row in rows(tmp_path / "labels.rejected.jsonl")]
+    assert whys == ["the prompt leaves no room for an answer"] * 60
+
+
+@pytest.mark.parametrize("content, text", [("a", "a"), (None, ""), ([{"type": "text", "text": "a"}, "b"], "ab")])
+def test_an_answer_may_come_in_parts(content, text):
+    body = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+    assert teachers.read_answer(json.dumps(body).encode()).text == text
+
+
+def test_a_bad_proxy_is_one_line(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://[::1")
+    with pytest.raises(UserError, match="--base_url http://a, by a proxy of the environment: "):
+        teachers.Server("http://a", 1)
+
+
 @pytest.mark.slow
 def test_servers_of_other_kinds(server, tmp_path):
     """Fields they refuse, null usage, a byte now and then."""
@@ -309,6 +337,23 @@ def test_two_files_join_without_duplicates(server, tmp_path):
         chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)
     groups = chat_data.group_numbers(np.array(ids), None, 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
+
+
+def test_damaged_journal_is_named(server, tmp_path):
+    files(tmp_path, make_lines(4))
+    label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
+    work = tmp_path / "labels.jsonl.work"
+    journal = work / "shard-0-of-2.jsonl"
+    first, second, third, end = journal.read_text().split("\n")
+    header = json.loads(first)["header"]
+    assert len(create_data.read_journals(work, header)) == 2
+    for damaged in (third[:9], "5", "null", "[1]", '{"x": 1}', '{"id": 1}', third.replace('"id":', '"id":0.5,"i":'), first):
+        journal.write_text("\n".join([first, second, damaged, end]))
+        with pytest.raises(UserError, match=r"shard-0-of-2.jsonl: line 3 cannot be read \(.*\); repair it, or move"):
+            create_data.read_journals(work, header)
+    journal.write_text("\n".join([second, third, end]))
+    with pytest.raises(UserError, match=r"shard-0-of-2.jsonl: line 1 cannot be read \('header'\)"):
+        create_data.read_journals(work, header)
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------

@@ -82,8 +82,12 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ca
         train(1, tmp_path / "again", "--parallel", "ddp", *flags, "--keep_weight", 3, fails="teacher")
         return
     judge = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--max_new_tokens", "2"]
-    scripts.run(evaluate, [*judge, "--unrelated", str(made / "unrelated.jsonl")])
-    metrics = json.loads((tmp_path / "judged" / "evaluation.json").read_text())["metrics"]
+    mixed, kept = tmp_path / "mixed.jsonl", (made / "keep.jsonl").read_text()
+    mixed.write_text((made / "unrelated.jsonl").read_text() + kept)
+    scripts.run(evaluate, [*judge, "--unrelated", str(mixed)])
+    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    metrics, left_out = report["metrics"], report["data"]["unrelated_lines_left_out"]
+    assert left_out == kept.count("\n") and f"{left_out} lines of --unrelated left out" in capsys.readouterr().out
     wanted = kept_kl(made, student, "unrelated.jsonl")
     assert metrics["student: unrelated kl"] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
     with pytest.raises(SystemExit):
