@@ -82,7 +82,7 @@ from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import conversations, weights
-from speech.dataset import data_facts, samples_line, split_samples, usable_samples
+from speech.dataset import samples_line, split_samples, usable_samples
 from speech.labels import N_EXTRA, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 if args.float8 or args.base_dtype == "nf4":
@@ -111,8 +111,7 @@ ids = module.token_ids(tokenizer, config)
 
 def empty_model(source, config_dict):
     """(model on the meta device, {weight name: its slices in the files of folder `source`}). Only
-    trained weights require gradients. UserError if the folder has other weights than the model.
-    """
+    trained weights require gradients. UserError if the folder has other weights than the model."""
     base_dtype = dtype if args.use_lora and dtype else torch.float32    # frozen: half is enough
     native = net = module.empty_model(config_dict, base_dtype, source)
     parts = module.weight_parts(source, config_dict)
@@ -238,8 +237,7 @@ def forward_backward(batch, n_audio, n_text, sync):
     """Add the gradients of one micro-step; return (loss, sums for the log). No host sync.
 
     The model returns sums over the batch's targets. They are divided by the targets of the whole
-    step on all ranks, so any split over ranks and micro-steps adds up to the same loss.
-    """
+    step on all ranks, so any split over ranks and micro-steps adds up to the same loss."""
     with dist.gradient_sync(wrapped, sync):     # ranks exchange them in the last micro-step
         with autocast():
             audio, text, ends = wrapped(batch)
@@ -313,8 +311,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
-        "scaler": scaler.saved(), "unlogged": unlogged,
-        "data": data_facts(table, train_ids), "args": cli.safe_flags(args)})
+        "scaler": scaler.saved(), "unlogged": unlogged, "args": cli.safe_flags(args)})
 
 
 # ---- Loop

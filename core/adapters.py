@@ -126,8 +126,7 @@ def outputs(x, *layers):
 
 class AddingLinear(Linear):
     """PEFT's LoRA linear layer, computed by outputs(). PEFT's forward makes three more passes over
-    memory as wide as the output, which take longer than products of rank 16.
-    """
+    memory as wide as the output, which take longer than products of rank 16."""
     # False copies the base's output first: selective recomputation may keep it
     adds_in_place = True
     together = staticmethod(outputs)        # kernels.outputs calls it
@@ -180,8 +179,7 @@ def attach(model, config, base_name=None, autocast=True):
 
 def add_saved_lora(model, folder, whole=()):
     """Wrap a model in the adapters of a PEFT folder, without loading weights; PEFT's own forward
-    computes them. whole: modules that modules_to_save may name. UserError for other settings.
-    """
+    computes them. whole: modules that modules_to_save may name. UserError for other settings."""
     path = Path(folder).absolute() / "adapter_config.json"
     if not path.is_file():
         checkpoints = [pair for parent in (path.parent, path.parents[1])
@@ -242,8 +240,7 @@ def adapter_weights(model):
 
 def init_adapters(model, seed):
     """Fill new adapters, the same for any sharding: A as PEFT does (Kaiming uniform), B with zeros,
-    DoRA's magnitudes and modules_to_save from the base's weights, which must be loaded.
-    """
+    DoRA's magnitudes and modules_to_save from the base's weights, which must be loaded."""
     def local(tensor):      # this rank's shard
         return getattr(tensor, "_local_tensor", tensor).detach()
     generator = torch.Generator().manual_seed(seed)

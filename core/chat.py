@@ -101,8 +101,7 @@ def read_records(path, problems, numbers=None):
 
 def normalize_record(record, answered=True):
     """A record in any known form with the "messages" and "tools" that templates take. answered:
-    require an answer, and drop the messages after the last answer. ValueError.
-    """
+    require an answer, and drop the messages after the last answer. ValueError."""
     messages = record.get("messages")
     if not isinstance(messages, list):
         messages = convert_turns(record)
@@ -135,8 +134,7 @@ def convert_turns(record):
 
 def normalize_message(message):
     """A message as templates take it. ShareGPT's keys become ours; a message with only tool calls
-    gets an empty text; arguments of calls, which servers send as text, become JSON. ValueError.
-    """
+    gets an empty text; arguments of calls, which servers send as text, become JSON. ValueError."""
     if not isinstance(message, dict):
         return message      # check_messages refuses it
     if message.keys() - {"weight"} == {"from", "value"}:
@@ -340,8 +338,7 @@ class Encoder:
 
 def check_rendered(messages, tools, turns):
     """ValueError if the chat template leaves out a tool or a part of a message.
-    turns: {index of a trained message: (text of its prompt, text of prompt and answer)}.
-    """
+    turns: {index of a trained message: (text of its prompt, text of prompt and answer)}."""
     def check(subject, words, text, elsewhere=""):
         if any(text.count(word) <= elsewhere.count(word) for word in words):
             raise ValueError(f"the chat template leaves out {subject}; give another with "

@@ -76,21 +76,6 @@ def write_text(path, text):
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def write_lines(path, lines):
-    """Write an iterable of lines in UTF-8, atomically -> their number."""
-    n_written = 0
-
-    def write(temporary):
-        nonlocal n_written
-        with open(temporary, "w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(line + "\n")
-                n_written += 1
-
-    write_atomically(path, write)
-    return n_written
-
-
 def write_json(path, value):
     """Write a value as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -141,8 +126,7 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     """Yields a folder to fill, which is renamed to output_dir once all its files are on disk.
 
     size: its approximate bytes. UserError if output_dir has files, or the disk is full. A killed
-    process leaves NAME.unfinished-...
-    """
+    process leaves NAME.unfinished-..."""
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
             f"{output_dir}: is there already and not empty; give another name or move it away")
@@ -256,8 +240,7 @@ class CheckpointManager:
         weights: {name: parameter}, plain or sharded, for STEM.safetensors; take them after
         dist.reshard(model), or FSDP2 gives the gathered ones. save_config(folder): writes the small
         files at once, on rank 0. state: JSON-able; rotation keeps the checkpoint of "best_step".
-        files: {relative path: write(path)} of more files. split: as in tensor_io.stage.
-        """
+        files: {relative path: write(path)} of more files. split: as in tensor_io.stage."""
         self.wait()     # one at a time: two would hold twice the copies in host memory
         building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
 

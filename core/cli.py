@@ -178,8 +178,7 @@ class Parser(argparse.ArgumentParser):
 
 class Args(argparse.Namespace):
     """Parsed flags. Two attributes are not in vars(): `given`, the flags as parsed, before checks
-    derive values; and `named`, the set of flags that the command line or --config names.
-    """
+    derive values; and `named`, the set of flags that the command line or --config names."""
     __slots__ = ("given", "named")
 
 
@@ -196,8 +195,7 @@ def parse(parser, check=None, argv=None):
     """Parse a command line (default: the process's) -> Args. check(args, world_size): raises
     UserError. A mistake prints one line on rank 0 and exits, with status 2 if parsing failed and 1
     if check() did. From here on this process ends with its torchrun, and in a trainer's run SIGTERM
-    and SIGUSR1 are only recorded, for lifetime.stop_requested().
-    """
+    and SIGUSR1 are only recorded, for lifetime.stop_requested()."""
     words, status = sys.argv[1:] if argv is None else list(argv), 2
     lifetime.end_with_torchrun()        # before the imports, which take seconds
     if argv is None:
@@ -270,8 +268,7 @@ def accept_old_names(parser):
 
 def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
-    Values stay as written (on, 5e-5, 007); an empty value or null gives no flag. UserError.
-    """
+    Values stay as written (on, 5e-5, 007); an empty value or null gives no flag. UserError."""
     flags = parser._option_string_actions
     finder = Parser("", add_help=False)
     finder.add_argument("--config")
@@ -528,8 +525,7 @@ def packs_tokens(args):
 
 def set_accumulation(args, world_size, parser, usual=0):
     """Derive --gradient_accumulation_steps, unless it is given, from --global_batch_size or `usual`
-    samples per step. For packs of tokens only the plan of --auto can do so.
-    """
+    samples per step. For packs of tokens only the plan of --auto can do so."""
     is_set = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
     require(not (is_set and args.global_batch_size),
             "give one of --global_batch_size and --gradient_accumulation_steps")
@@ -563,8 +559,7 @@ def check_drop_bad(args, checks):
 def set_intervals(args, total_steps, before, validates, **own):
     """Derive intervals that no flag sets from the length of the run; return lines that show them.
     before: flags of the checkpoint to resume, or {}, as a resumed run keeps its intervals. own:
-    {flag: steps}, other defaults of a trainer. validates: False if there is nothing to validate.
-    """
+    {flag: steps}, other defaults of a trainer. validates: False if there is nothing to validate."""
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}
     for flag, steps in usual.items():

@@ -133,8 +133,7 @@ def check_device(device, args):
 
 def report_error(kind, error, trace):
     """sys.excepthook: one line for a UserError or an OSError that names its file, else a traceback.
-    With a process group it ends by os._exit, since a clean exit could wait for lost peers.
-    """
+    With a process group it ends by os._exit, since a clean exit could wait for lost peers."""
     rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
     text, short, lost_peer, quiet = "interrupted", "", False, False
     ignore_loaders()
@@ -217,8 +216,7 @@ def error_names_file(path):
 
 def rank0(world, function, *args):
     """Call function(*args) on rank 0 and return its (picklable) result on every rank. An error ends
-    all ranks. The others wait on the slow group, for at most its limit.
-    """
+    all ranks. The others wait on the slow group, for at most its limit."""
     message, error = [None], None       # broadcast as [(result,)], or as [None] after an error
     if world.is_main:
         try:
@@ -272,8 +270,7 @@ def autocast(device, dtype):
 
 def choose_compile(world, args, against=""):
     """Resolve --compile to True or False, the same on all ranks. against: why auto should be off.
-    Rank 0 prints what auto chose. Collective.
-    """
+    Rank 0 prints what auto chose. Collective."""
     if getattr(args, "gradient_checkpointing", None) == "selective":
         against = "selective recomputation cannot look into a compiled layer"
     elif getattr(args, "base_dtype", None) == "nf4":
@@ -338,8 +335,7 @@ def reshard(model):
 def gather_weights(module):
     """In this context every rank holds the whole weights of a sharded module, so its forward needs
     no other rank. FSDP2's hooks are off: they would record forwards that the other ranks did not
-    run, and the next backward would prefetch layers on this rank alone and hang.
-    """
+    run, and the next backward would prefetch layers on this rank alone and hang."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     hooks = [(table, dict(table)) for unit in units
              for table in (unit._forward_pre_hooks, unit._forward_hooks)]
@@ -361,8 +357,7 @@ def gather_weights(module):
 
 def wrap_ddp(model, world):
     """DistributedDataParallel for several ranks, the model itself for one. Call only its forward.
-    static_graph is off: it fails if the first backward runs under no_sync, as accumulation does.
-    """
+    static_graph is off: it fails if the first backward runs under no_sync, as accumulation does."""
     if world.size == 1:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None

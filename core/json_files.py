@@ -7,7 +7,6 @@ import math
 import os
 import re
 import stat
-import tempfile
 from pathlib import Path
 
 from core.cli import UserError, first_line, require
@@ -23,8 +22,7 @@ DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -m
 @contextlib.contextmanager
 def open_file(path, flag=""):
     """Context with a regular file opened to read bytes. UserError, also if reading fails later.
-    flag: text before the path in errors, such as "--x ".
-    """
+    flag: text before the path in errors, such as "--x "."""
     try:
         # else opening a pipe without a writer would block
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
@@ -92,8 +90,7 @@ def read_entries(path):
 
     read(wanted) yields (number from 0, value). unit: "line" if numbers count lines of JSONL, else
     "sample". JSONL is read line by line, and lines for which wanted(number) is false become
-    SKIPPED. A list is read as a whole, once.
-    """
+    SKIPPED. A list is read as a whole, once."""
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in lines(file, path))), b"")
     with contextlib.suppress(ValueError):       # one object that takes several lines
@@ -115,31 +112,6 @@ def _json_lines(path, wanted):
                 except ValueError as error:
                     raise UserError(f"{path} line {number + 1}: {error}")
                 yield number, value
-
-
-class JsonLines:
-    """JSON values in a temporary file of a folder, so that memory never holds all of them. They are
-    read by one loop at a time.
-    """
-
-    def __init__(self, folder):
-        self.folder, self.length = folder, 0
-        self.file = tempfile.TemporaryFile("w+", encoding="utf-8", dir=folder)
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        self.file.seek(0)
-        return map(json.loads, self.file)
-
-    def append(self, value):
-        """Append a value; what JSON does not know becomes text."""
-        try:
-            self.file.write(json.dumps(value, default=str) + "\n")
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror})")
-        self.length += 1
 
 
 # ---- Tables

@@ -77,8 +77,7 @@ def grouped_attention():
 @functools.cache
 def use_flash3():
     """Switch packed attention to FlashAttention 3 if its package is installed and a trial agrees
-    with torch's kernel. A notice says what happened. It has never been tested on a GPU.
-    """
+    with torch's kernel. A notice says what happened. It has never been tested on a GPU."""
     if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
         return
     own = grouped_attention()
@@ -209,8 +208,7 @@ def cross_entropies(logits, labels):
 
 def use(model):
     """Replace layers of a transformers model by the ones here where its code is known; returns it.
-    Rotary embeddings are functions of transformers' modules, replaced for all models of a type.
-    """
+    Rotary embeddings are functions of transformers' modules, replaced for all models of a type."""
     use_flash3()
     samples = torch.linspace(-1, 1, 9, device="cpu")
     for layer in model.modules():
@@ -269,8 +267,7 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn)
 
 def packed_documents():
     """attn_implementation of a transformers model whose forward runs on one flat axis with many
-    documents. The caller passes cu_seq_lens_q and max_length_q to the model.
-    """
+    documents. The caller passes cu_seq_lens_q and max_length_q to the model."""
     from transformers import AttentionInterface     # a slow import that not every run needs
     AttentionInterface.register("packed_documents", packed_attention)
     return "packed_documents"
@@ -282,8 +279,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
     query (1, heads, S, D), key and value (1, kv_heads, S, D); cu_seq_lens_q (B + 1,) int32.
     sliding_window: number of positions that a token attends to, with itself. On CUDA in half
-    precision torch's variable-length flash attention; else SDPA for each document, same result.
-    """
+    precision torch's variable-length flash attention; else SDPA for each document, same result."""
     if cu_seq_lens_q is None:
         raise UserError(f"{type(module).__name__} does not get the ends of documents: this "
                         "architecture cannot be packed")
@@ -340,8 +336,7 @@ def keeps(op, args):
 
 def set_mode(model, layers, mode):
     """Set the recomputation of a model's layers: "all", "selective" or None. The layers are
-    transformers', or the model calls them by model.call.
-    """
+    transformers', or the model calls them by model.call."""
     def policy(context, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
     contexts = functools.partial(selective_contexts, policy)

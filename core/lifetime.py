@@ -38,8 +38,7 @@ def stop_requested():
 
 def start(command, **options):
     """subprocess.Popen of a command (list) that ends with this process, together with all processes
-    of its group. options: of Popen. OSError if there is no such program.
-    """
+    of its group. options: of Popen. OSError if there is no such program."""
     if shutil.which(command[0]) is None:
         raise OSError(f"{command[0]}: no such program")
     first = [sys.executable, "-IS", "-c", BETWEEN, __file__, str(os.getpid())]

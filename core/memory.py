@@ -176,8 +176,7 @@ def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
     """{stage: peak bytes} of a micro-step with one pack, or of a validation if not `train`.
 
     gpu=False: with a CPU's kernels. count: number of layers to run. By default 2 and 4 of them are
-    run, and the others are extrapolated: all layers but the last are alike.
-    """
+    run, and the others are extrapolated: all layers but the last are alike."""
     layer_count = len(step.layers(step.model))
     if not count and layer_count > 4:
         two, four = (step_bytes(step, setup, pack, train, gpu, few) for few in (2, 4))
@@ -213,8 +212,7 @@ def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
 
 def fake_copy(step, count, dtype=None):
     """A copy, under FakeTensorMode, of a Step's model with `count` of its layers, the last among
-    them. dtype: of its parameters, None: as they are.
-    """
+    them. dtype: of its parameters, None: as they are."""
     dropped = set(step.layers(step.model)[count - 1:-1])
     copies = {id(layer): layer for layer in dropped}        # deepcopy() takes these, once for each
     for p in step.model.parameters():
@@ -232,8 +230,7 @@ def fake_copy(step, count, dtype=None):
 def reduce_gradients(live, trained, layers, setup):
     """Reduce gradients as FSDP2 does. Once a layer has all its gradients, they are summed in an
     fp32 buffer, which lives until the next layer's. This rank's shard of them is kept;
-    estimate() counts shards that accumulate or go to the host. Weights outside layers come last.
-    """
+    estimate() counts shards that accumulate or go to the host. Weights outside layers come last."""
     unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
     expected, waiting = Counter(unit_of.get(p) for p in trained), defaultdict(list)
     buffers, shards = [], []
@@ -327,8 +324,7 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     A step has the samples of --global_batch_size; without it, an epoch has EPOCH_STEPS steps.
 
     lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of the
-    longest sample that is not among them.
-    """
+    longest sample that is not among them."""
     setup, flags = setup_of(args, ranks), named_flags(args)
     fixed = "gradient_accumulation_steps" in flags
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
@@ -364,8 +360,7 @@ def choose(args, world, ranks, setups, memory_of):
     """Set the FLAGS that the user did not give, alike on all ranks; True if any has changed.
 
     setups: the fastest first. memory_of(setup): Memory. UserError when none fits; a dry run takes
-    the last one, and print_plan refuses it.
-    """
+    the last one, and print_plan refuses it."""
     def choose_flags():
         if flags := read_choice(args, ranks):
             return flags, "as the run that is resumed began"
@@ -452,8 +447,7 @@ def pack_sums(order, epochs, values):
 def largest_pack(order, epochs, rows, budget=0, columns=1):
     """Numbers of rows of each kind: the first `columns` kinds as in the largest pack, each other
     kind at its most in any pack. rows: (samples, kinds). A pack's size is the sum over its first
-    `columns` kinds; padding to the budget is of the first kind.
-    """
+    `columns` kinds; padding to the budget is of the first kind."""
     packs = pack_sums(order, epochs, rows)
     packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1:columns].sum(1))
     largest = packs[packs[:, :columns].sum(1).argmax(), :columns]

@@ -45,8 +45,7 @@ def model_text(model, adapters):
 
 class StepTimer:
     """Work and seconds of the steps since the last log line, without pauses. The first step of a
-    run, which compiles and allocates, counts only if it is logged alone.
-    """
+    run, which compiles and allocates, counts only if it is logged alone."""
 
     def __init__(self, device):
         self.device, self.first = device, None
@@ -83,8 +82,7 @@ class StepTimer:
 
     def report(self, world):
         """{metric name: float} of all ranks' work since the last report. MFU is the model's FLOP/s
-        divided by the bf16 peak of all GPUs.
-        """
+        divided by the bf16 peak of all GPUs."""
         latest = self.work, self.slots, time.monotonic() - self.start, self.waited
         work, slots, seconds, waited = latest if self.steps else self.first
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
@@ -114,14 +112,12 @@ class MetricsLog:
 
     Lines of metrics.jsonl and TensorBoard points after resumed_step, which a crash has undone, are
     dropped first, so no step is there twice. A damaged metrics.jsonl is moved aside, and its intact
-    lines are copied to a new one.
-    """
+    lines are copied to a new one."""
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
                  eval_due=False):
         """report_to: some of cli.TRACKERS. config: flags, for W&B. eval_due: resumed_step will be
-        validated again, so its earlier validation is dropped.
-        """
+        validated again, so its earlier validation is dropped."""
         from core import checkpoint, dist  # which import torch
         self.error_names_file = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
@@ -192,8 +188,7 @@ class MetricsLog:
 
 def read_rows(path):
     """(rows of a metrics.jsonl, text about damaged lines or ""). A row is a JSON object with an
-    integer "step". An incomplete last line, which a kill leaves, is no damage.
-    """
+    integer "step". An incomplete last line, which a kill leaves, is no damage."""
     path, rows, damaged = Path(path), [], []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
@@ -256,8 +251,7 @@ def speech_clause(wer):
 
 def verdict(rows, evaluations=()):
     """[clause] about a run. rows: of its metrics.jsonl. evaluations: contents of evaluation.json
-    files, {"name", "metrics": {metric: number or None}}.
-    """
+    files, {"name", "metrics": {metric: number or None}}."""
     clauses = [loss_clause(rows)]
     if stops := curve(rows, "eval/stop_rate"):
         clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")

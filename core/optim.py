@@ -57,8 +57,7 @@ def clip_gradients(parameters, max_norm):
 
 def take_step(optimizer, lr, norm):
     """Step and clear the gradients; skip the step if their norm is not finite. Returns 0-d 1.0 for
-    a skipped step, else 0.0. No host sync.
-    """
+    a skipped step, else 0.0. No host sync."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     bad = 1 - torch.isfinite(norm).float()
@@ -74,8 +73,7 @@ class Scaler:
     """Scales the loss with --fp16, as gradients would vanish otherwise; without it, does nothing.
 
     As torch.amp.GradScaler, but a step overflowed if the global gradient norm, the same on every
-    rank, is not finite, and no step waits for it. A step that overflowed is skipped.
-    """
+    rank, is not finite, and no step waits for it. A step that overflowed is skipped."""
 
     def __init__(self, device, enabled, saved=None):
         """saved: result of saved() in a checkpoint."""
@@ -111,14 +109,12 @@ class Scaler:
 
 class StepMonitor:
     """Reports to the host if a step's gradient was not finite or exactly 0, and if a rank was asked
-    to stop. It fetches these flags one step late, so that the device never waits.
-    """
+    to stop. It fetches these flags one step late, so that the device never waits."""
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
                  before_error=lambda: None):
         """sample_name(i): file and row of a sample. skipped: steps skipped before a resume.
-        before_error(): completes the checkpoint that is being written, on every rank.
-        """
+        before_error(): completes the checkpoint that is being written, on every rank."""
         self.world, self.sample_name, self.before_error = world, sample_name, before_error
         self.skipped, self.max_bad_steps, self.scaler = skipped, max_bad_steps, scaler
         self.in_a_row, self.stop, self.losses, self.pending = 0, False, [], None
@@ -132,8 +128,7 @@ class StepMonitor:
 
     def push(self, step, norm, stop, trains=True):
         """Start to fetch the flags of the step just queued. norm: of its gradient, 0-d. stop: this
-        rank was asked to stop. trains: False if a norm of exactly 0 is correct. Collective.
-        """
+        rank was asked to stop. trains: False if a norm of exactly 0 is correct. Collective."""
         norm = norm.to(self.world.device)       # with CPU offload it is on the host
         zero = (norm == 0).float() * trains
         flags = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
@@ -144,8 +139,7 @@ class StepMonitor:
 
     def poll(self):
         """Evaluate the flags of the last push, on every rank before the next push. UserError on all
-        ranks after max_bad_steps skipped steps in a row, or for a norm of exactly 0.
-        """
+        ranks after max_bad_steps skipped steps in a row, or for a norm of exactly 0."""
         if self.pending is None:
             return
         if self.event:

@@ -54,8 +54,7 @@ def best_fit(lengths, order, budget):
     """Yield packs, lists of sample indices of at most `budget` tokens.
 
     lengths: (n,) tokens. order: (n,) sample indices, packed in windows of 4096. ValueError if a
-    sample is longer than the budget.
-    """
+    sample is longer than the budget."""
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]
         # longest first, so that short samples fill the gaps
@@ -147,8 +146,7 @@ class PackOrder:
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
     """Yield this rank's packs, lists of sample numbers, from (epoch, first) on. Every rank gets the
-    same number of packs.
-    """
+    same number of packs."""
     per_step = world_size * accumulation
     while epoch < epochs:
         plan = order.epoch(epoch)
@@ -164,8 +162,7 @@ def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
     """(optimizer steps per epoch, optimizer step at which the run ends).
 
     per_step: packs of all ranks. max_steps: replaces `epochs` if above 0. position: {"step",
-    "epoch", "first"} of the checkpoint to start from.
-    """
+    "epoch", "first"} of the checkpoint to start from."""
     steps_per_epoch = -(-packs_per_epoch // per_step)
     # the rest of the current epoch, then whole ones
     left = -(-max(0, packs_per_epoch - position["first"]) // per_step)
@@ -310,8 +307,7 @@ def parallel_map_ordered(share, processes, take):
     """Call take(part) for each part of a sequence, in order. processes: how many make parts.
 
     share(first, step): generator of the parts first, first + step, ... They must hold no tensors,
-    which would need /dev/shm. UserError if a process is killed.
-    """
+    which would need /dev/shm. UserError if a process is killed."""
     n_taken, parts = 0, share(0, 1)
     for chunk in itertools.islice(parts, FIRST_PARTS if processes else None):
         take(chunk)

@@ -16,8 +16,7 @@ class Problem(str):
 
 def problem(name, check, reason, file="", sample=None):
     """Problem of a sample. name: its file and place in the file. check: one of --drop_bad. sample:
-    its number in a table, if there is one.
-    """
+    its number in a table, if there is one."""
     name, reason = one_line(name), one_line(reason)
     line = Problem(f"{name}: {reason}")
     line.name, line.reason, line.check, line.sample = name, reason, check, sample
@@ -27,13 +26,11 @@ def problem(name, check, reason, file="", sample=None):
 
 class Problems:
     """Collects problems: counts them by check, writes them to LIST in a folder, and keeps the first
-    SHOWN of those that stop the run, so that millions need no memory.
-    """
+    SHOWN of those that stop the run, so that millions need no memory."""
 
     def __init__(self, drop=(), folder=None, more=False):
         """drop: checks whose samples are dropped. folder: None writes no list. more: append to the
-        list of this run.
-        """
+        list of this run."""
         self.drop, self.path, self.more = drop, Path(folder) / LIST if folder else None, more
         self.counts, self.shown, self.file = Counter(), [], None
 
@@ -60,8 +57,7 @@ class Problems:
 
     def settle(self, hint=""):
         """Text with the number of samples that each check drops, or "". UserError with the problems
-        that stop the run, if any, and then `hint`.
-        """
+        that stop the run, if any, and then `hint`."""
         if self.file:
             with dist.error_names_file(self.path):
                 self.file.close()
@@ -83,8 +79,7 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
 
 def collect(dry, *works):
     """[result of work() for each of works], which do not depend on each other. A run stops at the
-    first UserError; a dry run does all and then raises one with all problems.
-    """
+    first UserError; a dry run does all and then raises one with all problems."""
     results, problems = [], {}
     for work in works:
         try:

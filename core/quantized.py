@@ -45,8 +45,7 @@ class FrozenLinear(nn.Linear):
 
 def sizes(values):
     """Bytes of the values, their scales, the table of the scales' code, the second-level scales and
-    the mean; each padded to a multiple of 256.
-    """
+    the mean; each padded to a multiple of 256."""
     scales = -(-values // BLOCK)
     needed = -(-values // 2), scales, 4 * 256, 4 * -(-scales // SCALES), 4
     return [-(-size // 256) * 256 for size in needed]

@@ -115,8 +115,7 @@ def charts(rows):
 
 def read_samples(folder, label):
     """Yield (prompt, text, HTML) of a folder's first .wav files by name. Links to files elsewhere
-    are skipped, as the folder may come from somebody else.
-    """
+    are skipped, as the folder may come from somebody else."""
     def is_inside(path):
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
     waves = sorted(filter(is_inside, folder.glob("*.wav")), key=lambda path: natural_key(path.stem))

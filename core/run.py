@@ -13,8 +13,7 @@ from core import checkpoint, cli, dist, metrics, watchdog
 
 def start(args):
     """(World, Watchdog, folder to prepare data in). A dry run joins no other process and prepares
-    data in a temporary folder instead of --output_dir. UserError.
-    """
+    data in a temporary folder instead of --output_dir. UserError."""
     if args.dry_run is not None:
         world, folder = dist.single_process(), tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -49,8 +48,7 @@ def start(args):
 
 def open_checkpoints(args, world, identity, *keys):
     """(CheckpointManager, newest intact checkpoint or None, its state or {}). UserError unless the
-    checkpoint has the same `identity`, a dict, and its state has these `keys`. Collective.
-    """
+    checkpoint has the same `identity`, a dict, and its state has these `keys`. Collective."""
     checkpoints = checkpoint.CheckpointManager(
         world, args.output_dir, args.save_total_limit, args.wait_timeout)
     resume, state = checkpoints.latest(args.resume)
@@ -97,8 +95,7 @@ def open_log(args, world, step, eval_due):
 
 def end(args, watch, checkpoints, log, step, total_steps, stopping, result):
     """Wait for the last checkpoint, print how the run ended, leave the process group. stopping: the
-    run was asked to stop, so the launcher's marker is written. result: text for a complete run.
-    """
+    run was asked to stop, so the launcher's marker is written. result: text for a complete run."""
     watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
     checkpoints.wait()
     watchdog.disarm()       # from here on no rank waits for another

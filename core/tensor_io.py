@@ -49,8 +49,7 @@ def fill(tensor, whole):
 
 def full_tensor(tensor):
     """The whole tensor of a sharded one. Collective among the ranks that hold a shard. Not
-    DTensor.full_tensor(): gloo sometimes frees its collective's long name twice (torch 2.13).
-    """
+    DTensor.full_tensor(): gloo sometimes frees its collective's long name twice (torch 2.13)."""
     local, mesh = tensor.to_local(), tensor.device_mesh
     shards = mesh.size(mesh.ndim - 1)
     rows = -(-tensor.shape[0] // shards)        # shards at the end may have fewer: they are padded
@@ -201,8 +200,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
 
     Collective, with the same names on every rank. Rank 0 writes plain tensors; if `spread`, sharded
     ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
-    hold it. Training may continue: write(path) writes a copy.
-    """
+    hold it. Training may continue: write(path) writes a copy."""
     share, owners, numels = {}, {}, [0] * world.size    # {name: tensor}, {name: rank}, loads
     waiting, gathered = {}, 0       # tensors to copy, and bytes gathered since the last copy
 

@@ -78,8 +78,7 @@ def prompt_ids(ids, tokens, layout):
 
 def make_document(regions, tokens, layout):
     """[(region, ids, number of given ids)] -> ((6, n) int64: ids, position, block, target, region,
-    group; its COUNTS).
-    """
+    group; its COUNTS)."""
     arrays, next_block = [], 0
     for region, ids, pinned in regions:
         size = layout.regions[region][2] or len(ids)
@@ -112,8 +111,7 @@ def length_hint(bad):
 
 def make_documents(problems, tokens, layout, bad, path=""):
     """Documents of a list of Problems from the file `path`; UserError if none is usable. Adds
-    problems that are too long or hold a special token to bad (as core's problems.Problem).
-    """
+    problems that are too long or hold a special token to bad (as core's problems.Problem)."""
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
                                                  add_special_tokens=False))
@@ -157,8 +155,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
 
 class Rows(Dataset):
     """Rows of whole documents (members), with room for `length` tokens and noisy_length copies.
-    table: {name of COUNTS or "samples": (n_rows,) ints}, to be summed over the rows of a step.
-    """
+    table: {name of COUNTS or "samples": (n_rows,) ints}, to be summed over the rows of a step."""
 
     def __init__(self, documents, members, length, noisy_length):
         self.documents, self.members = documents, [list(m) for m in members]
@@ -185,8 +182,7 @@ class Rows(Dataset):
 def make_rows(documents, numbers, row_length, pack, seed=0):
     """Rows of the documents with these numbers: one each, or several (pack), by the seed. The room
     for noisy copies in packed rows (a multiple of 128, or of 16 in rows below 512) minimises the
-    total size of all rows. Raises UserError if a document does not fit.
-    """
+    total size of all rows. Raises UserError if a document does not fit."""
     numbers = np.asarray(numbers)
     lengths, noisy = documents.counts["clean"], documents.counts["noisy"]
     longest = numbers[lengths[numbers].argmax()]
@@ -329,8 +325,7 @@ class Draws(NamedTuple):
 def draw(seed, purpose, number, groups, rows, length):
     """Draws for `rows` rows of `length` tokens with `groups` groups in total. purpose: a key of
     NOISE. number: of the step or batch (an int or a tuple of ints). Each of the strata
-    [i / groups, (i + 1) / groups) gives one level to a random group.
-    """
+    [i / groups, (i + 1) / groups) gives one level to a random group."""
     number = number if isinstance(number, tuple) else (number,)
     rng = np.random.default_rng((seed, NOISE[purpose], *number))
     levels = (rng.permutation(groups) + rng.random(groups)) / max(1, groups)
@@ -342,8 +337,7 @@ def choose_masked(batch, rate, draws, t_range):
 
     Under a clipped range the number of masked tokens of a block of n targets is binomial(n, rate),
     conditioned on a share within the range (as by rejection sampling). If no number above 0 gives
-    such a share, as in short blocks, the nearest are used, so every token is sometimes masked.
-    """
+    such a share, as in short blocks, the nearest are used, so every token is sometimes masked."""
     group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
     low, high = enforced_limits(t_range)
     if (low, high) == (0.0, 1.0) or not len(group):
@@ -369,8 +363,7 @@ def choose_masked(batch, rate, draws, t_range):
 def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
     """Noise a batch (Blocks) with random numbers (Draws) -> Inputs. t is uniform in t_range; a
     clipped range also clips the masked share of every block. weighting: "elbo" (1 / t; 1 if the
-    range starts above 0.5, as in the official code) or "ce" (1).
-    """
+    range starts above 0.5, as in the official code) or "ce" (1)."""
     low, high = t_range
     t = low + (high - low) * torch.from_numpy(draws.levels)
     masked = torch.zeros(batch.target.shape, dtype=torch.bool)

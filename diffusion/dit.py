@@ -60,8 +60,7 @@ def attends(doc, block, n_noisy):
 
     doc, block: (B, S) ints; doc is -1 on padding. The first n_noisy tokens of a row are noisy.
     Within its document a query attends to its block in its half (M_BD), and to clean tokens of
-    earlier blocks (M_OBC, M_BC). Padding attends to itself, so no softmax row is empty.
-    """
+    earlier blocks (M_OBC, M_BC). Padding attends to itself, so no softmax row is empty."""
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
         own_block = (q_block == k_block) & ((q < n_noisy) == (k < n_noisy))
@@ -74,8 +73,7 @@ def attends(doc, block, n_noisy):
 def tile_states(doc, block, n_noisy):
     """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: how many pairs of each tile may attend.
     doc, block: (B, S) int arrays as in attends. Tests pairs of runs (tokens of one block, about 50
-    runs per row) instead of pairs of tokens as create_block_mask does, so a loader can do it.
-    """
+    runs per row) instead of pairs of tokens as create_block_mask does, so a loader can do it."""
     rows, length = doc.shape
     edges = np.append(np.arange(0, length, TILE), length)
     counts = np.zeros((rows, len(edges) - 1, len(edges) - 1), np.int64)
@@ -98,8 +96,7 @@ def tile_states(doc, block, n_noisy):
 def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
     With states (tile_states, on the device of doc and block): two BlockMasks; the second has all
-    queries and keys. Otherwise: two (B, 1, queries, keys) bool; the second has clean ones only.
-    """
+    queries and keys. Otherwise: two (B, 1, queries, keys) bool; the second has clean ones only."""
     (rows, length), device = doc.shape, doc.device
     rule = attends(doc, block, n_noisy)
 
@@ -149,8 +146,7 @@ def attend(q, k, v, queries, mask, clean_mask):
 def masks_of(model, inputs):
     """attend()'s (queries, mask, clean_mask) for inner layers, and for the last one, which has only
     noisy queries. Rows with fewer noisy tokens than a tile get dense masks, since torch compiles
-    FlexAttention of few queries without a backward pass.
-    """
+    FlexAttention of few queries without a backward pass."""
     flex, n_noisy = model.backend == "flex" and inputs.n_noisy >= TILE, inputs.n_noisy
     noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy,
                                     inputs.tiles if flex else None)
@@ -161,8 +157,7 @@ def masks_of(model, inputs):
 class Past:
     """Keys and values of the clean tokens before a block, for a Layer or transformers' attention.
 
-    pairs: [(keys, values)] of every layer, (B, heads, P, D). new: those of the block.
-    """
+    pairs: [(keys, values)] of every layer, (B, heads, P, D). new: those of the block."""
 
     def __init__(self, pairs):
         self.pairs, self.new = pairs, []
@@ -183,15 +178,13 @@ class Network(nn.Module):
         """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
 
         tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: attention of the
-        block's tokens, cached keys first.
-        """
+        block's tokens, cached keys first."""
         past = Past(past)
         return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
 
     def _logits(self, hidden):
         """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
-        GPT-2's 50,258 rows are padded, since tensor cores need rows of a multiple of 16 bytes.
-        """
+        GPT-2's 50,258 rows are padded, since tensor cores need rows of a multiple of 16 bytes."""
         x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
         size = len(weight)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
@@ -234,8 +227,7 @@ class Network(nn.Module):
     def flops(self, tokens, rows, pairs):
         """Model FLOPs of forward and backward: three times the forward; twice for frozen weights.
         tokens: noisy and clean. rows: masked tokens, which reach the head. pairs: (query, key)
-        pairs that attend. Padding, recomputation and adapters are not counted.
-        """
+        pairs that attend. Padding, recomputation and adapters are not counted."""
         matrices = sum(p.numel() for name, p in self.named_parameters() if p.ndim > 1
                        and "layers." in name and not re.search("modulation|lora_", name))
         products = 2 * tokens * matrices + 2 * rows * self.head.weight.numel()
@@ -285,8 +277,7 @@ class Layer(nn.Module):
         """x (B, S, H) -> same shape, or (B, queries, H). The first `queries` tokens attend by mask,
         the others by clean_mask. If that is None, the others only give keys and values.
 
-        condition (cond_size,). past: None, or Past, included in mask (B, 1, S, P + S).
-        """
+        condition (cond_size,). past: None, or Past, included in mask (B, 1, S, P + S)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = modulations(self.modulation, condition, 6)
         qkv = self.qkv(modulate(self.norm_attention, x, shift1, scale1))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -332,8 +323,7 @@ class DiT(Network):
 
     def run(self, tokens, position, masks, past=None):
         """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
-        of masks_of. past: Past.
-        """
+        of masks_of. past: Past."""
         x = self.embed(tokens)
         x = x.to(kernels.stream_dtype(x))
         half = self.config.head_size // 2

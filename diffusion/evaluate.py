@@ -23,7 +23,7 @@ def build_parser():
     choices.answers(p, "confidence")
     task = p.add_mutually_exclusive_group(required=True)
     task.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
-    task.add_argument("--tasks", help="names of lm-eval's tasks", nargs="+")
+    task.add_argument("--tasks", help="names of lm-eval's tasks, or YAML files of tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
     p.flag("--num_fewshot", 0, "solved examples before each question")
     return p
@@ -47,8 +47,7 @@ from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 
 def continuations(solver, pairs):
     """Documents of (name, ids of a context, ids after it); only the latter count. Positions after
-    the text in its last block stay masked. Raises UserError.
-    """
+    the text in its last block stay masked. Raises UserError."""
     problems = [Problem(name, "", "", "", ids=[*context, *ids], prompt_length=len(context))
                 for name, context, ids in pairs]
     documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad := [])
@@ -131,8 +130,7 @@ def harness_model(base, solver, batch_size, draws):
         def loglikelihood(self, requests, disable_tqdm=False):
             """[(minus the bound of -log p(continuation | context), False)] of the requests. Whether
             it is the greedy answer is not checked. A context that is too long loses its first
-            tokens; a continuation that is too long gets minus infinity.
-            """
+            tokens; a continuation that is too long gets minus infinity."""
             pairs, values = {}, [-math.inf] * len(requests)
             for number, request in enumerate(requests):
                 ids, head = tokens.encode(request.args[1]), context_ids(request.args[0])
@@ -166,7 +164,8 @@ def run_tasks(args, folder, solver):
         model=model, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
         bootstrap_iters=0, log_samples=False)
     for task, scores in output["results"].items():
-        print(task, {name: value for name, value in scores.items() if isinstance(value, float)})
+        print(task, {name: float(value) for name, value in scores.items()
+                     if isinstance(value, float)})
     print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
           f"temperature 0, {args.draws} draws of each bound; {model.too_long} questions too long")
     return f"lm-eval-{folder.name}.json", {

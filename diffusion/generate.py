@@ -22,8 +22,7 @@ def load(folder, device="cpu", dtype=torch.float32):
     """(transformers model in eval mode, tokenizers.Tokenizer, form) of an exported folder.
 
     form: block_size, mask_token_id, end_token_id, max_length (tokens of prompt and answer), prompt
-    (text with {question}; "": Question: ... Answer:), begin_token_id (used if prompt is "").
-    """
+    (text with {question}; "": Question: ... Answer:), begin_token_id (used if prompt is "")."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     kind = config.pop("model_type").replace("sdar", "qwen3")     # SDAR is Qwen3 under another mask
     form = config.pop("block_diffusion")
@@ -59,8 +58,7 @@ def run(model, ids, first, cache, block_size):
 @torch.no_grad()
 def generate(model, ids, form, threshold=0.9):
     """Ids of the answer to a prompt's ids, up to the end token or max_length. A pass writes all
-    tokens above the threshold, at least the most probable one. ValueError without room.
-    """
+    tokens above the threshold, at least the most probable one. ValueError without room."""
     size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
     device, room = model.device, form["max_length"]
     first, cache, written = len(ids) // size * size, DynamicCache(), []

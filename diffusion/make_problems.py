@@ -108,8 +108,7 @@ KINDS = (
 
 def draw_problems(n, seed=0):
     """n different problems as dicts {id, question, plan, execution, answer, solution}; UserError
-    if there are fewer. Given numbers are 2 to 6; solution is the answer in GSM8K's form.
-    """
+    if there are fewer. Given numbers are 2 to 6; solution is the answer in GSM8K's form."""
     rng, problems, repeats = random.Random(seed), {}, 0
     while len(problems) < n:
         question, steps, plan, result = rng.choice(KINDS)

@@ -40,8 +40,7 @@ class Problem:
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
-    bad: list to which unusable problems are added; None: UserError that lists them.
-    """
+    bad: list to which unusable problems are added; None: UserError that lists them."""
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
         try:
@@ -204,8 +203,7 @@ def auto_tokenizer(folder):
 def read_chats(path, folder, tokens, bad):
     """Problems of a chat file or data set, with ids; those of one chat share a name. bad: list to
     which unusable problems are added. UserError if the chat template of the tokenizer's folder
-    does not end answers with the end token of `tokens`.
-    """
+    does not end answers with the end token of `tokens`."""
     from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
     problems = []

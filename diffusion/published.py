@@ -171,8 +171,7 @@ def config_for(origin, model_size, tokens, dropout):
 
 def read(origin, config, tokens, seed=0):
     """({our name: CPU tensor} for the vocabulary, hash of an Origin's files, text for the log).
-    UserError if they do not fit. config: from config_for. seed: for new rows.
-    """
+    UserError if they do not fit. config: from config_for. seed: for new rows."""
     path, form = origin.path, origin.form
     if origin.kind == "ours":
         tensors = dict(load_checkpoint(path)[0].named_parameters())
@@ -225,8 +224,7 @@ def add_lora(config, origin, bf16, name, lora):
 
 def fill(model, tensors, seed, resumed):
     """Load the weights of read() into a network and initialise its adapters with zero update.
-    resumed: a checkpoint will replace the trained weights, but not the base under adapters.
-    """
+    resumed: a checkpoint will replace the trained weights, but not the base under adapters."""
     lora, weights = model.config.lora, dict(model.named_parameters())
     if lora:
         from core import adapters

@@ -124,8 +124,7 @@ def generate(model, states, limits, block_size, end, how=Sampling(), generator=N
 
     model: in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints,
     the ids, positions and block numbers of clean tokens. pinned: given ids at the start of the
-    first block, fewer than block_size. first: its position. limits: most blocks of each problem.
-    """
+    first block, fewer than block_size. first: its position. limits: most blocks of each problem."""
     contexts, first_blocks = zip(*states)
     device, mask = model.embed.weight.device, model.config.mask_id
     tokens, position, block, known = pad_sequence(
@@ -172,8 +171,7 @@ def generate(model, states, limits, block_size, end, how=Sampling(), generator=N
 
 def question_state(problem, tokens, layout):
     """State before the first generated region of a problem, for generate: (context, (pinned ids,
-    position of the first generated block)). UserError if the question is too long.
-    """
+    position of the first generated block)). UserError if the question is too long."""
     if problem.ids:
         return ids_state(problem.name, problem.ids[:problem.prompt_length], layout)
     token = tokens.find_control_token(problem.question)
@@ -274,8 +272,7 @@ def answer(solver, states, batch_size, seed=0):
 
 def score(text, answer):
     """True if the number after `#### ` in a generated text equals the final number as text, without
-    commas (openai/grade-school-math).
-    """
+    commas (openai/grade-school-math)."""
     marked = re.search(r"#### (-?[0-9.,]+)", text)
     return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
 

@@ -85,8 +85,7 @@ def empty_model(config, dtype, folder=None, attention=None):
     """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
     folder: may hold a generation_config.json. attention: name of a transformers attention function;
-    None: transformers' default. Raises UserError.
-    """
+    None: transformers' default. Raises UserError."""
     try:
         with init_empty_weights(include_buffers=False):     # files have no buffers
             model = AutoModelForCausalLM.from_config(
@@ -157,8 +156,7 @@ def weight_parts(folder, model):
 
 def split_experts(name, tensor, first=0):
     """{name in the files: tensor} of a parameter. For a tensor (experts, rows, columns) from expert
-    `first` on, these are views of each expert's matrices.
-    """
+    `first` on, these are views of each expert's matrices."""
     module_name, _, leaf = name.rpartition(".")
     if tensor.ndim != 3 or leaf not in EXPERTS:
         return {name: tensor}
@@ -179,8 +177,7 @@ def check_weights(model, parts, folder):
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
     """Fill {name: plain or sharded tensor} from weight_parts, reading only its rows.
-    Collective with a world.
-    """
+    Collective with a world."""
     for name, tensor in weights.items():
         tensor = tensor.detach()
         if name in parts:
@@ -219,8 +216,7 @@ def stop_at(model, ends):
 
 class Draw(LogitsProcessor):
     """Samples one token per row from its softmax and masks all others. The token is where the
-    cumulative probability passes the next random number of the row's generator, on the CPU.
-    """
+    cumulative probability passes the next random number of the row's generator, on the CPU."""
 
     def __init__(self, seeds):
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -239,8 +235,7 @@ class Draw(LogitsProcessor):
 @torch.no_grad()
 def generate(model, prompts, tokens, ends, processors=()):
     """[ids] of an answer to each prompt (ids), including its end token; at most `tokens` long,
-    greedy unless processors sample. The model's generation_config is not used.
-    """
+    greedy unless processors sample. The model's generation_config is not used."""
     device = model.get_input_embeddings().weight.device
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), ends[0])

@@ -84,8 +84,7 @@ def fingerprint(args, table):
 
 def known_tokens(logprobs, k, token):
     """[(id, log-probability)] of the k likeliest tokens in one position's prompt_logprobs, which
-    must include `token`, the one that was sent. Raises UserError, MALFORMED.
-    """
+    must include `token`, the one that was sent. Raises UserError, MALFORMED."""
     ranked = sorted((value["rank"], int(name), value["logprob"])
                     for name, value in logprobs.items())
     require(str(token) in logprobs, f"has no log-probability of token {token}, which was sent")
@@ -99,8 +98,7 @@ def known_tokens(logprobs, k, token):
 class Scorer:
     """Teacher on a vLLM server. It takes the place of a PackedLM: rows(batch) returns ((ids (R, K),
     log-probabilities (R, K + 1), the last for all other tokens), None). The calls for a batch take
-    at most twice --request_timeout. args: of train_sft.py. size: rows of the student's head.
-    """
+    at most twice --request_timeout. args: of train_sft.py. size: rows of the student's head."""
 
     def __init__(self, args, size):
         self.server = Server(args.teacher_url, args.request_timeout, "--teacher_url")
@@ -163,8 +161,7 @@ def replace_answers(args, world, model, table, batches, ends, step, sampler=None
     """Let the student answer a share of the samples. Returns ([PackedChats], number of targets on
     all ranks). Collective. An answer that is cut off at --max_new_tokens is trained without an end.
 
-    batches: those of this rank and step. ends: ids that end an answer. sampler: Sampler or None.
-    """
+    batches: those of this rank and step. ends: ids that end an answer. sampler: Sampler or None."""
     samples = [[table[i] for i in batch.samples] for batch in batches]
     chosen = [(b, i) for b, batch in enumerate(samples) for i, (number, *_) in enumerate(batch)
               if generator_of(args.seed, step, number).random() < args.on_policy]
@@ -285,8 +282,7 @@ class Sampler:
 class Keeper:
     """Every --keep_every steps, all ranks also take one step's packs of --keep. These add
     --keep_weight x KL(base, student), averaged over the tokens of their answers, to the loss. Base
-    and student read the same tokens. The order is a function of seed and step.
-    """
+    and student read the same tokens. The order is a function of seed and step."""
 
     def __init__(self, args, world, table, model):
         """table: ChatTable. model: the wrapped module."""

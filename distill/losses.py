@@ -34,8 +34,7 @@ def divergence(student, teacher, kind, beta=0.5, k=0):
     """(R,) divergence of student logits (R, V) from teacher logits (R, V), fp32; fp64 for top-k.
 
     teacher may be (ids (R, k), log-probabilities (R, k + 1) as from log_probs).
-    kind: forward, reverse or js. beta: b of js. k: for top-k, below V; 0: the whole vocabulary.
-    """
+    kind: forward, reverse or js. beta: b of js. k: for top-k, below V; 0: the whole vocabulary."""
     if isinstance(teacher, tuple):
         ids, p = teacher
     else:
@@ -80,8 +79,7 @@ def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teache
     at a time. Only the loss has gradients, for hidden and the head; its backward runs once.
 
     teacher: its rows (R, H'), or its ids and log-probabilities. prompted: (w, kind, beta, k).
-    teacher_head: the teacher's head; None: the student's.
-    """
+    teacher_head: the teacher's head; None: the student's."""
     weight, bias = teacher_head or head
 
     @torch.no_grad()
@@ -100,8 +98,7 @@ class _LinearLoss(torch.autograd.Function):
     gradient of the logits and both matrix products of the backward pass. No chunk runs twice.
 
     The head's gradient is summed over the chunks in fp32, whatever the weight is stored or computed
-    in, and rounded once: summed in bfloat16 it would be 1 % off after 64 chunks.
-    """
+    in, and rounded once: summed in bfloat16 it would be 1 % off after 64 chunks."""
 
     @staticmethod
     def forward(ctx, function, chunk, wanted, hidden, weight, bias, *rows):

@@ -78,8 +78,7 @@ class PackedLM(nn.Module):
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
     recompute: a mode of kernels.set_mode. prompted: (weight in the loss, kind, beta, k) for
     losses.divergence if a teacher scores the answers: frozen["teacher"], or this model without
-    adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`.
-    """
+    adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`."""
 
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
         super().__init__()
@@ -109,8 +108,7 @@ class PackedLM(nn.Module):
 
     def rows(self, batch):
         """(((R, H) inputs of the head at positions that predict a trained token,), (weight, bias)
-        of the head).
-        """
+        of the head)."""
         embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         bounds, longest = batch.cu_seqlens, batch.longest
         hidden = self.native.base_model(
@@ -139,8 +137,7 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
     UserError if the folder holds other weights, or the architecture cannot be packed.
 
     lora: None, or (rank, alpha, dropout, targets, base name) for adapters.add_lora; then only
-    adapters are trained. recompute, prompted: see PackedLM. four_bits: frozen layers in NF4.
-    """
+    adapters are trained. recompute, prompted: see PackedLM. four_bits: frozen layers in NF4."""
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder,
                                          kernels.packed_documents())
     check_model(native)
@@ -158,8 +155,7 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
 def load(model, parts, world, *, sharding=None, compiled=False):
     """Move build_empty's model to this rank's device and load its files, except for adapters.
 
-    sharding: options of dist.shard, or None. compiled: torch.compile each layer.
-    """
+    sharding: options of dist.shard, or None. compiled: torch.compile each layer."""
     layers = causal_lm.decoder_layers(model.native)
     if compiled:
         dist.compile_layers(layers)
@@ -205,8 +201,7 @@ def decays(name, parameter):
 
 def layer_weights(model):
     """Number of weights in the decoder layers that multiply a token, without adapters; of a mixture
-    of experts, those that a token is routed to. model: transformers'.
-    """
+    of experts, those that a token is routed to. model: transformers'."""
     total = sum(module.in_features * module.out_features for module in model.modules()
                 if hasattr(module, "nf4"))
     for layer in causal_lm.decoder_layers(model):
@@ -221,8 +216,7 @@ def layer_weights(model):
 
 def step_work(table, samples, weights, config, lora):
     """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. Counts the FLOPs
-    of the student only. weights: from layer_weights. config: the student's.
-    """
+    of the student only. weights: from layer_weights. config: the student's."""
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
     own = table.own[samples] if table.prompted else lengths
     pairs = int((own * (own + 1) // 2).sum())
@@ -236,8 +230,7 @@ def flops(weights, config, tokens, targets, pairs, lora):
     weights: from layer_weights. pairs: (query, key) pairs that attend. A matrix with N weights
     costs 2N per row forward, 2N for the input gradient and, if it is trained, 2N for its gradient.
     The head runs on trained rows only. A pair costs 4 * heads * head_dim forward, twice that
-    backward.
-    """
+    backward."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     products = tokens * weights + targets * config.hidden_size * config.vocab_size
     attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers

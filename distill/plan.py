@@ -34,8 +34,7 @@ def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
     """memory.Memory of the pack with the highest peak in these epochs.
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens and trained tokens of each
-    sample. kept: ChatTable of --keep, or None.
-    """
+    sample. kept: ChatTable of --keep, or None."""
     packs = [plans.largest_pack(order, epochs, np.stack([lengths, targets], 1), setup.budget)]
     if kept is not None:
         kept_order = PackOrder(kept.lengths, tokens_per_pack=setup.budget,
@@ -81,8 +80,7 @@ def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
     """Print the plan of a run; UserError lists every limit that it exceeds.
 
     model: the empty PackedLM as trained. split: (training, validation) sample numbers. order:
-    PackOrder. lines: about steps, intervals, start. left: remaining steps.
-    """
+    PackOrder. lines: about steps, intervals, start. left: remaining steps."""
     setup = plans.setup_of(args, ranks)
     lengths, targets = table.lengths[split[0]], table.targets[split[0]]
     needed = memory(model, setup, lengths, targets, order, range(min(20, args.num_train_epochs)),

@@ -72,8 +72,7 @@ def check_same(tokenizer, teacher_tokenizer, rows, name):
 
 def open_teacher_inputs(args, config, tokenizer):
     """Read and check what a teacher needs. Returns (Prompt, its chat.Encoder or None if it equals
-    the student's, the config with fewer positions). config, tokenizer: the student's. UserError.
-    """
+    the student's, the config with fewer positions). config, tokenizer: the student's. UserError."""
     from core import chat
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
@@ -103,8 +102,7 @@ def check_teacher_differs(args, table, numbers):
     """UserError if teacher and student are the same model with the same input: divergence 0.
 
     numbers: of the trained samples. With the data's targets (--distill_weight) the divergence
-    is a useful pull towards the base.
-    """
+    is a useful pull towards the base."""
     same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
     if same and not args.teacher_url and not args.prompt_file and args.distill_weight == 1:
         samples = (table[i] for i in numbers)
@@ -132,8 +130,7 @@ def teacher_context(record):
 
 def add_teachers_version(prompt, encoder, records, results):
     """Append the teacher's version to each of the student's results of encode() -> [(ids, mask,
-    number of the student's ids) or ValueError]. Both must train exactly the same tokens.
-    """
+    number of the student's ids) or ValueError]. Both must train exactly the same tokens."""
     from core.chat import attempt
     from distill.teachers import add_prompt
 

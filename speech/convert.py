@@ -25,6 +25,7 @@ import os
 import re
 import sys
 import tarfile
+import tempfile
 from collections import Counter
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -846,10 +847,34 @@ def is_held_out(row):
     return isinstance(row, dict) and str(row.get("split")).strip().lower() in HELD_OUT
 
 
+class JsonLines:
+    """JSON values in a temporary file of a folder, so that memory never holds all of them. They are
+    read by one loop at a time."""
+
+    def __init__(self, folder):
+        self.folder, self.length = folder, 0
+        self.file = tempfile.TemporaryFile("w+", encoding="utf-8", dir=folder)
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        self.file.seek(0)
+        return map(json.loads, self.file)
+
+    def append(self, value):
+        """Append a value; what JSON does not know becomes text."""
+        try:
+            self.file.write(json.dumps(value, default=str) + "\n")
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror})")
+        self.length += 1
+
+
 def read_rows(source, rows, held_out, paths, folder):
     """(JsonLines in `folder` of [name, checked row], [(name, BadSample)], number of rows of another
     split). held_out: take the rows whose `split` says validation data, or all if none does."""
-    usable, marked = json_files.JsonLines(folder), json_files.JsonLines(folder)
+    usable, marked = JsonLines(folder), JsonLines(folder)
     refused, n_marked = [], 0       # n_marked: also rows that cannot be used
     for location, row in rows:
         name, is_marked = sample_name(f"{source} {location}", row), is_held_out(row)
@@ -925,7 +950,16 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     of_speakers = reading.reference == "same_speaker"
     candidates = find_candidates(table_rows(), reading) if of_speakers else {}
     entries = make_entries(rows, reading, candidates, paths, refused)
-    n_kept = checkpoint.write_lines(out_path, map(json.dumps, entries))
+    n_kept = 0
+
+    def write(path):
+        nonlocal n_kept
+        with open(path, "w", encoding="utf-8") as file:
+            for entry in entries:
+                file.write(json.dumps(entry) + "\n")
+                n_kept += 1
+
+    checkpoint.write_atomically(out_path, write)
     refused = [problem(name, error.check, error, source) for name, error in refused]
     if origin:
         note = {"made": [*origin, held_out, vars(reading)],

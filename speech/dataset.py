@@ -557,15 +557,9 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     return kept
 
 
-def data_facts(table, train_ids):
-    """{"samples": their number, "hours": of audio, with references} for a model card."""
-    hours = float(table.frames[train_ids].sum() / FRAME_RATE / 3600)
-    return {"samples": len(train_ids), "hours": hours}
-
-
 def samples_line(table, train_ids, eval_ids):
     """Log line with the number of samples and their lengths."""
-    lengths, hours = table.lengths[train_ids], data_facts(table, train_ids)["hours"]
+    lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600
     return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
             f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
 

@@ -113,8 +113,7 @@ def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoc
     """Print the plan of a run; UserError lists every limit that it exceeds.
 
     model: empty, as trained. order: PackOrder. step: the first one. lines: about steps, intervals,
-    start.
-    """
+    start."""
     setup, table, left = plans.setup_of(args, ranks), data.table, total_steps - step
     needed = memory(args, model, setup, data, order, range(min(20, args.num_train_epochs)))
     new = table.where[:, 0] < 0     # clips that are not encoded
