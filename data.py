@@ -92,8 +92,7 @@ def padding_sample(n, ids):
 def collate(samples, ids, pad_to=0):
     """List of sample dicts -> PackedBatch. pad_to: pad the flat sequence to this many tokens.
 
-    An empty list gives a batch of padding with zero weight, as every rank runs every step.
-    """
+    An empty list gives a batch of padding with zero weight, as every rank runs every step."""
     total = sum(len(sample["input_ids"]) for sample in samples)
     padding = max(pad_to - total, 0 if samples else 1)
     samples = [*samples, *(padding_sample(min(PAD_LENGTH, padding - start), ids)
