@@ -105,8 +105,7 @@ def test_files_of_options_are_read_before_audio_is_encoded(run, tmp_path, flags,
 def test_a_code_cache_for_a_prepared_folder(run, tmp_path):
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared" / "prepared.json").write_text("{}")
-    complains(run("--train_data_file", tmp_path / "prepared", "--code_cache", tmp_path / "codes"),
-              "--code_cache: ", "prepared has its codes already; drop the flag")
+    assert complains(run("--train_data_file", tmp_path / "prepared", "--code_cache", tmp_path / "codes"), "--code_cache: ", "prepared has its codes already; drop the flag")
 
 
 def test_output_that_cannot_be_written(run, tiny, tmp_path):
