@@ -31,8 +31,7 @@ SCRIPTS = {"speech": "train_v2_ddp.py", "speech3": "train_v2_ddp.py",
 COMMON = ["--report_to", "none", "--gradient_accumulation_steps", 1, "--eval_steps", 0,
           "--save_steps", 0, "--num_workers", 0, "--resume", "none"]
 
-# --------------------------------------------------------------------------------------------------
-# Processes and results
+# ---- Processes and results
 
 
 def start(command, log, **env):
@@ -122,8 +121,7 @@ def gpu_name():
     return "CPU"
 
 
-# --------------------------------------------------------------------------------------------------
-# refs, right: tiny models, a few steps
+# ---- refs, right: tiny models, a few steps
 
 STEPS = 5
 LORA = ["--use_lora", "--lora_target_modules", "all-linear"]
@@ -226,8 +224,7 @@ def right(folder, seconds, only):
     return [f"{row['case']} {row['way']}" for row in rows if row["ok"] == "NO"]
 
 
-# --------------------------------------------------------------------------------------------------
-# fast: true shapes
+# ---- fast: true shapes
 
 WARM_UP, TIMED, PROFILED = 12, 8, 2     # steps; WARM_UP as in profile_step.py
 PEAK = 989e12       # bf16 FLOP/s of an H100 or H200 SXM by datasheet, which train/mfu divides by
@@ -241,7 +238,10 @@ if TINY:
 OPTIONS = {"eager": ["--compile", "false"], "compiled": ["--compile"], "full": [],
            "lora": ["--use_lora"], "all": ["--lora_target_modules", "all-linear"],
            "float8": ["--float8"], "fsdp": ["--parallel", "fsdp"],
-           "recomputed": ["--gradient_checkpointing", "selective"]}
+           "recomputed": ["--gradient_checkpointing", "selective"], "tiles64": []}
+# FlexAttention's backward in smaller pieces: by registers two of them fit a core at once, not one
+TILES64 = {f"bwd_BLOCK_{name}": 64 for name in ("M1", "N1", "M2", "N2")} | {
+    "bwd_num_warps": 4, "bwd_num_stages": 1}
 JOBS = ["speech lora compiled", "chats lora compiled", "blocks compiled", "speech lora fsdp",
         "speech3 lora compiled", "speech lora all compiled float8", "speech lora eager",
         "speech lora Trainer"]      # what matters most, and what was never measured, comes first
@@ -386,7 +386,7 @@ def main():
     parser.add_argument("jobs", nargs="*", metavar="JOB", default=[], help=f"default: {JOBS}")
     parser.add_argument("--seconds", type=float, default=540, help="time limit of the whole run")
     parser.add_argument("--only", default="", help="pattern: run only the cases that match")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()       # --seconds may come before the jobs
     for job in args.jobs or JOBS:
         trainer, *options = job.split()
         if trainer not in SCRIPTS or set(options) - {"Trainer", *OPTIONS}:
@@ -407,6 +407,9 @@ def child_main(what, *words):
     """Entry points that this script starts in child processes."""
     if what == "watch":
         from bench import profile_step
+        if words[0].endswith("tiles64"):
+            from diffusion import dit
+            dit.KERNEL |= TILES64
         profile_step.watch(words[1], words[2:], words[0], TIMED, PROFILED)
     elif what == "rate":
         rate_of(Path(words[0]))

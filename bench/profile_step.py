@@ -90,8 +90,7 @@ def watch(script, words, out, timed, profiled):
     sys.exit(f"error: the run ended in its step {steps}, before {ended}")
 
 
-# --------------------------------------------------------------------------------------------------
-# What the profiler saw
+# ---- What the profiler saw
 
 
 def self_times(averages, cuda):

@@ -69,8 +69,7 @@ def log_normal(n, mean, sigma, least, most, seed=0):
     return drawn.clip(least, most)
 
 
-# --------------------------------------------------------------------------------------------------
-# Speech
+# ---- Speech
 
 
 def write_wave(path, seconds, pitch):
@@ -166,8 +165,7 @@ def speech3_files(folder, pairs, layers=0, shape="4b", fill=write_holes):
     return speech_words(folder, model)
 
 
-# --------------------------------------------------------------------------------------------------
-# Chats and problems
+# ---- Chats and problems
 
 
 def chat_files(folder, lengths, layers=0, shape="4b", fill=write_holes):

@@ -48,8 +48,7 @@ COLUMNS = ["way", "steps of an epoch", "step (ms)", "fastest", "slowest", "sampl
            "memory (GiB)", "mfu", "first loss", "ours is faster by", "at least"]
 
 
-# --------------------------------------------------------------------------------------------------
-# Commands
+# ---- Commands
 
 
 def make_files(name, folder, shape, samples, fill=None):
@@ -144,8 +143,7 @@ def ways_of(name, words, args, folder):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# One run
+# ---- One run
 
 
 def seconds_of(pid):

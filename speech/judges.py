@@ -270,6 +270,6 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
             language=language, batch_size=batch_size)
     if speaker_model:
         embed = load_x_vectors(speaker_model, device)
-    for package in ("speechmos", "onnxruntime") if mos else ():
-        require_package(package, "--mos", "speechmos onnxruntime")
+    for package in ("speechmos", "onnxruntime", "librosa") if mos else ():
+        require_package(package, "--mos", "speechmos onnxruntime librosa")
     return Judges(hear, embed, mos, language)

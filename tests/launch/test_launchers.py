@@ -339,5 +339,6 @@ def test_the_lock_has_every_package():
               if not line.startswith("#")]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     direct += [re.match("[a-z0-9-]+", line)[0] for lines in extras.values() for line in lines]
-    assert set(direct) - set(names) == {"torch", "flat-trainers", "bitsandbytes", "vllm", "speechmos", "onnxruntime"}
+    assert set(direct) - set(names) == {"torch", "flat-trainers", "bitsandbytes", "vllm", "speechmos", "onnxruntime",
+                                       "librosa"}
     assert not [name for name in names if name.startswith(("torch-", "nvidia", "triton"))]
