@@ -188,10 +188,10 @@ def refs(folder, only):
     for case, status in run_all(commands, BEGAN + 600, 1):
         if status:
             sys.exit(f"error: {case}: {tail(commands[case][1])}")
-    found = {case: [(loss_of(row), row["train/grad_norm"]) for row in metrics(command[-1])]
-             for case, (command, _, _) in commands.items()}
-    (folder / "refs.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"wrote {folder / 'refs.json'}: {len(found)} cases of {STEPS} steps")
+    losses = {case: [(loss_of(row), row["train/grad_norm"]) for row in metrics(command[-1])]
+              for case, (command, _, _) in commands.items()}
+    (folder / "refs.json").write_text(json.dumps(losses, indent=1) + "\n")
+    print(f"wrote {folder / 'refs.json'}: {len(losses)} cases of {STEPS} steps")
 
 
 def right(folder, seconds, only):
@@ -209,11 +209,11 @@ def right(folder, seconds, only):
         for (case, way), status in run_all(commands, until, 2 if TINY else 8):
             limits, ref = LIMITS["fp32" if way == "fp32" else "bf16"], wanted[case]
             command, log, _ = commands[case, way]
-            found, errors = metrics(command[-1]), [math.inf] * 3
-            if len(found) == STEPS:
-                errors = [abs(loss_of(found[0]) / ref[0][0] - 1),
-                          abs(found[0]["train/grad_norm"] / ref[0][1] - 1),
-                          abs(loss_of(found[-1]) / ref[-1][0] - 1)]
+            logged, errors = metrics(command[-1]), [math.inf] * 3
+            if len(logged) == STEPS:
+                errors = [abs(loss_of(logged[0]) / ref[0][0] - 1),
+                          abs(logged[0]["train/grad_norm"] / ref[0][1] - 1),
+                          abs(loss_of(logged[-1]) / ref[-1][0] - 1)]
             ok = status == 0 and all(e <= limit for e, limit in zip(errors, limits))
             row = {"case": case, "way": way, "ok": "yes" if ok else "NO",
                    **dict(zip(("first loss", "its norm", "last loss"), errors))}
@@ -304,24 +304,24 @@ def fast(folder, seconds, jobs):
              for name, status in ready.items() if status == 0}
     print(f"{gpu_name()}: {rate / 1e12:.0f} TFLOP/s in a large product", flush=True)
     outs = {job: work / job.replace(" ", "-") for job in jobs}
-    ours = {job: job_command(folder, job, flags[job.split()[0]], outs[job])
-            for job in jobs if job.split()[0] in flags}
+    words_of = {job: job_command(folder, job, flags[job.split()[0]], outs[job])
+                for job in jobs if job.split()[0] in flags}
     plans = {job: ([sys.executable, *words[:-1], f"{outs[job]}-plan", "--dry_run", 1],
                    f"{outs[job]}.plan.log", {})
-             for job, words in ours.items() if "Trainer" not in job}
+             for job, words in words_of.items() if "Trainer" not in job}
     dict(run_all(plans, until, many))
     rows = []
     for job in jobs:
         out, row = outs[job], {"job": job}
-        if job not in ours:
+        if job not in words_of:
             status, log = "no files", work / f"{job.split()[0]}.log"
         elif until - time.monotonic() < 15:
             status, log = "no time", os.devnull
         elif "Trainer" in job:
-            status, log = others(job, ours[job], out, until), f"{out}.log"
+            status, log = others(job, words_of[job], out, until), f"{out}.log"
         else:
             log = f"{out}.log"
-            status = wait(start(child("watch", out, *ours[job]), log,
+            status = wait(start(child("watch", out, *words_of[job]), log,
                                 OMP_NUM_THREADS="1" if TINY else "8"), until)
         if Path(f"{out}.json").exists():
             row |= json.loads(Path(f"{out}.json").read_text())
@@ -350,12 +350,12 @@ def rates(logged, step_s, rate):
     tokens, samples, mfu = (
         sum(row.get(f"train/{key}", math.nan) * row.get("train/step_seconds", math.nan)
             for row in logged) / len(logged) for key in ("throughput", "samples_per_second", "mfu"))
-    found = {"tokens_s": tokens / step_s, "samples_s": samples / step_s,
-             "first loss": loss_of(logged[0]), "grad_norm": logged[0]["train/grad_norm"]}
+    values = {"tokens_s": tokens / step_s, "samples_s": samples / step_s,
+              "first loss": loss_of(logged[0]), "grad_norm": logged[0]["train/grad_norm"]}
     if not math.isnan(mfu):
         flops = mfu * PEAK / step_s
-        found |= {"tflops": flops / 1e12, "of_rate": flops / rate, "mfu": flops / PEAK}
-    return found
+        values |= {"tflops": flops / 1e12, "of_rate": flops / rate, "mfu": flops / PEAK}
+    return values
 
 
 def others(job, words, out, until):
@@ -403,15 +403,15 @@ def main():
     print("all right" if args.what == "right" else "all ran")
 
 
-def child_main(what, *words):
+def child_main(task, *words):
     """Entry points that this script starts in child processes."""
-    if what == "watch":
+    if task == "watch":
         from bench import profile_step
         if words[0].endswith("tiles64"):
             from diffusion import dit
             dit.KERNEL |= TILES64
         profile_step.watch(words[1], words[2:], words[0], TIMED, PROFILED)
-    elif what == "rate":
+    elif task == "rate":
         rate_of(Path(words[0]))
     else:
         flags = big_files(Path(words[0]) / "files", words[1])

@@ -77,15 +77,15 @@ def train(folder, output_dir, ranks, flags):
 def fingerprint(output_dir):
     """{tensor name or "metrics": hash} of the last checkpoint and the metrics of a run."""
     last = max(output_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
-    found = {}
+    hashes = {}
     for path in sorted([*last.glob("*.safetensors"), *last.glob("trainer_state/*.safetensors")]):
         for name, tensor in load_file(path).items():
             if not name.endswith(".step"):
-                found[name] = hashlib.sha256(tensor.numpy(force=True).tobytes()).hexdigest()[:12]
+                hashes[name] = hashlib.sha256(tensor.numpy(force=True).tobytes()).hexdigest()[:12]
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     rows = [{name: value for name, value in json.loads(line).items()
              if not any(word in name for word in TIMES)} for line in lines]
-    return found, rows
+    return hashes, rows
 
 
 def compare(name, before, now):

@@ -48,9 +48,9 @@ def read_list(words):
         if words and not any(word in name for word in words for name in [*files, end]):
             continue
         for old, new, *tests in entry["faults"]:
-            found = [name for name, text in files.items() if text.count(old) == 1]
-            if len(found) == 1:
-                faults.append((found[0], old, new, " ".join(tests or entry["tests"])))
+            matches = [name for name, text in files.items() if text.count(old) == 1]
+            if len(matches) == 1:
+                faults.append((matches[0], old, new, " ".join(tests or entry["tests"])))
             else:
                 stale.append(f"{end}: {old!r} is not there once")
     return faults, stale

@@ -95,41 +95,41 @@ def watch(script, words, out, timed, profiled):
 
 def self_times(averages, cuda):
     """{name: (milliseconds, calls)} of operators, on a GPU of kernels."""
-    found = {}
+    times = {}
     for row in averages:
         on_device = row.device_type != DeviceType.CPU
         if on_device == cuda and not row.is_user_annotation:
             spent = row.self_device_time_total if cuda else row.self_cpu_time_total
-            before, calls = found.get(row.key, (0, 0))
-            found[row.key] = before + spent / 1e3, calls + row.count
-    return found
+            before, calls = times.get(row.key, (0, 0))
+            times[row.key] = before + spent / 1e3, calls + row.count
+    return times
 
 
 def group_of(name):
-    found = (group for group, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE))
-    return next(found, OTHER)
+    groups = (group for group, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE))
+    return next(groups, OTHER)
 
 
-def tables(found, steps, times, cuda):
-    """Lines of both tables, a step each. found: of self_times, over `steps`. times: seconds of a
-    step without the profiler and under it.
+def tables(operators, steps, times, cuda):
+    """Lines of both tables, a step each. operators: of self_times, over `steps`. times: seconds of
+    a step without the profiler and under it.
     """
     groups = Counter()
     alone, wall = (1e3 * seconds for seconds in times)
-    for name, (spent, _) in found.items():
+    for name, (spent, _) in operators.items():
         groups[group_of(name)] += spent / steps
     rest = "GPU idle" if cuda else "outside operators (Python)"
     groups[rest] = wall - sum(groups.values())
     lines = [f"a step: {alone:,.1f} ms, under the profiler {wall:,.1f} ms; of the latter", ""]
     for group, spent in groups.most_common():
         lines.append(f"{spent:12,.2f} ms {100 * spent / wall:6.1f} %   {group}")
-    return lines + rows_of(found, steps, times[1], "kernel" if cuda else "operator")
+    return lines + rows_of(operators, steps, times[1], "kernel" if cuda else "operator")
 
 
-def rows_of(found, steps, seconds, kind):
+def rows_of(operators, steps, seconds, kind):
     """Lines of the slowest names, per step. seconds: duration of a step."""
     lines = ["", f"{'self ms':>12} {'%':>9}   {'calls':>7}   {kind}"]
-    for name, (spent, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:ROWS]:
+    for name, (spent, calls) in sorted(operators.items(), key=lambda item: -item[1][0])[:ROWS]:
         lines.append(f"{spent / steps:12,.2f} {spent / steps / seconds / 10:9.1f}   "
                      f"{calls / steps:7,.0f}   {name[:WIDTH]}")
     return lines

@@ -40,16 +40,17 @@ WORDS = "the quick brown fox "
 
 def write_holes(named, path):
     """A safetensors file of (name, parameter) pairs in bf16; a sparse file, which takes no disk."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, parameter in named:
-        end = at + 2 * parameter.numel()
-        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape),
+                        "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
+        file.truncate(8 + len(text) + offset)
 
 
 def write_random(named, path, device="cpu"):

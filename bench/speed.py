@@ -126,21 +126,21 @@ def ways_of(name, words, args, folder):
         longest = shapes.longest_problem(*words[1::2])      # what minimal's rows are padded to
         names = "--hidden_size", "--layers", "--heads", "--cond_size"
         plain = [word for pair in zip(names, SIZES[shape]) for word in pair]
-        found = {"ours": ours(*packed(name, batch)),
-                 "ours, one problem a row": ours("--no-pack", "--max_length", longest),
-                 "minimal": minimal("train_bd3lm.py", *plain, "--dropout", 0, "--max_length",
-                                    longest, "--gradient_accumulation_steps", 1,
-                                    "--eval_data_file", words[1]),
-                 "ours, compiled": ours(*packed(name, batch), "--compile")}
-        return found
-    found = {"ours": ours(), "ours, packed": ours(*packed(name, batch)),
-             "ours, compiled": ours(*packed(name, batch), "--compile")}
+        ways = {"ours": ours(*packed(name, batch)),
+                "ours, one problem a row": ours("--no-pack", "--max_length", longest),
+                "minimal": minimal("train_bd3lm.py", *plain, "--dropout", 0, "--max_length",
+                                   longest, "--gradient_accumulation_steps", 1,
+                                   "--eval_data_file", words[1]),
+                "ours, compiled": ours(*packed(name, batch), "--compile")}
+        return ways
+    ways = {"ours": ours(), "ours, packed": ours(*packed(name, batch)),
+            "ours, compiled": ours(*packed(name, batch), "--compile")}
     if name == "speech":
-        found["minimal"] = minimal("train_higgs.py", *method, "--validation_split", 0)
-    found |= {"Trainer": trainer(), "Trainer, compiled": trainer("--compile")}
+        ways["minimal"] = minimal("train_higgs.py", *method, "--validation_split", 0)
+    ways |= {"Trainer": trainer(), "Trainer, compiled": trainer("--compile")}
     if name == "chats":
-        found["Trainer, no padding"] = trainer("--flat")
-    return found
+        ways["Trainer, no padding"] = trainer("--flat")
+    return ways
 
 
 # ---- One run
@@ -181,15 +181,15 @@ def run(command, out):
             "rows": [row for row in rows if "train/loss" in row]}
 
 
-def summary(name, runs, ours, samples, tokens):
+def summary(name, runs, baseline, samples, tokens):
     """One row of the table: medians over the runs of a way."""
-    if error := next((found["error"] for found in runs if "error" in found), None):
+    if error := next((run["error"] for run in runs if "error" in run), None):
         return [name, *[None] * (len(COLUMNS) - 2), error]
-    seconds = [found["seconds"] for found in runs]
+    seconds = [run["seconds"] for run in runs]
     spent, steps, rows = statistics.median(seconds), runs[0]["steps"], runs[-1]["rows"]
     faster = least = None
-    if len(ours) == len(runs) and all("seconds" in found for found in ours):
-        ratios = [theirs / mine["seconds"] for mine, theirs in zip(ours, seconds)]
+    if len(baseline) == len(runs) and all("seconds" in run for run in baseline):
+        ratios = [other / mine["seconds"] for mine, other in zip(baseline, seconds)]
         faster, least = statistics.median(ratios), min(ratios)
 
     def of(key):
@@ -200,13 +200,13 @@ def summary(name, runs, ours, samples, tokens):
             of("padding"), of("memory_gib"), of("mfu"), rows[0]["train/loss"], faster, least]
 
 
-def check_first_loss(found, pair, device):
+def check_first_loss(runs_by_way, pair, device):
     """SystemExit where the two ways that compute the same have other losses in their first step."""
-    losses = {way: runs[0]["rows"][0]["train/loss"] for way, runs in found.items()
+    losses = {way: runs[0]["rows"][0]["train/loss"] for way, runs in runs_by_way.items()
               if runs and "rows" in runs[0]}
     if losses.keys() >= set(pair):
-        one, other = (losses[way] for way in pair)
-        if not abs(one / other - 1) <= TOLERANCE[device.type]:
+        first, second = (losses[way] for way in pair)
+        if not abs(first / second - 1) <= TOLERANCE[device.type]:
             raise SystemExit("error: the first losses DISAGREE, nothing more is measured: "
                              f"{losses}")
 
@@ -241,28 +241,28 @@ def main(argv=None):
         usual = [way for way in ways if cuda or "compiled" not in way]
         ways = {way: ways[way] for way in dict.fromkeys(["ours", *(args.ways or usual)])}
         tokens = 0
-        found = {way: [] for way in ways}
+        measured = {way: [] for way in ways}
         for number in range(args.rounds):
             for way in ways if number % 2 == 0 else reversed(ways):
-                if found[way] and "error" in found[way][0]:
+                if measured[way] and "error" in measured[way][0]:
                     continue
                 out = folder / f"{way.replace(' ', '').replace(',', '-')}-{number}"
-                found[way].append(run(ways[way], out))
-                if way == "ours" and not tokens and "rows" in found[way][0]:
-                    rows = found[way][0]["rows"]
+                measured[way].append(run(ways[way], out))
+                if way == "ours" and not tokens and "rows" in measured[way][0]:
+                    rows = measured[way][0]["rows"]
                     tokens = sum(row["train/throughput"] * row["train/step_seconds"]
                                  for row in rows[:len(rows) // 2])
-                check_first_loss(found, SAME[args.name], device)
+                check_first_loss(measured, SAME[args.name], device)
                 report["tables"][args.name] = {"columns": COLUMNS, "rows": [
-                    summary(way, runs, found["ours"][:len(runs)], args.samples, tokens)
-                    for way, runs in found.items() if runs]}
-                report["runs"] = found
+                    summary(way, runs, measured["ours"][:len(runs)], args.samples, tokens)
+                    for way, runs in measured.items() if runs]}
+                report["runs"] = measured
                 path = measure.write_report(args.name, report, args.results_dir)
                 row = next(row for row in report["tables"][args.name]["rows"] if row[0] == way)
                 print(" | ".join(f"{value:,.3f}" if isinstance(value, float) else str(value)
                                  for value in row if value is not None), flush=True)
     print(f"wrote {path}")
-    failed = [f"{way}: {runs[0]['error']}" for way, runs in found.items() if "error" in runs[0]]
+    failed = [f"{way}: {runs[0]['error']}" for way, runs in measured.items() if "error" in runs[0]]
     if failed:
         raise SystemExit(f"error: failed: {'; '.join(failed)}")
 

@@ -30,8 +30,8 @@ def cell(value):
 
 def origin(report):
     """Where, with what and how a report was measured, in one line."""
-    machine = [part for part in dict.fromkeys((report["device"], report["cpu"]))
-               if part not in ("", "CPU")]
+    machine = [name for name in dict.fromkeys((report["device"], report["cpu"]))
+               if name not in ("", "CPU")]
     for name in ("core", "thread"):
         count = report[f"{name}s"]
         machine.append(f"{count} {name}{'s' * (count != 1)}")
