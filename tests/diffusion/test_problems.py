@@ -70,7 +70,7 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
         assert len(ids) % 8 == 0 and set(ids[len(problem.ids):]) <= {tokens.end}
     words = sorted(str(p).removeprefix(str(data)) for p in bad)
     assert len(words) == 3 and {p.check for p in bad} == {"invalid"}
-    assert words[0].startswith(":2: answer in message 2: message 1 contains the control token <|im_end|>")
+    assert words[0].startswith(":2: answer in message 2: contains the control token <|im_end|>")
     assert words[1].startswith(":3: ends with a message of the user") and words[2].startswith(":4: ")
 
 

@@ -31,7 +31,7 @@ def made():
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),
-    (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
+    (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": 1}]}]}', "tool_calls are no list"),
 ])
 def test_bad_lines_are_named(made, tmp_path, line, part):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
