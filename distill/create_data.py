@@ -189,9 +189,6 @@ def read_journals(folder, header):
             try:
                 record = json_files.loads(line)
                 if number > 1:
-                    record["answers"][-1]["why"], record["answers"][-1]["finish_reason"]
-                    if not isinstance(record["label"], str | None) or type(record["id"]) is not int:
-                        raise ValueError("its id or label has a wrong type")
                     records[record["id"]] = record
                     continue
                 old = dict(record["header"])

@@ -6,14 +6,13 @@ import subprocess
 import sys
 import types
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config,
-                          Qwen3Config, Qwen3ForCausalLM)
+                          Qwen3Config)
 
 from core import dist, kernels, tensor_io
 from core.cli import UserError
@@ -104,24 +103,6 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     for row, doc, number in [(0, 0, 1), (0, 1, 1), (0, 1, 3), (1, 0, 0), (1, 0, 4)]:
         sampled, copies = sampled_hidden(model, batch, inputs, row, doc, number)
         torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("how", ["all", "selective"])
-def test_recomputed_layers_train_the_same(models, how):
-    """Dropout included. Compiled layers: test_learns.py."""
-    tokens, found = load_tokenizer(models["qwen3"], "gsm8k"), []
-    inputs = noised(make_blocks(MIXED, 26, 24))
-    inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask))
-    for mode in (None, how):
-        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.2)
-        torch.manual_seed(0)
-        model = decoder.Decoder(config, recompute=mode).train()
-        torch.manual_seed(1)
-        losses = model(inputs)
-        found.append([losses, *torch.autograd.grad((losses * inputs.weights).sum(), list(model.parameters()))])
-    for plain, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
-    assert all(gradient.any() for gradient in found[0])
 
 
 def test_work_is_counted_like_a_plain_sum():
@@ -371,49 +352,6 @@ def sdar(demo, tmp_path_factory):
     published.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "sdar"), "--format", "sdar"])
     yield out / "run", out / "sdar"
     patch.undo()
-
-
-def greedy_blocks(model, ids, block, blocks, mask):
-    """SDAR's loop with transformers' Qwen3 under a dense mask: one token a pass, the surest first."""
-    length = (len(ids) + blocks * block) // block * block
-    tokens = torch.full((1, length), mask)
-    tokens[0, :len(ids)] = torch.tensor(ids)
-    at = torch.arange(length) // block
-    bias = torch.zeros(length, length).masked_fill(at[:, None] < at, torch.finfo(torch.float32).min)[None, None]
-    for first in range(len(ids) // block * block, length, block):
-        places = slice(first, first + block)
-        seen = bias[:, :, :first + block, :first + block]
-        while (tokens[0, places] == mask).any():
-            logits = model(input_ids=tokens[:, :first + block], attention_mask=seen, use_cache=False).logits
-            sure, best = logits[0, places].double().softmax(-1).max(-1)
-            place = sure.masked_fill(tokens[0, places] != mask, -1).argmax()
-            tokens[0, first + place] = best[place]
-    return tokens[0].tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [4, 16])
-@torch.no_grad()
-def test_an_sdar_export_is_read_back_and_answers_the_same(sdar, block):
-    """20 prompts of random words, token by token; our network is read from the exported folder."""
-    _, folder = sdar
-    config = json.loads((folder / "config.json").read_text())
-    theirs = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in config.items() if k not in ("model_type", "auto_map")}))
-    state = load_file(folder / "model.safetensors")
-    assert not theirs.load_state_dict(state).missing_keys and "lm_head.weight" in state
-    tokens = load_tokenizer(folder, "gsm8k", "<|im_end|>")
-    ours = decoder.Decoder(published.config_for(published.find(folder), "small", tokens, 0.0)).eval()
-    given = published.read(published.find(folder), ours.config, tokens)
-    assert tokens.mask == SDAR_MASK and "new rows" not in given[2]
-    ours.load_state_dict(given[0])
-    draw, how = np.random.default_rng(0), sample_bd3lm.Sampling("confidence", 1.0, 0)
-    for length in range(3, 23):
-        ids = draw.integers(ROWS, size=length).tolist()
-        whole = length // block * block
-        context = np.array([ids[:whole], range(whole), [i // block for i in range(whole)]], np.int64)
-        made = sample_bd3lm.generate(ours, [(context, (ids[whole:], whole))], [2], block, -1, how)[0]
-        wanted = greedy_blocks(theirs.eval(), ids, block, 2, tokens.mask)
-        assert ids[:whole] + made.ids == wanted[:whole + 2 * block]
 
 
 @pytest.mark.slow
