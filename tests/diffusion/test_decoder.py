@@ -348,7 +348,8 @@ def sdar(demo, tmp_path_factory):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=SDAR_ROWS,
                                                  **shape)).save_pretrained(base)
-    short_run(out / "run", f"--init_from {base} --chat --train_data_file {demo}/train.jsonl --eval_steps 0")
+    short_run(out / "run", f"--init_from {base} --chat --train_data_file {demo}/train.jsonl --eval_steps 0",
+              "--block_size 4")
     published.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "sdar"), "--format", "sdar"])
     yield out / "run", out / "sdar"
     patch.undo()
