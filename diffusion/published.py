@@ -63,7 +63,6 @@ def load_checkpoint(folder):
         config = backbone.Config(**stored["model"])
         config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
-        choices.Layout(**stored["layout"])      # callers use it: report an unknown setting here
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     tensor_io.load(dist.World(), folder, "ema", dit.trained_parameters(model))

@@ -16,41 +16,31 @@ from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blo
 
 
 def slow_document(problem, tokens, layout):
-    """One document as a list of (id, position, block, target, region, live), written down rule by rule."""
+    """One document as a list of (id, position, block, target, region), written down rule by rule."""
     t, out = tokens, []
     if layout.system == "gsm8k":
         head = [t.bos, *t.encode(f"Question: {problem.question}\nAnswer:")]
-        body = t.encode(f" {problem.solution}") + [t.end]
-        n = len(head) + len(body)
-        while n % layout.block_size:
-            n += 1
-        for i in range(n):
-            if i < len(head):
-                out.append((head[i], i, i // layout.block_size, layout.loss_on_question and i > 0, QUESTION, True))
-            elif i < len(head) + len(body):
-                out.append((body[i - len(head)], i, i // layout.block_size, True, PLAN, True))
-            else:
-                out.append((t.end, i, i // layout.block_size, True, FILL, True))
+        ids = [*head, *t.encode(f" {problem.solution}"), t.end]
+        for i in range(-(-len(ids) // layout.block_size) * layout.block_size):
+            region = QUESTION if i < len(head) else PLAN if i < len(ids) else FILL
+            trained = i >= len(head) or layout.loss_on_question and i > 0
+            out.append((ids[i] if i < len(ids) else t.end, i, i // layout.block_size, trained, region))
         return out
     question = t.encode(problem.question)
     plan = t.encode(f"<|plan|> {problem.plan}<|pad|>")
     execution = t.encode(f"<|execution|> {problem.solution} <|answer|> {problem.answer}<|pad|>")
     start = block = 0
-    for region, ids, budget, own in ((QUESTION, question, layout.question_budget, 0),
-                                     (PLAN, plan, layout.plan_budget, layout.plan_block_size),
-                                     (EXECUTION, execution, layout.execution_budget, layout.execution_block_size)):
-        size, filling, last = own or layout.block_size, region != QUESTION, None
+    for region, ids, budget, size in ((QUESTION, question, layout.question_budget, layout.question_budget),
+                                      (PLAN, plan, layout.plan_budget, layout.plan_block_size),
+                                      (EXECUTION, execution, layout.execution_budget, layout.execution_block_size)):
+        size, last = size or layout.block_size, None
         for i in range(budget):
-            number = block + i // size if region else 0
-            if i >= len(ids):       # nothing is filled beyond the block of the end token
-                filling &= number == last
-                if not filling:
-                    break
+            number = block + i // size
+            if i >= len(ids) and (region == QUESTION or number != last):
+                break       # nothing is filled beyond the block of the end token
             last = number
-            live = i < len(ids) or filling
-            trained = live and (i > 0 if region else layout.loss_on_question)
-            what = FILL if filling and i >= len(ids) else region
-            out.append((ids[i] if i < len(ids) else t.end, start + i, number, trained, what, live))
+            out.append((ids[i] if i < len(ids) else t.end, start + i, number, i > 0 if region else
+                        layout.loss_on_question, region if i < len(ids) else FILL))
         start, block = start + budget, last + 1
     return out
 
@@ -66,14 +56,14 @@ def test_documents_equal_a_construction_rule_by_rule(demo, name):
         ours = list(zip(*(getattr(documents, field)[part].tolist()
                           for field in ("ids", "position", "block", "target", "region"))))
         theirs = slow_document(problem, tokens, layout)
-        assert ours == [row[:5] for row in theirs] and all(row[5] for row in theirs)
+        assert ours == theirs
         trained = sorted({row[2] for row in theirs if row[3]})
-        groups = [trained.index(row[2]) if row[2] in trained and row[5] else -1 for row in theirs]
+        groups = [trained.index(row[2]) if row[2] in trained else -1 for row in theirs]
         assert documents.group[part].tolist() == groups
         assert documents.counts["groups"][d] == len(trained) and documents.counts["clean"][d] == len(theirs)
         assert documents.counts["targets"][d] == sum(row[3] for row in theirs)
         assert documents.counts["noisy"][d] == sum(g >= 0 for g in groups)
-        assert documents.counts["tokens"][d] == sum(row[5] and row[4] != FILL for row in theirs)
+        assert documents.counts["tokens"][d] == sum(row[4] != FILL for row in theirs)
 
 
 def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):

@@ -1,6 +1,5 @@
 """Reading chats, problems and tokenizers; chats have the losses of GSM8K's form, one document an answer."""
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -88,12 +87,6 @@ def test_train_and_answer(folder, tmp_path, capsys):
     assert [a["question"] for a in answers] == ["What is 0?", "And 0 more?", "What is 1?"]
     with pytest.raises(UserError, match="--min_accuracy needs answers to compare with"):
         sample_bd3lm.main([*common, "--test_file", str(data), "--min_accuracy", "0.5"])
-    copy = tmp_path / "copy"
-    shutil.copytree(out / "checkpoint-2", copy)
-    stored = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(stored | {"layout": stored["layout"] | {"newer": 1}}))
-    with pytest.raises(UserError, match="copy: no checkpoint of train_bd3lm.py .config.json: .*'newer'"):
-        published.load_checkpoint(copy)
 
 
 def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
@@ -136,7 +129,6 @@ GOOD = {"question": "q", "answer": "a #### 3"}
     ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
-    ("gsm8k", "[" * 100_000, r"p.jsonl: is nested too deeply"),
     ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0: has no 'plan' .*; make plans with make_problems.py"),
 ])
 def test_bad_files_are_one_line_naming_file_and_sample(tmp_path, system, text, message):

@@ -11,6 +11,7 @@ from distill import frozen, packed_lm, teaching
 from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.teachers import Prompt
 from tests.helpers import chats, students
+from tests.helpers.lora_server import draw_answer
 
 PROMPT = "Name the language. the quick brown fox\n"
 WORLD = dist.World(device=torch.device("cpu"))
@@ -136,17 +137,6 @@ def losses(found):
     return [found[step]["train/loss"] for step in sorted(found) if "train/loss" in found[step]]
 
 
-def complete(model, prompt, seed, tokens, end):
-    """Ids drawn from the softmax, one token after the other, each by a whole forward pass."""
-    ids, numbers = list(prompt), torch.Generator().manual_seed(seed)
-    while len(ids) < len(prompt) + tokens and ids[-1:] != [end] or len(ids) == len(prompt):
-        with torch.no_grad():
-            scores = model(torch.tensor([ids])).logits[0, -1]
-        sums = scores.double().softmax(-1).cumsum(-1)
-        ids.append(int((sums <= torch.rand(1, generator=numbers, dtype=torch.float64) * sums[-1]).sum()))
-    return ids[len(prompt):]
-
-
 def own_loss(made, student, step):
     """Mean KL(teacher, student) over what the student draws at a step: plain loops, nothing packed."""
     own, theirs = (AutoTokenizer.from_pretrained(made / name) for name in ("student", "teacher"))
@@ -156,7 +146,7 @@ def own_loss(made, student, step):
         prompt = own.apply_chat_template(record["messages"][:-1], add_generation_prompt=True, return_dict=False)
         behind = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
         seed = int(frozen.generator_of(5, step, number).integers(2**31))
-        answer = complete(student, prompt, seed, 6, own.convert_tokens_to_ids("<|im_end|>"))
+        answer = draw_answer(student, prompt, seed, 6, [own.convert_tokens_to_ids("<|im_end|>")])
         with torch.no_grad():
             rows = student(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
             taught = teacher(torch.tensor([behind + answer])).logits[0, len(behind) - 1:-1]

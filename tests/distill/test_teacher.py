@@ -48,17 +48,6 @@ def test_a_key_follows_no_redirection(monkeypatch):
         assert not second.calls
 
 
-def test_a_hint_is_given_where_there_is_a_server():
-    with LoraServer(None) as server:
-        server.answer = lambda path, body: (400, "no")
-        client = teachers.Server(server.url, 5.0)
-        with pytest.raises(UserError, match="HTTP 400 no; give more"):
-            client.wait(client.call("/models", hint="; give more"))
-    client = teachers.Server("http://127.0.0.1:9/v1", 0.3)
-    with pytest.raises(UserError, match="/models: All connection attempts failed$"):
-        client.wait(client.call("/models", hint="; give more"))
-
-
 @pytest.mark.parametrize("url, key, said", [
     ("http://anna:pa/ss@h/v1", "", "holds a name and password"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY")])
 def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, said):
