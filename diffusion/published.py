@@ -98,8 +98,6 @@ class Origin(NamedTuple):
 
 def find(name):
     """Origin of --init_from: a folder, an OUTPUT_DIR of this trainer, or a download. UserError."""
-    require(not Path(name).is_file(),
-            f"--init_from {name}: give a folder; bd3lms' push_to_hf.py makes one of a .ckpt file")
     path = tensor_io.find_folder(str(name), "--init_from")
     if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = find_checkpoint(path, "--init_from")

@@ -245,7 +245,8 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
     Requests are sorted by length in chunks of chunk_size, then answered batch_size at a time."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    from distill.causal_lm import Draw, end_ids, generate
+    from distill.causal_lm import end_ids
+    from distill.generation import Draw, generate
     ends, warpers = end_ids(model) or [tokenizer.eos_token_id], []
     if draw.temperature:
         warpers = [TemperatureLogitsWarper(draw.temperature)]

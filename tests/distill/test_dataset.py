@@ -100,7 +100,7 @@ def test_all_forms_are_the_same_conversations(made, tmp_path):
     import pyarrow.parquet
     talks = [chats.ask(f"question {i}", f"answer {i}") for i in range(6)]
     talks[2] = [{"role": "system", "content": "Be brief."}, *talks[2]]
-    talks[0][1]["reasoning_content"] = ""                   # a column of null in all other rows
+    talks[0][1]["weight"] = 1                               # a column of null in all other rows
     chats.write(tmp_path / "plain.jsonl", talks)
     rows = [{"messages": talk, "id": i} for i, talk in enumerate(talks)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")

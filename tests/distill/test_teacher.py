@@ -7,7 +7,7 @@ import torch
 
 from core.cli import UserError
 from distill import teachers
-from distill.causal_lm import Draw
+from distill.generation import Draw
 from tests.helpers.lora_server import LoraServer
 
 

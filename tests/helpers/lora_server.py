@@ -1,6 +1,6 @@
 """A stand-in for vLLM's server by transformers and PEFT: completions, adapters; prompts and answers as ids.
 
-An answer is drawn from the softmax by numbers of the request's seed, as the trainer's own draw (generate.Draw).
+An answer is drawn from the softmax by numbers of the request's seed, as the trainer's own draw (generation.Draw).
 """
 import json
 import threading
