@@ -106,37 +106,27 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
     order = PackOrder(rows.table["tokens"], samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
     loader = blocks.make_loader(rows, packs, 4, num_workers=0, prefetch_factor=None)
-    fields = ("ids", "position", "block", "target")
-    seen, counted = [], 0
     for batch, numbers in zip(loader, packs, strict=True):
         assert batch.input_ids.shape == (4, length) and batch.noisy.shape == (4, rows.noisy_length)
         assert batch.group.dtype == batch.noisy.dtype == torch.int64 and batch.target.dtype == torch.bool
-        groups = []
-        for r in range(4):
-            doc, block, group = batch.doc[r].numpy(), batch.block[r].numpy(), batch.group[r].numpy()
-            copies = batch.noisy[r][batch.noisy[r] >= 0].tolist()
-            assert copies == np.flatnonzero(group >= 0).tolist() and (batch.noisy[r][len(copies):] == -1).all()
-            for number in range(doc.max() + 1):
-                at = doc == number
-                parts = [getattr(batch, "input_ids" if f == "ids" else f)[r].numpy()[at].tolist() for f in fields]
-                seen.append(tuple(map(tuple, parts)))
-                trained = np.unique(block[at & batch.target[r].numpy()])
-                for b in trained:
-                    inside = at & (block == b)
-                    assert len(set(group[inside].tolist())) == 1 and (group[inside] >= 0).all()
-                    groups.append(int(group[inside][0]))
-                assert (group[at & ~np.isin(block, trained)] == -1).all()
-            assert (group[doc < 0] == -1).all() and not batch.target[r][doc < 0].any()
-            assert (batch.input_ids[r][doc < 0] == tokens.end).all()
-        assert sorted(groups) == list(range(batch.n_groups))
+        members, groups = [rows.members[number] for number in numbers], 0
+        for r, (ids, doc, group, target) in enumerate(zip(batch.input_ids, batch.doc, batch.group, batch.target)):
+            inside = members[r] if r < len(members) else []
+            for number, d in enumerate(inside):
+                part = slice(*documents.offsets[d:d + 2])
+                for ours, name in ((ids, "ids"), (batch.position[r], "position"), (batch.block[r], "block"),
+                                   (target, "target")):
+                    assert ours[doc == number].tolist() == getattr(documents, name)[part].tolist()
+                own = documents.group[part]
+                assert group[doc == number].tolist() == np.where(own >= 0, own + groups, -1).tolist()
+                groups += documents.counts["groups"][d]
+            copies = (group >= 0).nonzero()[:, 0].tolist()
+            assert batch.noisy[r].tolist() == copies + [-1] * (rows.noisy_length - len(copies))
+            padding = doc < 0
+            assert padding.sum() == length - documents.counts["clean"][inside].sum()
+            assert (group[padding] == -1).all() and not target[padding].any() and (ids[padding] == tokens.end).all()
+        assert batch.n_groups == groups
         assert batch.n_targets == batch.target.sum() == rows.table["targets"][numbers].sum()
-        counted += batch.n_targets
-    wanted = []
-    for d in train:
-        part = slice(*documents.offsets[d:d + 2])
-        wanted.append(tuple(tuple(getattr(documents, f)[part].tolist()) for f in fields))
-    assert sorted(seen) == sorted(wanted)
-    assert counted == documents.counts["targets"][train].sum()
 
 
 def test_packing_fills_rows_and_depends_on_the_seed_alone(demo):
@@ -144,10 +134,8 @@ def test_packing_fills_rows_and_depends_on_the_seed_alone(demo):
     every = np.arange(60)
     rows = [blocks.make_rows(documents, every, 512, True, seed) for seed in (1, 1, 2)]
     assert rows[0].members == rows[1].members != rows[2].members
-    assert len(rows[0]) < 60 / 5
-    assert rows[0].noisy_length % 128 == 0 and rows[0].noisy_length < 512
-    assert rows[0].table["noisy"].max() <= rows[0].noisy_length
-    assert rows[0].table["clean"].max() <= 512
+    assert len(rows[0]) < 60 / 5 and rows[0].table["clean"].max() <= 512
+    assert rows[0].table["noisy"].max() <= rows[0].noisy_length in (128, 256, 384)
     assert blocks.make_rows(documents, every, 128, False).noisy_length == 16 * -(-documents.counts["noisy"].max() // 16)
 
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from core import checkpoint
 from core.cli import UserError
-from diffusion import choices, dit, make_problems, problems, published
-from tests.helpers.block_problems import documents_of
+from diffusion import dit, make_problems, published
 from tests.helpers.block_runs import MAIN, train_bd3lm
 from tests.helpers.runs import CLOCK, CUTS, newest, rows
 from tests.helpers.trainer import Run
@@ -174,34 +173,6 @@ def test_validation_leaves_no_averaged_weights_behind(shared):
     assert bounds[2] > min(bounds[:2])
     for seen, unseen in zip(*map(training, runs), strict=True):
         assert seen["train/loss"] == pytest.approx(unseen["train/loss"], rel=1e-3)
-
-
-def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
-    """Validation of averaged weights, as the sampler loads them, by a plain pass over every prefix."""
-    run = shared("ddp 1x4 --block_size 1 --max_steps 2 --no-pack")
-    model, config = published.load_checkpoint(newest(run))
-    tokens = problems.load_tokenizer(newest(run), "gsm8k")
-    documents = documents_of(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
-                             choices.Layout(**config["layout"]))
-    total = text = 0
-    for a, b in zip(documents.offsets[:-1], documents.offsets[1:]):
-        ids = torch.from_numpy(documents.ids[a:b])[None]
-        at, past = torch.arange(b - a)[None], [(torch.zeros(1, 4, 0, 16),) * 2] * 2
-        causal = torch.ones(b - a, b - a).tril()[None, None] > 0
-        with torch.no_grad():
-            clean = model.extend(ids, at, causal, past)[1]
-            mask = torch.full_like(ids, tokens.mask)
-            seen = torch.cat([causal.tril(-1), torch.eye(b - a)[None, None] > 0], -1)
-            hidden, _ = model.extend(mask, at, seen, clean)
-            losses = torch.nn.functional.cross_entropy(model.logits(hidden)[0], ids[0], reduction="none")
-        total += losses[documents.target[a:b]].double().sum()
-        text += (documents.target[a:b] & (documents.region[a:b] != choices.FILL)).sum()
-    values = rows(run)[-1]
-    assert values["eval/nll"] == pytest.approx(float(total / text), rel=1e-5)
-    assert values["eval/bits_per_token"] == pytest.approx(float(total / text) / math.log(2), rel=1e-5)
-    assert values["eval/perplexity"] == pytest.approx(math.exp(total / text), rel=1e-4)
-    assert values["eval/stderr"] < 1e-6     # nothing is random in it
-    assert published.state_of(newest(run))["t_range"] == [1.0, 1.0]
 
 
 @pytest.mark.slow

@@ -300,7 +300,7 @@ def test_conversations(server, tmp_path):
 
 
 def test_two_files_join_without_duplicates(server, tmp_path):
-    """Line 9 of people's commands: cat part1.jsonl part2.jsonl; the same part twice is refused by name."""
+    """cat part1.jsonl part2.jsonl; the same part twice is refused by name."""
     for part, lines in (("part1", make_lines(4)), ("part2", make_lines(9)[4:])):
         files(tmp_path, lines)
         label(tmp_path, *flags(tmp_path, server, "--max_retries", "20", output=f"{part}.jsonl"))
@@ -309,8 +309,7 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     ids = [row["id"] for row in rows(tmp_path / "both.jsonl")]
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
-    encoder = chat.Encoder(chats.tokenizer())
-    reading = chat_data.Reading(encoder, 256)
+    reading = chat_data.Reading(chat.Encoder(chats.tokenizer()), 256)
     assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)[0] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
         chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)

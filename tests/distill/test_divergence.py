@@ -21,6 +21,7 @@ from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
+WORLD = dist.World(device=torch.device("cpu"))
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
            "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4, "tie_word_embeddings": True,  # made small
            "max_position_embeddings": 512, "initializer_range": 0.3, "rms_norm_eps": 1e-5,
@@ -90,16 +91,20 @@ def prompted_table(made, folder, student, role, turns="all"):
     return ChatTable(folder)
 
 
-def random_adapter(folder, model, seed=3):
-    """Write an adapter that does something: B is not zero."""
-    adapters.init_adapters(model.net, seed)
-    generator = torch.Generator().manual_seed(seed)
+def adapted(made, folder, student, prompted, recompute=None):
+    """A PackedLM with an adapter that does something (B is not zero), saved to the folder."""
+    lora = (5, 5, 0.0, "all-linear", str(made / student))
+    model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, prompted=prompted)
+    packed_lm.load(model, parts, WORLD)
+    adapters.init_adapters(model.net, 3)
+    generator = torch.Generator().manual_seed(3)
     for name, parameter in adapters.adapter_weights(model.net).items():
         if ".lora_B." in name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
     adapters.save_config(model.net, folder)
     save_file({n: p.detach().clone() for n, p in adapters.adapter_weights(model.net).items()},
               folder / "adapter_model.safetensors")
+    return model
 
 
 def alone(model, base, tokenizer, messages, role, made, turns="all"):
@@ -120,11 +125,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     """Losses and the gradient of every adapter, from transformers' and PEFT's forward of each conversation alone."""
     turns = "last" if role == "user" else "all"
     table = prompted_table(made, tmp_path / "table", student, role, turns)
-    lora = (5, 5, 0.0, "all-linear", str(made / student))
-    model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, prompted=(0.7, *kind))
-    packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
-    random_adapter(tmp_path, model)
-    model.train()
+    model = adapted(made, tmp_path, student, (0.7, *kind), recompute).train()
     model.chunk = 7
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     chosen = [3, 0, 7, 11]
@@ -217,16 +218,12 @@ def test_runs_on_drawn_answers_are_the_same(train, made, tmp_path):
 def test_drawn_answers_are_draws(made, tmp_path):
     """The student samples them after its prompt, with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")
-    lora = (4, 4, 0.0, "all-linear", "x")
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, prompted=(1.0, "forward", 0.5, 0))
-    packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
-    random_adapter(tmp_path, model)
-    world, ends = dist.World(device=torch.device("cpu")), [2]
+    model, ends = adapted(made, tmp_path, "smollm2", (1.0, "forward", 0.5, 0)), [2]
     batches = [collate([table[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
 
     def replace_answers(batches, share, step):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
-        return frozen.replace_answers(args, world, model, table, batches, ends, step)
+        return frozen.replace_answers(args, WORLD, model, table, batches, ends, step)
     (first, second), targets = replace_answers(batches, 1.0, 7)
     assert targets == len(first.targets) + len(second.targets) and first.samples == (0, 1, 2, 3)
     same, _ = replace_answers(batches[1:], 1.0, 7)
