@@ -1,10 +1,7 @@
 """Whole block diffusion runs: splits, resuming, exact bounds, answers learnt by heart, early stops, bad flags."""
-import importlib
 import json
 import math
-import os
 import re
-import signal
 
 import pytest
 import torch
@@ -13,8 +10,9 @@ from safetensors.torch import load_file
 from core import checkpoint
 from core.cli import UserError
 from diffusion import dit, make_problems, published
-from tests.helpers.block_runs import MAIN, train_bd3lm
+from tests.helpers.block_runs import MAIN, SCRIPT, train_bd3lm
 from tests.helpers.runs import CLOCK, CUTS, newest, rows
+from tests.helpers.scripts import ASKED_AT
 from tests.helpers.trainer import Run
 
 LR = 2e-3
@@ -116,20 +114,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path
     assert_same_training(shared(f"{SPLITS[0]} {SEARCH}"), Run(0, "", output), CLOCK | CUTS)
 
 
-def asked_at(arguments, module, name, number):
-    """Train; SIGTERM comes at that call of a function: a step, which goes on, or a validation."""
-    module, calls = importlib.import_module(module), []
-    real = getattr(module, name)
-
-    def call(*args, **options):
-        calls.append(1)
-        if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args, **options)
-    setattr(module, name, call)
-    train_bd3lm.main(arguments)
-
-
 @pytest.mark.slow
 @pytest.mark.race
 def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path):
@@ -138,7 +122,7 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     flags = arguments(demo, output, "--dropout", 0.2, *SEARCH.split(), "--max_steps", 6, "--parallel", "fsdp")
     step_taken, validation = ("core.optim", "take_step"), ("diffusion.elbo", "bound")
     for call, number, step in ((step_taken, 1, 2), (validation, 1, 2), (validation, 3, 6)):
-        statuses, printed = pool.run(1, f"{__name__}.asked_at", flags, *call, number)
+        statuses, printed = pool.run(1, ASKED_AT, SCRIPT, flags, *call, number)
         assert statuses == [0] and f"at step {step} of 6; checkpoint saved; rerun the same command to resume" in printed, printed
         assert "SIGTERM" in (output / "requeue").read_text()
     statuses, printed = pool.run(1, MAIN, flags)

@@ -4,10 +4,8 @@ A run's name is "student method mode ranks x samples x micro-steps flags". Each 
 """
 import json
 import math
-import os
 import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -19,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core import checkpoint, json_files
 from core.cli import UserError
 from core.packing import PackOrder
-from distill import chat_data
-from tests.helpers.students import train_sft
 from tests.helpers import chats, students
+from tests.helpers.scripts import ASKED_AT
 from tests.helpers.runs import CLOCK, CUTS, assert_same_bits, moments, newest, rows, tensors
 from tests.helpers.students import HELD_OUT, SEED, sample_loss
 from tests.helpers.trainer import Run
@@ -52,12 +49,12 @@ def arguments(made, output_dir, name, *more):
         "--logging_dir", f"{output_dir}-logs", *flags, *more)]
 
 
-def complete(pool, made, output_dir, name, *more, ok=True, main=students.MAIN):
+def complete(pool, made, output_dir, name, *more):
     """Train to the end; the Run."""
     ranks, line = arguments(made, output_dir, name, *more)
-    statuses, output = pool.run(ranks, main, line)
-    assert not ok or not any(statuses), output
-    return Run(max(statuses, key=abs), output, output_dir)
+    statuses, output = pool.run(ranks, students.MAIN, line)
+    assert not any(statuses), output
+    return Run(0, output, output_dir)
 
 
 @pytest.fixture(scope="module")
@@ -217,25 +214,14 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
     assert_close(tensors(resumed), tensors(shared(QWEN)))
 
 
-def asked_in_validation(line):
-    """The trainer's main, which gets SIGTERM when its first validation begins."""
-    real = chat_data.make_loader
-
-    def make_loader(table, packs, **more):
-        if "prefetch_factor" not in more:       # of a validation
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(table, packs, **more)
-    chat_data.make_loader = make_loader
-    train_sft.main(line)
-
-
 @pytest.mark.slow
 def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
     """It is interrupted twice. Log, best loss and final weights are those of a run without signals."""
     name = "moe lora ddp 1x8x1"
-    for _ in range(2):
-        stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
-        assert "at step 2 of 5; checkpoint saved" in stopped.output
+    _, line = arguments(made, tmp_path, name)
+    for _ in range(2):      # the first loader is of training, the second of a validation
+        statuses, output = pool.run(1, ASKED_AT, students.SCRIPT, line, "distill.chat_data", "make_loader", 2)
+        assert statuses == [0] and "at step 2 of 5; checkpoint saved" in output, output
     resumed = complete(pool, made, tmp_path, name)
     assert_same_bits(resumed, shared(name), 0, FORGOTTEN)
     metas = [json_files.read_object(newest(run) / checkpoint.STATE / "state.json") for run in (resumed, shared(name))]
