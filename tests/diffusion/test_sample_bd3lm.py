@@ -36,7 +36,7 @@ def solver_of(demo, layout, how=None):
 
 @pytest.mark.parametrize("system", FILES)
 def test_answers_to_a_file(demo, tmp_path, system, capsys):
-    """Of averaged weights; the same in any batch; a pass for each token, or fewer where several are sure."""
+    """Of averaged weights; a pass for each token, or fewer where several are sure."""
     layout, path = HDP if system == "hdp" else LAYOUTS["gsm8k"], tmp_path / "run" / "checkpoint-5"
     solver = solver_of(demo, layout)
     path.mkdir(parents=True)
@@ -47,11 +47,11 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
     solver.tokens.tokenizer.save(str(path / "tokenizer.json"))
     as_checkpoint(path, {"step": 5, "best_step": None})
     found = {}
-    for how in ("--batch_size 2", "--batch_size 6", "--batch_size 6 --order confidence --threshold 0.02"):
+    for how in ("--batch_size 2", "--batch_size 6 --order confidence --threshold 0.02"):
         sample_bd3lm.main(["--checkpoint", str(tmp_path / "run"), "--test_file", str(demo / FILES[system]), "--limit", "6",
                            "--device", "cpu", "--output", str(tmp_path / "answers.json"), *how.split()])
         found[how] = json.loads((tmp_path / "answers.json").read_text())
-    result, other, fast = found.values()
+    result, fast = found.values()
     problems = read_problems(demo / FILES[system], "", system)[:6]
     assert [(a["name"], a["question"], a["answer"]) for a in result["answers"]] == [
         (p.name, p.question, p.answer) for p in problems]
@@ -61,7 +61,6 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
         assert answer["forwards"] == answer["tokens"] == most if not answer["ended"] else answer["tokens"] <= most
         assert ("plan" in answer) == (system == "hdp")
     assert not all(a["ended"] for a in result["answers"])
-    assert [len(a["text"]) > 0 for a in other["answers"]] == [True] * 6
     assert fast["summary"]["forwards"] < result["summary"]["forwards"] and fast["summary"]["problems"] == 6
     total = result["summary"]
     assert total["tokens_per_second"] == pytest.approx(sum(a["tokens"] for a in result["answers"]) / total["seconds"])
