@@ -246,9 +246,8 @@ class Encoder:
         self.options = {} if thinking is None else {"enable_thinking": thinking}
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number: token.content for number, token in added if token.special}
-        # longest first, as json.dumps writes them
         texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
-        self.control = re.compile("|".join(sorted(texts, key=len, reverse=True)) or r"(?!)")
+        self.control = re.compile("|".join(texts) or r"(?!)")
         self.ends = Counter()   # ids that trained turns ended with
 
     def encode(self, chats, tools=None):
@@ -303,16 +302,13 @@ class Encoder:
                 raise ValueError(f"trained turn {number}: by this chat template the prompt is not "
                                  "how the whole begins. Try another --enable_thinking, "
                                  "--train_turns last, or --chat_template FILE")
-            stop = len(through)
-            while stop > len(before) and ids[stop - 1] not in self.special \
-                    and not self.tokenizer.decode([ids[stop - 1]]).strip():     # white space
-                stop -= 1
-            if stop == len(before) or ids[stop - 1] not in self.special:
+            ends = [i + 1 for i in range(len(before), len(through)) if ids[i] in self.special]
+            if not ends or self.tokenizer.decode(ids[ends[-1]:len(through)]).strip():
                 raise ValueError("the chat template does not end an answer with a special token, "
                                  "so the model would not learn to stop; give another with "
                                  "--chat_template FILE")
-            self.ends[ids[stop - 1]] += 1
-            mask[len(before):stop] = [True] * (stop - len(before))
+            self.ends[ids[ends[-1] - 1]] += 1
+            mask[len(before):ends[-1]] = [True] * (ends[-1] - len(before))
         return ids, mask
 
 
