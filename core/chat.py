@@ -14,7 +14,6 @@ import functools
 import glob
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -36,19 +35,10 @@ to_json = functools.partial(json.dumps, ensure_ascii=False)
 
 @functools.cache
 def files_of(name):
-    """[paths] of a file, a pattern, or a folder's only set of .jsonl or .parquet. UserError."""
-    path = Path(name)
-    if not path.is_dir():
-        files = [str(name)] if path.is_file() else sorted(glob.glob(str(name)))
-        require(files, f"{name}: cannot be read (No such file or directory); from the Hub: hf "
-                       "download OWNER/NAME --repo-type dataset --local-dir FOLDER")
-        return files
-    files = sorted(str(file) for file in (*path.glob("*"), *path.glob("data/*"))
-                   if file.suffix in (".jsonl", ".parquet"))
-    # the shards of a set have the same word before their numbers
-    sets = sorted({re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in files})
-    require(len(sets) == 1, f"{path}: needs one set of .jsonl or .parquet, in it or its data/; it "
-            f"holds {', '.join(sets[:12]) or 'none'}; give one in quotes")
+    """[paths] of a file, or of a pattern such as 'data/train-*.parquet'. UserError."""
+    files = [str(name)] if Path(name).is_file() else sorted(glob.glob(str(name)))
+    require(files, f"{name}: cannot be read (No such file or directory); from the Hub: hf "
+                   "download OWNER/NAME --repo-type dataset --local-dir FOLDER")
     return files
 
 
@@ -109,7 +99,6 @@ def normalize_record(record, answered=True):
     if "tools" in record:
         record["tools"] = parse_json(record["tools"])
     check_messages(record)
-    group_key(record)
     if answered and all(message["role"] != "assistant" for message in record["messages"]):
         raise ValueError(f"ends with a message of the {record['messages'][-1]['role']}, "
                          "so there is no answer to train; drop it")
@@ -158,11 +147,9 @@ def function_of(tool):
 
 
 def group_key(record):
-    """The record's "id" if it is an integer, else None. ValueError if it is out of range."""
+    """The record's "id" if it is an integer from 0 to 2**63 - 1, else None."""
     key = record.get("id")
-    if type(key) is int and not 0 <= key < 2**63:
-        raise ValueError(f'has the "id" {key}; give a whole number from 0 to 2**63 - 1, or none')
-    return key if type(key) is int else None
+    return key if type(key) is int and 0 <= key < 2**63 else None
 
 
 def check_messages(record):
@@ -259,9 +246,8 @@ class Encoder:
         self.options = {} if thinking is None else {"enable_thinking": thinking}
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number: token.content for number, token in added if token.special}
-        # longest first, as json.dumps writes them
         texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
-        self.control = re.compile("|".join(sorted(texts, key=len, reverse=True)) or r"(?!)")
+        self.control = re.compile("|".join(texts) or r"(?!)")
         self.ends = Counter()   # ids that trained turns ended with
 
     def encode(self, chats, tools=None):
@@ -283,10 +269,8 @@ class Encoder:
 
     def _render(self, messages, tools):
         """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
-        texts = {f"message {number} contains": to_json(m) for number, m in enumerate(messages, 1)}
-        for subject, text in (texts | {"its tools contain": to_json(tools or "")}).items():
-            if match := self.control.search(text):
-                raise ValueError(f"{subject} the control token {match[0]}; remove it")
+        if match := self.control.search(to_json([messages, tools])):
+            raise ValueError(f"contains the control token {match[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers if self.turns == "all" else answers[-1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
@@ -314,47 +298,37 @@ class Encoder:
                 parts[-1][1] = ids = separate
         mask = [False] * len(ids)
         for number, (before, through) in enumerate(parts, 1):
-            for name, prefix, longer in (
-                    ("prompt", before, through), ("conversation so far", through, ids)):
-                if longer[:len(prefix)] != prefix:
-                    n = len(os.path.commonprefix([prefix, longer]))
-                    alone, whole = (self.tokenizer.decode(b[n:n + 1]) for b in (prefix, longer))
-                    raise ValueError(
-                        f"trained turn {number}: by this chat template the {name} is not how the "
-                        f"whole begins: token {n} is {alone!r} there, {whole!r} in the whole. Try "
-                        "another --enable_thinking, --train_turns last, or --chat_template FILE")
-            stop = len(through)
-            while stop > len(before) and ids[stop - 1] not in self.special \
-                    and not self.tokenizer.decode([ids[stop - 1]]).strip():     # white space
-                stop -= 1
-            if stop == len(before) or ids[stop - 1] not in self.special:
+            if through[:len(before)] != before or ids[:len(through)] != through:
+                raise ValueError(f"trained turn {number}: by this chat template the prompt is not "
+                                 "how the whole begins. Try another --enable_thinking, "
+                                 "--train_turns last, or --chat_template FILE")
+            ends = [i + 1 for i in range(len(before), len(through)) if ids[i] in self.special]
+            if not ends or self.tokenizer.decode(ids[ends[-1]:len(through)]).strip():
                 raise ValueError("the chat template does not end an answer with a special token, "
                                  "so the model would not learn to stop; give another with "
                                  "--chat_template FILE")
-            self.ends[ids[stop - 1]] += 1
-            mask[len(before):stop] = [True] * (stop - len(before))
+            self.ends[ids[ends[-1] - 1]] += 1
+            mask[len(before):ends[-1]] = [True] * (ends[-1] - len(before))
         return ids, mask
 
 
 def check_rendered(messages, tools, turns):
     """ValueError if the chat template leaves out a tool or a part of a message.
     turns: {index of a trained message: (text of its prompt, text of prompt and answer)}."""
-    def check(subject, words, text, elsewhere=""):
-        if any(text.count(word) <= elsewhere.count(word) for word in words):
+    def check(complete, subject):
+        if not complete:
             raise ValueError(f"the chat template leaves out {subject}; give another with "
                              "--chat_template FILE, or drop the line")
     first_prompt, conversation = turns[min(turns)][0], turns[max(turns)][1]
+    schemas = to_json(tools or "")      # these have the names of calls as well
     for name in (function_of(tool)["name"] for tool in tools or ()):
-        check(f"the tool {name}", [name], first_prompt)
+        check(name in first_prompt, f"the tool {name}")
     for i, message in enumerate(messages):
         calls = [function_of(call) for call in message.get("tool_calls") or ()]
+        complete = answer_text(message) in conversation and all(
+            conversation.count(call["name"]) > schemas.count(call["name"]) for call in calls)
         prompt, whole = turns.get(i, ("", ""))
         if i in turns and whole.startswith(prompt):     # otherwise _mask reports the tokens
             words = [answer_text(message), (message.get("reasoning_content") or "").strip()]
-            words += [word for c in calls for word in (c["name"], *c.get("arguments", {}))]
-            check(f"the answer, the reasoning or a tool call of message {i + 1}", words,
-                  whole[len(prompt):])
-        subject = f"the text of message {i + 1} ({message['role']})"
-        check(subject, [answer_text(message)], conversation)
-        # the tools' schemas have these names as well
-        check(subject, [call["name"] for call in calls], conversation, to_json(tools or ""))
+            complete &= all(word in whole[len(prompt):] for word in words)
+        check(complete, f"a part of message {i + 1} ({message['role']})")

@@ -63,7 +63,6 @@ def load_checkpoint(folder):
         config = backbone.Config(**stored["model"])
         config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
-        choices.Layout(**stored["layout"])      # callers use it: report an unknown setting here
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     tensor_io.load(dist.World(), folder, "ema", dit.trained_parameters(model))
@@ -99,8 +98,6 @@ class Origin(NamedTuple):
 
 def find(name):
     """Origin of --init_from: a folder, an OUTPUT_DIR of this trainer, or a download. UserError."""
-    require(not Path(name).is_file(),
-            f"--init_from {name}: give a folder; bd3lms' push_to_hf.py makes one of a .ckpt file")
     path = tensor_io.find_folder(str(name), "--init_from")
     if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = find_checkpoint(path, "--init_from")

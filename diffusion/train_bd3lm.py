@@ -87,9 +87,6 @@ from diffusion import blocks, dit, elbo, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-if dry:
-    from core import memory
-    memory.check_disk(args.output_dir, 0, "--output_dir")
 ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
@@ -135,8 +132,10 @@ table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
 planned = args, world, ranks, config, rows, eval_rows
+if args.auto or dry:
+    from diffusion import plan
 if args.auto:
-    elbo.plan_memory(*planned)
+    plan.plan_memory(*planned)
 
 # ---- Resume
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -186,7 +185,7 @@ print0(f"{size}, {kind}",
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
        run.start_line(step, total_steps, resume, weights_text))
 if dry:
-    elbo.plan_memory(*planned, order, total_steps - step)
+    plan.plan_memory(*planned, order, total_steps - step)
     print("dry run ok")
     sys.exit(0)
 

@@ -51,24 +51,18 @@ def encode_chunk(records, path, reading, problems):
     """Tokenise [(line, record)] into {column of the table: array; "ends": Counter}. Adds a Problem
     for each unusable record to the list `problems`. Runs in several processes at once."""
     encoder, limit, prompt = reading[:3]
-    encoder.ends, ids, masks, numbers, short = Counter(), [], [], [], []
+    encoder.ends, ids, masks, numbers = Counter(), [], [], []
 
     def refuse(line, check, why):
         problems.append(problem(f"{path}:{line}", check, why, path))
 
-    for line, record in records:        # megabytes take minutes: check the longest text's start
-        text = max((message["content"] for message in record["messages"]), key=len)
-        if len(text) > 8 * limit and len(encoder.lists([text[:8 * limit]])[0]) > limit * 9 // 8:
-            refuse(line, "too_long", f"{len(text):,} characters, more than {limit} tokens")
-        else:
-            short.append((line, record))
-    results = encoder.encode([record["messages"] for _, record in short],
-                             [record.get("tools") for _, record in short])
+    results = encoder.encode([record["messages"] for _, record in records],
+                             [record.get("tools") for _, record in records])
     if prompt:
         from distill.teaching import add_teachers_version
         results = add_teachers_version(prompt, reading.teacher or encoder,
-                                       [record for _, record in short], results)
-    for (line, record), result in zip(short, results):
+                                       [record for _, record in records], results)
+    for (line, record), result in zip(records, results):
         # a chat becomes several samples if the template rewrites earlier turns
         for sample in result if isinstance(result, list) else [result]:
             if isinstance(sample, ValueError):

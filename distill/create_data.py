@@ -164,13 +164,6 @@ def digest(value):
 # ---- Journals of finished lines, one per shard: {"header": ...}, then one record per line
 
 
-def open_journal(path):
-    """Open a shard's journal to append records. Removes a line that a kill cut off."""
-    journal = open(path, "ab")
-    journal.truncate(path.read_bytes().rfind(b"\n") + 1)
-    return journal
-
-
 def write_record(journal, header, record):
     """Append a record to a journal, so that it survives a kill of this process. The first one
     brings the header: before it, nothing depends on these settings."""
@@ -189,9 +182,6 @@ def read_journals(folder, header):
             try:
                 record = json_files.loads(line)
                 if number > 1:
-                    record["answers"][-1]["why"], record["answers"][-1]["finish_reason"]
-                    if not isinstance(record["label"], str | None) or type(record["id"]) is not int:
-                        raise ValueError("its id or label has a wrong type")
                     records[record["id"]] = record
                     continue
                 old = dict(record["header"])
@@ -356,7 +346,9 @@ def main(argv=None):
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(record["answers"][-1]["finish_reason"] != "unanswered"
                        for record in records.values())
-        with open_journal(work / f"{name}.jsonl") as journal:
+        path = work / f"{name}.jsonl"
+        with open(path, "ab") as journal:
+            journal.truncate(path.read_bytes().rfind(b"\n") + 1)    # a kill may have cut off a line
             label_lines(args, answers, draw, parser, asked, todo, journal, header, answered)
         records = read_journals(work, header)
     if left := len(lines) - len(records):

@@ -192,7 +192,7 @@ def read_rows(args, run):
         unseen, n_trained = drop_trained(rows, trained_rows), len(trained_rows)
     else:
         path = run.folder.resolve().parent / HELD_OUT
-        held_out = run.meta.get("held_out", {"hash": ""})
+        held_out = run.meta["held_out"]
         require(held_out["hash"], f"--checkpoint {run.folder}: its run held out no questions; "
                 "train with --validation_split 0.1, or give --eval_data_file with unseen lines")
         file_hash = hashlib.sha256(json_files.read_text(path).encode()).hexdigest()

@@ -21,6 +21,7 @@ from core.cli import UserError, one_line, require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import collate, collate_kept
+from distill.generation import Draw, generate
 from distill.losses import FLOOR
 from distill.teachers import MALFORMED, NEUTRAL, Server
 
@@ -203,7 +204,7 @@ def draw(model, prompts, seeds, tokens, ends, args):
     model.config._attn_implementation = "sdpa"      # packed attention has no KV cache
     try:
         with dist.autocast(device, causal_lm.half_dtype(args)):
-            answers = causal_lm.generate(model, prompts, tokens, ends, [causal_lm.Draw(seeds)])
+            answers = generate(model, prompts, tokens, ends, [Draw(seeds)])
     finally:
         model.config._attn_implementation = attention
         model.train(training)

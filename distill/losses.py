@@ -45,10 +45,8 @@ def divergence(student, teacher, kind, beta=0.5, k=0):
         return (p.exp() * (p - q)).sum(-1)
     if kind == "reverse":
         return (q.exp() * (q - p)).sum(-1)
-    if kind == "js":
-        m = torch.logaddexp(p + math.log(beta), q + math.log(1 - beta))
-        return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
-    raise ValueError(f"no divergence {kind!r}")
+    m = torch.logaddexp(p + math.log(beta), q + math.log(1 - beta))
+    return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
 
 
 def loss_sums(teaching, logits, targets, *teacher):

@@ -245,7 +245,8 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
     Requests are sorted by length in chunks of chunk_size, then answered batch_size at a time."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    from distill.causal_lm import Draw, end_ids, generate
+    from distill.causal_lm import end_ids
+    from distill.generation import Draw, generate
     ends, warpers = end_ids(model) or [tokenizer.eos_token_id], []
     if draw.temperature:
         warpers = [TemperatureLogitsWarper(draw.temperature)]
@@ -302,12 +303,9 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key),
                     "OPENAI_API_KEY: holds a space, a line feed or a character outside ASCII")
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
-                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-                verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:
-            raise UserError(f"{self.name}, by a proxy of the environment: {one_line(error)}")
+        self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
+            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+            verify=ssl.create_default_context())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -452,9 +450,8 @@ def read_answer(data):
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    text = "".join(piece if isinstance(piece, str) else piece["text"]   # a text or its parts
-                   for piece in message["content"] or "")
-    text = json_files.HALF_CHARACTER.sub("\ufffd", text)     # which files cannot hold
+    # files cannot hold half a character
+    text = json_files.HALF_CHARACTER.sub("\ufffd", message["content"] or "")
     return Answer(text, reason, usage.get("prompt_tokens") or 0,
                   usage.get("completion_tokens") or 0,
                   bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)

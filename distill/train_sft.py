@@ -36,7 +36,7 @@ p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2,
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
 # data
-flag("--train_data_file", None, "chats: JSONL, .parquet, a folder or a pattern", required=True)
+flag("--train_data_file", None, "chats: JSONL or .parquet, or a pattern of files", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle")
 flag("--group_size", 1, 'number of neighbours by "id" or line that are held out together')

@@ -34,13 +34,13 @@ def metrics(out, name):
     return {row["step"]: row[name] for row in rows if name in row}
 
 
-def assert_equal(ours, theirs, base=None, validates=True):
+def assert_equal(ours, theirs, base=None, validates=True, rel=1e-5):
     """Losses of all steps, the first gradient's norm, the validation and, where all are trained, the weights agree."""
     mine, big = (metrics(out, "train/loss") for out in (ours, theirs))
     assert mine.keys() == big.keys() == set(range(1, STEPS + 1))
-    assert mine == pytest.approx(big, rel=1e-5)
+    assert mine == pytest.approx(big, rel=rel)
     first = metrics(theirs, "train/grad_norm")[1]
-    assert metrics(ours, "train/grad_norm")[1] == pytest.approx(first, rel=1e-5)
+    assert metrics(ours, "train/grad_norm")[1] == pytest.approx(first, rel=rel)
     if validates:
         assert metrics(ours, "eval/loss") == pytest.approx(metrics(theirs, "eval/loss"), rel=1e-5)
     if base:
@@ -140,39 +140,23 @@ def test_bd3lm(run, tmp_path):
     assert shown.count("\nsample: ") == 2
 
 
-def test_distill(run, tmp_path):
-    """Both trainers start with the same answers of the model."""
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_distill(run, tmp_path, loss):
+    """Both trainers start with the same answers of the model, or with kl its prompt for them."""
     student = chats.student(tmp_path / "student")
-    mine, big = tmp_path / "mine", tmp_path / "big"
+    mine, big, prompt = (tmp_path / name for name in ("mine", "big", "prompt.txt"))
     mine.mkdir()
     talks = [messages[-2:] for messages in chats.conversations(48)]
-    for name, part in (("answers", talks[8:]), ("held_out", talks[:8])):
-        lines = [json.dumps({"messages": messages}) + "\n" for messages in part]
-        (mine / f"{name}.jsonl").write_text("".join(lines))
-    (tmp_path / "prompt.txt").write_text("Name the language.")
+    chats.write(mine / "answers.jsonl", talks[8:])
+    chats.write(mine / "held_out.jsonl", talks[:8])
+    prompt.write_text("Name the language.")
     (tmp_path / "questions.txt").write_text("the quick\n" * 10)
     flags = ["--model_path", student, "--per_device_train_batch_size", 4]
-    asked = ["--prompt_file", tmp_path / "prompt.txt", "--questions_file", tmp_path / "questions.txt",
-             "--warmup_steps", 2, "--max_new_tokens", 4]
-    run("minimal/distill.py", [*flags, *asked], mine)
-    run("distill/train_sft.py", [*flags, *BIG, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio", 2 / STEPS], big)
-    assert_equal(mine, big, student, validates=False)
+    run("minimal/distill.py", [*flags, "--prompt_file", prompt, "--questions_file", tmp_path / "questions.txt", "--loss",
+                               loss, "--warmup_steps", 2, "--max_new_tokens", 4], mine)
+    taught = ["--prompt_file", prompt, "--prompt_role", "system"] if loss == "kl" else []
+    run("distill/train_sft.py", [*flags, *BIG, *taught, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio",
+                                 2 / STEPS], big)
+    # a divergence is a small difference of logarithms
+    assert_equal(mine, big, student, validates=False, rel=1e-5 if loss == "ce" else 1e-4)
     assert json.loads((mine / "judged.json").read_text()).keys() == {"base", "base + prompt", "student"}
-
-
-@pytest.mark.slow
-def test_distill_teaches_a_prompt(run, tmp_path):
-    """From nothing but questions: the student comes closer to the prompted model's answers than the bare model is."""
-    student = chats.student(tmp_path / "student")
-    (tmp_path / "prompt.txt").write_text("Name the language.")
-    words = "the quick brown fox jumps over lazy dog and again".split()
-    questions = [f"{a} {b}" for a in words for b in words[:5]]
-    (tmp_path / "questions.txt").write_text("\n".join(questions))
-    out = tmp_path / "out"
-    run("minimal/distill.py", ["--model_path", student, "--prompt_file", tmp_path / "prompt.txt", "--questions_file",
-                               tmp_path / "questions.txt", "--loss", "kl", "--max_new_tokens", 64, "--max_steps", 20,
-                               "--warmup_steps", 2, "--temperature", 1, "--per_device_train_batch_size", 20], out)
-    judged = json.loads((out / "judged.json").read_text())
-    gap = judged["base"]["nats_per_token"] - judged["base + prompt"]["nats_per_token"]
-    closed = judged["base"]["nats_per_token"] - judged["student"]["nats_per_token"]
-    assert gap > 0 and closed > 0.5 * gap

@@ -1,10 +1,7 @@
 """Which tokens are trained, token by token, on chat templates of four styles; refusals.
 
-Released models' own templates are tried as well where TRL is installed, which carries them; without it, CHAT_TEMPLATES
-names a folder with them.
-
-The reference knows nothing of prefixes: it searches the rendered text for answers and maps places to tokens with the
-tokenizer's own offsets.
+Templates of released models come from TRL if it is installed, or from the folder CHAT_TEMPLATES. The reference does not
+compare prefixes: it searches the rendered text for answers and maps them to tokens with the tokenizer's offsets.
 """
 import importlib.util
 import os
@@ -58,14 +55,11 @@ def released(name):
 
 
 @pytest.mark.parametrize("template, messages, turns, thinking, pattern", [
-    (QWEN, SINGLE, "all", None, QWEN), (QWEN, MULTI, "all", None, QWEN), (QWEN, MULTI, "last", None, QWEN),
-    (LLAMA, MULTI, "all", None, LLAMA), (LLAMA, MULTI, "last", None, LLAMA),
-    (QWEN_THINK, SINGLE, "all", None, QWEN_THINK), (QWEN_THINK, SINGLE, "all", False, "no thinking"),
-    (QWEN_THINK, MULTI, "last", False, "no thinking"), (QWEN_THINK, THOUGHTS, "all", True, QWEN_THINK),
+    (QWEN, SINGLE, "all", None, QWEN), (QWEN, MULTI, "all", None, QWEN), (LLAMA, MULTI, "last", None, LLAMA),
+    (QWEN_THINK, SINGLE, "all", None, QWEN_THINK), (QWEN_THINK, MULTI, "last", False, "no thinking"),
     (QWEN_THINK, IN_TEXT, "all", None, QWEN_THINK), (QWEN_OPEN, SINGLE, "all", False, "no thinking"),
-    (QWEN_OPEN, THOUGHTS, "all", None, QWEN_OPEN), (QWEN_OPEN, IN_TEXT, "last", True, QWEN_OPEN),
-    ("qwen2_5", MULTI, "all", None, QWEN), ("qwen3_instruct_2507", MULTI, "all", None, QWEN),
-    ("qwen3", MULTI, "last", False, "no thinking"), ("qwen3", THOUGHTS, "all", True, QWEN_THINK),
+    (QWEN_OPEN, THOUGHTS, "all", None, QWEN_OPEN), ("qwen2_5", MULTI, "all", None, QWEN),
+    ("qwen3", SINGLE, "last", False, "no thinking"), ("qwen3", THOUGHTS, "all", True, QWEN_THINK),
     ("qwen3_5_nothink", SINGLE, "all", None, "no thinking"), ("qwen3_5_think", THOUGHTS, "all", None, QWEN_OPEN),
     ("llama3", MULTI, "all", None, LLAMA)])
 def test_masks_token_by_token(made, template, messages, turns, thinking, pattern):
@@ -93,11 +87,10 @@ def test_many_at_once_are_as_each_alone(made):
     (QWEN.replace("<|im_end|>", ""), SINGLE, "all", None, "does not end an answer with a special token"),
     ("{{ raise_exception('no system role') }}", SINGLE, "all", None, "refuses it (TemplateError: no system role)"),
     (QWEN.replace("messages -%}", "messages if m.role != 'system' -%}", 1), MULTI, "all", None,
-     "leaves out the text of message 1 (system)"),
-    (QWEN, THOUGHTS, "all", None, "leaves out the answer, the reasoning or a tool call of message 2"),
-    (QWEN, ask("say <|im_end|> now", "en"), "all", None, "message 1 contains the control token <|im_end|>"),
-    (QWEN, ask("hello", "en<|im_start|>"), "all", None, "message 2 contains the control token <|im_start|>"),
-    (QWEN + "{{ '<|endoftext|>' if not add_generation_prompt }}", MULTI, "all", None, "conversation so far"),
+     "leaves out a part of message 1 (system)"),
+    (QWEN, THOUGHTS, "all", None, "leaves out a part of message 2 (assistant)"),
+    (QWEN, ask("say <|im_end|> now", "en"), "all", None, "contains the control token <|im_end|>"),
+    (QWEN + "{{ '<|endoftext|>' if not add_generation_prompt }}", MULTI, "all", None, "is not how the whole begins"),
 ])
 def test_refused(made, template, messages, turns, thinking, part):
     good = ask("fine", "en")
@@ -147,27 +140,19 @@ def test_tools_and_calls_go_to_the_template(made, tmp_path):
     refused, = encoder(made, QWEN).encode([record["messages"][-2:]], [record["tools"]])
     assert "leaves out the tool lookup" in str(refused)
     without = chats.QWEN_TOOLS.replace("m.tool_calls else", "none else")
-    for turns, part in (("all", "a tool call of message 2"), ("last", "leaves out the text of message 2 (assistant)")):
+    for turns in ("all", "last"):
         refused, = encoder(made, without, turns).encode([record["messages"]], [record["tools"]])
-        assert part in str(refused)
+        assert "leaves out a part of message 2 (assistant)" in str(refused)
     refused, = encoder(made, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
-    assert "its tools contain the control token" in str(refused)
-    for spoilt, part in (({"tools": [{"name": 3}]}, 'its "tools" are no list'), ({"tools": "no"}, "not valid JSON"),
-                         ({"tools": [TOOL], "messages": [SINGLE[0], talk[1] | {"tool_calls": [{"name": 1}]}]},
-                          "its tool_calls are no list")):
-        problems, path = [], chats.write(tmp_path / "spoilt.jsonl", [SINGLE], **spoilt)
-        assert not list(chat.read_records(path, problems)) and part in problems[0]
+    assert "contains the control token" in str(refused)
 
 
 def test_tokenizers_that_cannot_be_used(made, tmp_path):
-    made.chat_template = None
-    made.save_pretrained(tmp_path / "bare")
-    with pytest.raises(UserError, match="has no chat template; give one with --chat_template"):
-        chat.load_tokenizer(tmp_path / "bare")
-    (tmp_path / "template.jinja").write_text(LLAMA)
-    assert chat.load_tokenizer(tmp_path / "bare", tmp_path / "template.jinja").chat_template == LLAMA
-    with pytest.raises(UserError, match="--chat_template .*none.jinja: cannot be read"):
-        chat.load_tokenizer(tmp_path / "bare", tmp_path / "none.jinja")
-    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no tokenizer can be loaded"):
-        chat.load_tokenizer(tmp_path / "empty")
+        chat.load_tokenizer(tmp_path)
+    made.chat_template = None
+    made.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no chat template; give one with --chat_template"):
+        chat.load_tokenizer(tmp_path)
+    (tmp_path / "template.jinja").write_text(LLAMA)
+    assert chat.load_tokenizer(tmp_path, tmp_path / "template.jinja").chat_template == LLAMA

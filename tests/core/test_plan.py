@@ -12,7 +12,7 @@ from core.cli import Parser, UserError, parse
 from core.dist import World
 from core.memory import GIB, Memory, Setup
 from core.packing import PackOrder
-from diffusion import elbo
+from diffusion import plan as block_plan
 from distill import causal_lm, packed_lm
 from distill import plan as chat_plan
 from tests.helpers import chats
@@ -122,7 +122,7 @@ def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
     args.compile = True
 
     def split(ranks, tokens=1024):
-        found = elbo.setups(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
+        found = block_plan.setups(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
         return list(dict.fromkeys((one.batch_size, one.accumulation) for one in found))
     assert split(1) == [(171, 1), (86, 2), (43, 4), (21, 8), (11, 16), (5, 32), (3, 64)]
     assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]

@@ -20,17 +20,6 @@ def test_dropout_is_on_both_branches():
     assert torch.equal(model.hidden_states(inputs), model.embed(inputs.tokens)[:, :inputs.n_noisy])
 
 
-@pytest.mark.parametrize("length,size", [(6, 1), (8, 2), (12, 4), (10, 5), (8, 8), (9, 4)])
-def test_mask_of_the_baseline_is_the_papers(length, size):
-    block = torch.arange(length).repeat(2)[None] // size
-    full = seen_by(torch.zeros_like(block), block, length)[0]
-    for q, k in product(range(2 * length), repeat=2):
-        q_block, k_block, q_clean, k_clean = q % length // size, k % length // size, q >= length, k >= length
-        expected = (q_block == k_block and q_clean == k_clean) or (q_block > k_block and k_clean and not q_clean) or \
-            (q_block >= k_block and q_clean and k_clean)
-        assert full[q, k] == expected, (q, k)
-
-
 @pytest.mark.parametrize("q,p,e,plan,execution", [(3, 4, 4, 2, 2), (5, 6, 4, 3, 1), (1, 4, 8, 4, 8), (4, 2, 3, 1, 3)])
 def test_mask_of_the_hierarchy_follows_its_table(q, p, e, plan, execution):
     noisy = [("P", i // plan) for i in range(p)] + [("E", i // execution) for i in range(e)]
@@ -61,15 +50,6 @@ def test_mask_of_the_hierarchy_follows_its_table(q, p, e, plan, execution):
             else:
                 expected = k_half == "0" and k_block <= q_block
         assert full[i, j] == expected, (query, key)
-
-
-def test_noisy_blocks_are_what_the_sampler_sees():
-    batch, model = make_blocks(MIXED, 26, 24), network()
-    inputs = noised(batch)
-    hidden = model.hidden_states(inputs)
-    for row, doc, number in [(0, 0, 1), (0, 0, 2), (0, 1, 1), (0, 1, 2), (0, 1, 3), (1, 0, 0), (1, 0, 4)]:
-        sampled, copies = sampled_hidden(model, batch, inputs, row, doc, number)
-        torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -137,20 +117,6 @@ def test_loss_and_gradients_equal_the_slow_formula():
     fused, slow = loss_of(model, inputs, batch.n_targets), slow_loss(model, batch, inputs, t)
     torch.testing.assert_close(fused, slow, rtol=1e-5, atol=1e-5)
     assert_close(gradients(model, fused), gradients(model, slow))
-
-
-def test_packed_rows_train_like_padded_ones():
-    docs = [document([4, 4, 3], given=6), document([5, 3, 2], question=1, seed=1), document([4, 4], seed=2)]
-    packed, padded = make_blocks([[docs[0], docs[1]], [docs[2]]], 22, 16), make_blocks([[d] for d in docs], 12, 12)
-    both = []
-    for batch in (packed, padded):
-        model, rng = network(), np.random.default_rng(5)
-        tokens = np.zeros(batch.doc.shape)
-        tokens[batch.target.numpy()] = rng.random(batch.n_targets)
-        draws = blocks.Draws(rng.random(batch.n_groups), None, tokens)
-        loss = loss_of(model, blocks.diffuse(batch, draws, MASK), batch.n_targets)
-        both.append([loss, *gradients(model, loss)])
-    assert_close(*both)
 
 
 @pytest.mark.parametrize("pieces", [dit.HEAD_ROWS, 24])

@@ -3,14 +3,14 @@ import pytest
 import torch
 
 from core.memory import Setup, step_bytes
-from diffusion import blocks, dit, elbo
+from diffusion import blocks, dit, plan
 from tests.helpers.live_bytes import real_peak
 
 LENGTH, NOISY = 96, 64
 
 
 def step_of(backend, size="tiny", vocabulary=300):
-    return elbo.step_of(dit.config_of(size, vocabulary, vocabulary - 1, 0.1), backend)
+    return plan.step_of(dit.config_of(size, vocabulary, vocabulary - 1, 0.1), backend)
 
 
 def inputs_of(rows, masked):

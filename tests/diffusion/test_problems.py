@@ -1,16 +1,12 @@
-"""Reading chats, problems and tokenizers; chats have the losses of GSM8K's form, one document an answer."""
+"""Reading chats, problems and tokenizers; chats become one document an answer."""
 import json
-import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from core.cli import UserError
-from core.dist import World
-from diffusion import blocks, choices, dit, elbo, problems, published, sample_bd3lm
+from diffusion import choices, problems, published, sample_bd3lm
 from diffusion.problems import load_tokenizer, read_problems
 from tests.helpers.block_problems import documents_of
 from tests.helpers.block_runs import short_run
@@ -26,32 +22,9 @@ def folder(demo):
     return demo / "chat"
 
 
-def parts(folder, system, block_size=8):
-    """(Layout, Tokens) of a run with the chat template."""
-    layout = published.add_chat_form(choices.Layout(system, block_size=block_size, max_length=128), folder)
-    return layout, load_tokenizer(folder, system, layout.end_token)
-
-
-@torch.no_grad()
-def test_a_chat_of_one_turn_has_the_losses_of_the_problem(folder, demo, tmp_path):
-    entries = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()[:12]]
-    data = write(tmp_path / "chats.jsonl", [ask(p["question"], p["answer"]) for p in entries])
-    found = {}
-    for system, path in (("gsm8k", demo / "train.jsonl"), ("chat", data)):
-        layout, tokens = parts(folder, system)
-        made = problems.read_chats(data, folder, tokens, []) if system == "chat" else problems.read_problems(
-            path, "train", system)[:12]
-        rows = blocks.make_rows(documents_of(made, tokens, layout), np.arange(12), 128, False)
-        torch.manual_seed(0)
-        model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
-        model.head.weight.normal_(0, 0.3)
-        how = elbo.Eval(rows, tokens, batch_rows=4, repeats=2, seed=1, bf16=False)
-        found[system] = elbo.bound(World(device=torch.device("cpu")), model, how, int)
-    assert found["chat"] == pytest.approx(found["gsm8k"], rel=1e-6) and found["chat"]["eval/nll"] > 1
-
-
 def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp_path):
-    layout, tokens = parts(folder, "chat")
+    layout = published.add_chat_form(choices.Layout("chat", block_size=8, max_length=128), folder)
+    tokens = load_tokenizer(folder, "chat", layout.end_token)
     bad, data = [], write(tmp_path / "chats.jsonl", [TALK])
     with open(data, "a") as file:
         file.write('{"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "1"}]}\n')
@@ -70,7 +43,7 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
         assert len(ids) % 8 == 0 and set(ids[len(problem.ids):]) <= {tokens.end}
     words = sorted(str(p).removeprefix(str(data)) for p in bad)
     assert len(words) == 3 and {p.check for p in bad} == {"invalid"}
-    assert words[0].startswith(":2: answer in message 2: message 1 contains the control token <|im_end|>")
+    assert words[0].startswith(":2: answer in message 2: contains the control token <|im_end|>")
     assert words[1].startswith(":3: ends with a message of the user") and words[2].startswith(":4: ")
 
 
@@ -88,12 +61,6 @@ def test_train_and_answer(folder, tmp_path, capsys):
     assert [a["question"] for a in answers] == ["What is 0?", "And 0 more?", "What is 1?"]
     with pytest.raises(UserError, match="--min_accuracy needs answers to compare with"):
         sample_bd3lm.main([*common, "--test_file", str(data), "--min_accuracy", "0.5"])
-    copy = tmp_path / "copy"
-    shutil.copytree(out / "checkpoint-2", copy)
-    stored = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(stored | {"layout": stored["layout"] | {"newer": 1}}))
-    with pytest.raises(UserError, match="copy: no checkpoint of train_bd3lm.py .config.json: .*'newer'"):
-        published.load_checkpoint(copy)
 
 
 def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
@@ -110,18 +77,15 @@ def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
 
 def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
     ours = read_problems(demo / "train.jsonl", "any", "gsm8k")
-    in_folder = read_problems(demo, "train", "gsm8k")
     entries = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()]
     (tmp_path / "train.json").write_text("\ufeff" + json.dumps(entries))
     as_json = read_problems(tmp_path, "train", "gsm8k")
     (tmp_path / "train.jsonl").write_text("\n\n".join(json.dumps(e, ensure_ascii=False) for e in entries))
     assert [replace(p, name="") for p in ours] == [replace(p, name="") for p in as_json]
-    assert ours == in_folder and len(ours) == 60
-    assert [p.name for p in read_problems(tmp_path, "train", "gsm8k")[:2]] == [f"{tmp_path}/train.jsonl line 1",
-                                                                             f"{tmp_path}/train.jsonl line 3"]
+    assert ours == read_problems(demo, "train", "gsm8k") and len(ours) == 60
+    assert read_problems(tmp_path, "train", "gsm8k")[1].name == f"{tmp_path}/train.jsonl line 3"
     assert as_json[2].name == f"{tmp_path}/train.json sample 2"
     hdp = read_problems(demo / "train_hdp.json", "any", "hdp")
-    assert hdp[3].name.endswith("train_hdp.json sample 3")
     assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in ours]
     assert all(p.plan and "<<" not in p.solution for p in hdp)
 
@@ -136,7 +100,6 @@ GOOD = {"question": "q", "answer": "a #### 3"}
     ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
-    ("gsm8k", "[" * 100_000, r"p.jsonl: is nested too deeply"),
     ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0: has no 'plan' .*; make plans with make_problems.py"),
 ])
 def test_bad_files_are_one_line_naming_file_and_sample(tmp_path, system, text, message):

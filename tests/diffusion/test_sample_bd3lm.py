@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from diffusion import dit, evaluate, sample_bd3lm
 from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.problems import load_tokenizer, read_problems
-from diffusion.sample_bd3lm import Sampling, Solver, prefill
+from diffusion.sample_bd3lm import Sampling, Solver, generate, prefill
 from tests.helpers.block_problems import LAYOUTS, load
 from tests.helpers.block_rows import MASK, chi_square, network
 from tests.helpers.block_runs import as_checkpoint, short_run
@@ -36,7 +36,7 @@ def solver_of(demo, layout, how=None):
 
 @pytest.mark.parametrize("system", FILES)
 def test_answers_to_a_file(demo, tmp_path, system, capsys):
-    """Of averaged weights; the same in any batch; a pass for each token, or fewer where several are sure."""
+    """Of averaged weights; a pass for each token, or fewer where several are sure."""
     layout, path = HDP if system == "hdp" else LAYOUTS["gsm8k"], tmp_path / "run" / "checkpoint-5"
     solver = solver_of(demo, layout)
     path.mkdir(parents=True)
@@ -47,11 +47,11 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
     solver.tokens.tokenizer.save(str(path / "tokenizer.json"))
     as_checkpoint(path, {"step": 5, "best_step": None})
     found = {}
-    for how in ("--batch_size 2", "--batch_size 6", "--batch_size 6 --order confidence --threshold 0.02"):
+    for how in ("--batch_size 2", "--batch_size 6 --order confidence --threshold 0.02"):
         sample_bd3lm.main(["--checkpoint", str(tmp_path / "run"), "--test_file", str(demo / FILES[system]), "--limit", "6",
                            "--device", "cpu", "--output", str(tmp_path / "answers.json"), *how.split()])
         found[how] = json.loads((tmp_path / "answers.json").read_text())
-    result, other, fast = found.values()
+    result, fast = found.values()
     problems = read_problems(demo / FILES[system], "", system)[:6]
     assert [(a["name"], a["question"], a["answer"]) for a in result["answers"]] == [
         (p.name, p.question, p.answer) for p in problems]
@@ -61,13 +61,10 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
         assert answer["forwards"] == answer["tokens"] == most if not answer["ended"] else answer["tokens"] <= most
         assert ("plan" in answer) == (system == "hdp")
     assert not all(a["ended"] for a in result["answers"])
-    assert [len(a["text"]) > 0 for a in other["answers"]] == [True] * 6
     assert fast["summary"]["forwards"] < result["summary"]["forwards"] and fast["summary"]["problems"] == 6
     total = result["summary"]
     assert total["tokens_per_second"] == pytest.approx(sum(a["tokens"] for a in result["answers"]) / total["seconds"])
-    out = capsys.readouterr().out
-    assert "accuracy   strict 0.00% +- 0.00% of 6 problems, 0 of them too long" in out
-    assert f"answers    {tmp_path}/answers.json" in out and f"-- {problems[0].name}\n" in out
+    assert "accuracy   strict 0.00% +- 0.00% of 6 problems, 0 of them too long" in capsys.readouterr().out
 
 
 def test_prompts_of_lm_eval(demo):
@@ -137,7 +134,7 @@ def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
 
 
 def test_the_bound_of_a_file(demo, tmp_path, capsys):
-    """The validation's number of the same weights, within both errors; wrong flags are refused."""
+    """The validation's number of the same weights, within both errors."""
     out = tmp_path / "out"
     short_run(out, f"--train_data_file {demo}/train.jsonl --eval_data_file {demo}/test.jsonl --tokenizer {demo}",
               "--model_size nano --eval_repeats 8")
@@ -154,42 +151,34 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     assert summary["texts"] == 20 and summary["tokens"] > 20 * 10
     said = capsys.readouterr().out
     assert "bound      nll <= " in said
-    with pytest.raises(SystemExit):
-        evaluate.main([*common, "--draws", "1"])
 
 
 def questions():
     """Contexts, pinned ids and limits of three problems of different lengths, one of them without a context."""
     rng = np.random.default_rng(0)
     contexts = [np.stack([rng.integers(0, MASK, n), np.arange(n), np.arange(n) // 4]) for n in (8, 0, 4)]
-    return contexts, [([3, 4], 8), ([], 0), ([5], 4)], [3, 2, 3]
+    return contexts, [([3, 4], 8), ([], 0), ([5], 4)], [3, 0, 1]
 
 
 @pytest.mark.parametrize("how", [
-    sample_bd3lm.Sampling(), sample_bd3lm.Sampling("confidence", 1.0, 0), sample_bd3lm.Sampling("confidence", 0.12)], ids=str)
+    Sampling(), Sampling("confidence", 1.0, 0), Sampling("confidence", 0.12), Sampling("confidence", 0.0)], ids=str)
 def test_every_order_fills_its_room_and_counts_its_passes(how):
     model, (contexts, pinned, limits) = network().eval(), questions()
-    found = sample_bd3lm.generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
+    found = generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
     for i, result in enumerate(found):
         given, free = len(pinned[i][0]), 4 * limits[i] - len(pinned[i][0])
         assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * limits[i] and not result.ended
         assert MASK not in result.ids and limits[i] <= result.forwards <= free
         assert how.threshold < 0.5 or result.forwards == free
-
-
-def test_one_sure_pass_a_block_and_none_without_room():
-    model, (contexts, pinned, _) = network().eval(), questions()
-    results = sample_bd3lm.generate(model, zip(contexts, pinned), [3, 0, 1], 4, 99,
-                               sample_bd3lm.Sampling("confidence", threshold=0.0))
-    assert [r.forwards for r in results] == [3, 0, 1] and [len(r.ids) for r in results] == [12, 0, 4]
+        assert how.threshold > 0 or result.forwards == limits[i], "one sure pass a block"
 
 
 def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
     model, (contexts, pinned, _) = network().eval(), questions()
-    how = sample_bd3lm.Sampling("confidence", 1.0, 0)
-    free = sample_bd3lm.generate(model, zip(contexts, pinned), [3] * 3, 4, 99, how)
+    how = Sampling("confidence", 1.0, 0)
+    free = generate(model, zip(contexts, pinned), [3] * 3, 4, 99, how)
     end = free[0].ids[5]        # in the second block of the first problem
-    ended = sample_bd3lm.generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
+    ended = generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
     for i, (whole, cut) in enumerate(zip(free, ended)):
         own = whole.ids[len(pinned[i][0]):]
         at = own.index(end) + len(pinned[i][0]) if end in own else None
@@ -200,20 +189,20 @@ def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
 
 def test_a_block_that_was_given_is_like_one_that_was_written():
     """Places, block numbers, keys and values of later blocks: one call for two blocks writes what two calls do."""
-    model, how = network().eval(), sample_bd3lm.Sampling("confidence", 1.0, 0)
+    model, how = network().eval(), Sampling("confidence", 1.0, 0)
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
-    whole, = sample_bd3lm.generate(model, [(context, ([], 8))], [2], 4, 99, how)
-    first, = sample_bd3lm.generate(model, [(context, ([], 8))], [1], 4, 99, how)
+    whole, = generate(model, [(context, ([], 8))], [2], 4, 99, how)
+    first, = generate(model, [(context, ([], 8))], [1], 4, 99, how)
     assert whole.ids[:4] == first.ids
     block = np.stack([first.ids, np.arange(8, 12), np.full(4, 2)])
-    second, = sample_bd3lm.generate(model, [(np.concatenate([context, block], 1), ([], 12))], [1], 4, 99, how)
+    second, = generate(model, [(np.concatenate([context, block], 1), ([], 12))], [1], 4, 99, how)
     assert whole.ids[4:] == second.ids
 
 
 def test_an_end_token_that_was_given_ends_nothing():
     model = network().eval()
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
-    result, = sample_bd3lm.generate(model, [(context, ([3, 4], 8))], [1], 4, 4, sample_bd3lm.Sampling("confidence", 1.0, 0))
+    result, = generate(model, [(context, ([3, 4], 8))], [1], 4, 4, Sampling("confidence", 1.0, 0))
     assert result.ids[:2] == [3, 4] and 4 not in result.ids[2:] and not result.ended
 
 

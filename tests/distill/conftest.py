@@ -10,12 +10,11 @@ from tests.helpers.students import HELD_OUT, SEED
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Folder with two students and the conversations."""
+    """Folder with students and their conversations."""
     folder = tmp_path_factory.mktemp("students")
     chats.student(folder / "qwen")
     chats.student(folder / "llama", "llama")
     chats.student(folder / "moe", "moe")
-    chats.student(folder / "sixteen", hidden_size=48, intermediate_size=64, head_dim=16)
     chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
     chats.write(folder / "chats.jsonl", chats.conversations(24))
     return folder
@@ -28,8 +27,7 @@ def data(made, tmp_path_factory):
         folder = tmp_path_factory.mktemp("table")
         encoder = chat.Encoder(chat.load_tokenizer(made / student))
         write_table(folder, [made / "chats.jsonl"], Reading(encoder, 256))
-        table = ChatTable(folder)
-        return table, *split_groups(np.arange(24), HELD_OUT, SEED)
+        return ChatTable(folder), *split_groups(np.arange(24), HELD_OUT, SEED)
     return table
 
 

@@ -31,7 +31,7 @@ def made():
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),
-    (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
+    (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": 1}]}]}', "tool_calls are no list"),
 ])
 def test_bad_lines_are_named(made, tmp_path, line, part):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
@@ -94,38 +94,28 @@ def test_hold_out_takes_whole_groups():
         split_groups(np.zeros(9), 0.5, 7)
 
 
-def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
-    """Names of roles, a system text apart, columns of null; chunks of their own for each of several readers."""
+def test_all_forms_are_the_same_conversations(made, tmp_path):
+    """ShareGPT, prompts and completions, parquet with columns of null; a question at the end is dropped."""
     import pyarrow
     import pyarrow.parquet
-    talks = [chats.ask(f"question {i}", f"answer {i}") for i in range(7)]
+    talks = [chats.ask(f"question {i}", f"answer {i}") for i in range(6)]
     talks[2] = [{"role": "system", "content": "Be brief."}, *talks[2]]
-    share = [{"conversations": [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
-                                for m in talk if m["role"] != "system"],
-              **({"system": "Be brief."} if i == 2 else {})} for i, talk in enumerate(talks)]
-    (tmp_path / "share.jsonl").write_text("".join(json.dumps(row) + "\n" for row in share))
-    talks[0][1]["reasoning_content"] = ""                   # a column of null in all other rows
+    talks[0][1]["weight"] = 1                               # a column of null in all other rows
     chats.write(tmp_path / "plain.jsonl", talks)
     rows = [{"messages": talk, "id": i} for i, talk in enumerate(talks)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    found = {}
+    turns = [{"from": "human", "value": "question 2"}, {"from": "gpt", "value": "answer 2"}]
     others = [{"prompt": "question 0", "completion": "answer 0"}, {"prompt": talks[1][:1], "completion": talks[1][1:]},
-              {"system": "Be brief.", "conversations": share[2]["conversations"]},
-              {"messages": talks[3]},
-              {"messages": [*talks[4], {"role": "user", "content": "and then?"}]},
-              {"prompt": "question 5", "response": "answer 5"}, {"messages": talks[6]}]
+              {"system": "Be brief.", "conversations": turns}, {"prompt": "question 3", "response": "answer 3"},
+              {"messages": [*talks[4], {"role": "user", "content": "and then?"}]}, {"messages": talks[5]}]
     (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
-    for name in ("plain.jsonl", "share.jsonl", "rows.parquet", "others.jsonl"):
+    tables = []
+    for name in ("plain.jsonl", "rows.parquet", "others.jsonl"):
         write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(made), 256))
-        found[name] = ChatTable(tmp_path / f"table-{name}")
-    for table in found.values():
-        assert table.tokens.tolist() == found["plain.jsonl"].tokens.tolist() and len(table) == 7
-        assert table.trained.tolist() == found["plain.jsonl"].trained.tolist()
-        assert table.asked.tolist() == found["plain.jsonl"].asked.tolist()
-    assert found["rows.parquet"].keys.tolist() == list(range(7))
-    for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
-        parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
-        assert parts == [[1, 2, 7], [3, 4], [5, 6]]
+        tables.append(ChatTable(tmp_path / f"table-{name}"))
+        for column in ("tokens", "trained", "offsets", "asked"):
+            assert getattr(tables[-1], column).tolist() == getattr(tables[0], column).tolist()
+    assert len(tables[0]) == 6 and tables[1].keys.tolist() == list(range(6))
 
 
 def test_answers_of_a_hybrid_template_are_samples_of_their_own(made, tmp_path):

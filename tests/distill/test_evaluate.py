@@ -7,7 +7,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import report
@@ -18,7 +17,7 @@ WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is o
          "fr": "ou est la le que bibliotheque des une"}
 N, GROUP, REJECTED = 120, 3, range(5, 120, 17)
 PROMPT = "Which language?\nLast line: Final Answer: CODE\n{text}\n"
-STEPS = {"full": 45, "lora": 45}
+STEPS = 45
 
 
 def truth_of(i):
@@ -43,14 +42,10 @@ def write(path, rows):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Folder with two base models, labels, rejected lines, the truth and a prompt."""
+    """Folder with a base model, labels and a prompt."""
     folder = tmp_path_factory.mktemp("judged")
-    chats.student(folder / "full-base")
-    chats.student(folder / "lora-base", hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=2)
-    tokenizer = chats.tokenizer(chats.QWEN_THINK)
-    tokenizer.save_pretrained(folder / "lora-base")
-    ends = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>")}       # not what answers end with
-    (folder / "lora-base" / "generation_config.json").write_text(json.dumps(ends))
+    chats.student(folder / "base")
+    chats.tokenizer(chats.QWEN_THINK).save_pretrained(folder / "base")
     write(folder / "labels.jsonl", [record(i) for i in range(N) if i not in REJECTED])
     (folder / "prompt.txt").write_text(PROMPT)
     return folder
@@ -61,14 +56,14 @@ def train(pool, made):
     """train(name, *flags) -> checkpoint folder of a student, trained when first asked for. Look, do not touch."""
     done = {}
 
-    def get(name, *flags, base="full"):
+    def get(name, *flags):
         if name not in done:
-            steps, out = STEPS.get(name, 1), made / name
+            steps, out = 1 if flags else STEPS, made / name
             hold_out = [] if flags else ["--validation_split", 0.2, "--group_size", GROUP]
-            students.train(pool, 1, out, "--model_path", made / f"{base}-base", "--train_data_file", made / "labels.jsonl",
+            students.train(pool, 1, out, "--model_path", made / "base", "--train_data_file", made / "labels.jsonl",
                            "--logging_dir", made / "logs", "--max_steps", steps, "--eval_steps", 0, "--save_steps", 0,
                            "--per_device_train_batch_size", 16, "--global_batch_size", 16, "--learning_rate", 5e-3,
-                           *hold_out, *flags)
+                           "--enable_thinking", "false", *hold_out, *flags)
             done[name] = out / f"checkpoint-{steps}"
         return done[name]
     return get
@@ -77,12 +72,6 @@ def train(pool, made):
 @pytest.fixture(scope="module")
 def full(train):
     return train("full")
-
-
-@pytest.fixture(scope="module")
-def lora(train):
-    return train("lora", "--use_lora", "--enable_thinking", "false", "--validation_split", 0.2, "--group_size", GROUP,
-                 "--learning_rate", 1e-2, base="lora")
 
 
 def evaluate(made, out, checkpoint, *flags):
@@ -104,35 +93,28 @@ def refusal(capsys, made, out, checkpoint, *flags):
 # -- Whole evaluations -------------------------------------------------------------------------------------------------
 
 
-def alone(model, tokenizer, text, ends, tokens=10, **options):
-    """(answer, ended by itself) by transformers' forward, likeliest token by token, no cache, no batch."""
+def alone(model, tokenizer, text, tokens=10):
+    """The answer by transformers' forward, likeliest token by token, no cache, no batch."""
     ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
-                                        return_dict=False, **options)
+                                        return_dict=False, enable_thinking=False)
     start = len(ids)
     with torch.inference_mode():
-        for _ in range(tokens):
+        while len(ids) < start + tokens and ids[-1] != tokenizer.eos_token_id:
             ids = [*ids, model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()]
-            if ids[-1] in ends:
-                return tokenizer.decode(ids[start:-1]), True
-    return tokenizer.decode(ids[start:]), False
+    return tokenizer.decode(ids[start:]).removesuffix(tokenizer.eos_token)
 
 
 @pytest.fixture(scope="module")
 def whole(made, full, tmp_path_factory):
-    """(evaluation.json of the full student beside its base, with prompt and truth; what was printed; folder)."""
+    """(evaluation.json of the full student with its base and the prompt, output folder)."""
     out = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("builtins.print", lambda *words, sep=" ", **_: printed.append(sep.join(map(str, words))))
-        found = evaluate(made, out, full, "--prompt_file", made / "prompt.txt",
-                         "--batch_size", 5)
-    return found, "\n".join(printed), out
+    return evaluate(made, out, full, "--prompt_file", made / "prompt.txt", "--batch_size", 5), out
 
 
 @pytest.mark.slow
 def test_the_lines_are_those_that_the_run_held_out(made, full, whole):
     """The run's own validation loss comes out of them, and no group is on both sides."""
-    found, printed, _ = whole
+    found, _ = whole
     ids = [row["id"] for row in found["samples"]]
     everyone = {i for i in range(N) if i not in REJECTED}
     trained = everyone - set(ids)
@@ -144,22 +126,20 @@ def test_the_lines_are_those_that_the_run_held_out(made, full, whole):
 
 
 def test_answers_are_those_of_each_line_alone(made, full, whole):
-    found, _, _ = whole
+    found, _ = whole
     tokenizer = AutoTokenizer.from_pretrained(full)
-    ends = {tokenizer.eos_token_id}
     before, after = PROMPT.strip().split("{text}")
-    for folder, name, change in ((full, "student", "{}".format), (made / "full-base", "base", "{}".format),
-                                 (made / "full-base", "base + prompt", lambda text: before + text + after)):
+    for folder, name, change in ((full, "student", "{}".format), (made / "base", "base", "{}".format),
+                                 (made / "base", "base + prompt", lambda text: before + text + after)):
         model = AutoModelForCausalLM.from_pretrained(folder)
         for row in found["samples"][:8 if name != "student" else None]:
             assert row["question"] == record(row["id"])["messages"][0]["content"]
-            raw, _ = alone(model, tokenizer, change(row["question"]), ends, 10)
-            assert row[name] == raw, name
+            assert row[name] == alone(model, tokenizer, change(row["question"])), name
 
 
 def test_accuracy_is_that_of_the_rows(whole):
     """Counted again from the rows and the rules that made the data; divergence and likelihood go with them."""
-    found, printed, out = whole
+    found, out = whole
     rows, measured = found["samples"], found["metrics"]
     for row in rows:
         assert row["held out"] == label_of(row["id"])
@@ -171,20 +151,8 @@ def test_accuracy_is_that_of_the_rows(whole):
     assert measured["student: accuracy"] > 0.6 > 0.2 > measured["base: accuracy"], "it learnt"
     assert measured["base + prompt: tokens in"] > measured["student: tokens in"] + 20
     assert measured["base + prompt: kl"] == 0 < measured["student: kl"]
-    assert re.search(r"\n {9,}base  +base \+ prompt  +student\n", printed) and "\naccuracy" in printed
+    assert re.match(r" {9,}base  +base \+ prompt  +student\n", (out / "evaluation.txt").read_text())
     assert report.read_evaluations(out)[0]["metrics"]["student: accuracy"] is not None
-
-
-@pytest.mark.slow
-def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
-    found = evaluate(made, tmp_path, lora)
-    tokenizer = AutoTokenizer.from_pretrained(lora)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "lora-base"), lora)
-    for row in found["samples"]:
-        assert alone(model, tokenizer, row["question"], {tokenizer.convert_tokens_to_ids("<|im_end|>")},
-                     enable_thinking=False)[0] == row["student"]
-    assert len({row["student"] for row in found["samples"]} - {row["base"] for row in found["samples"]}) > 1
-    assert found["data"]["enable_thinking"] == "false"
 
 
 @pytest.mark.parametrize("template, thinking, tools", [
@@ -194,7 +162,8 @@ def test_asked_as_trained(made, template, thinking, tools):
     """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
     from core.chat import Encoder
     tokenizer = chats.tokenizer(template)
-    model, seen = AutoModelForCausalLM.from_pretrained(made / "full-base").eval(), []
+    model, seen = AutoModelForCausalLM.from_pretrained(made / "base").eval(), []
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     generate = model.generate
     model.generate = lambda **given: seen.append(given) or generate(**given)
     asked = [record(i)["messages"] for i in (1, 4, 9)]
@@ -204,6 +173,7 @@ def test_asked_as_trained(made, template, thinking, tools):
         {None: "template", True: "true", False: "false"}[thinking],
         [{"messages": messages, "tools": tools} for messages in asked])
     trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id, "trained answers end with it"
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
     assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
@@ -226,7 +196,7 @@ def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, part", [
     (["--eval_data_file", "trained.jsonl"], "each of its questions was trained"),
-    (["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
+    (["--model_path", "full/checkpoint-45"], "was not trained from full/checkpoint-45 but from other weights"),
     (["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
 ])
 def test_bad_input_is_one_clear_line(made, train, full, tmp_path, capsys, monkeypatch, flags, part):

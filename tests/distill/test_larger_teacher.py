@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import chat, dist
 from core.cli import UserError
@@ -11,6 +11,7 @@ from distill import frozen, packed_lm, teaching
 from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.teachers import Prompt
 from tests.helpers import chats, students
+from tests.helpers.lora_server import draw_answer
 
 PROMPT = "Name the language. the quick brown fox\n"
 WORLD = dist.World(device=torch.device("cpu"))
@@ -23,18 +24,11 @@ SPOKEN = chats.QWEN.replace("'<|im_start|>' + m.role + '\\n'", "'<|im_start|>' +
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Folder with a student, a larger teacher with a template of its own, one with dropout, chats, a prompt."""
+    """Folder with a student, a larger teacher with another template, chats, a prompt."""
     folder = tmp_path_factory.mktemp("larger")
     chats.student(folder / "student", max_position_embeddings=512)
     chats.student(folder / "teacher", "llama", vocab_size=416, hidden_size=48, num_hidden_layers=3, head_dim=12)
-    theirs = chats.tokenizer(SPOKEN)
-    theirs.save_pretrained(folder / "teacher")
-    torch.manual_seed(1)
-    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(
-        vocab_size=401, n_positions=256, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.4, embd_pdrop=0.4, attn_pdrop=0))
-    gpt2.config.bos_token_id = gpt2.config.eos_token_id = theirs.eos_token_id
-    gpt2.save_pretrained(folder / "dropping")
-    theirs.save_pretrained(folder / "dropping")
+    chats.tokenizer(SPOKEN).save_pretrained(folder / "teacher")
     talks = [[m for m in messages if m["role"] != "system"] for messages in chats.conversations(12)]
     records = [{"messages": talk} for talk in talks]
     for record in records[:4]:      # documents and a demonstration, of each sample
@@ -46,25 +40,26 @@ def made(tmp_path_factory):
     return folder
 
 
-def table_of(made, folder, teacher, prompt, turns="all"):
-    student, own = (chat.Encoder(chat.load_tokenizer(made / name), turns) for name in ("student", teacher))
-    write_table(folder, [made / "chats.jsonl"], Reading(student, 512, prompt=prompt, teacher=own))
-    return ChatTable(folder)
-
-
-def model_of(made, teacher, kind, lora=None):
-    model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, prompted=(1.0, *kind))
-    model.frozen["teacher"] = frozen.build_empty(made / teacher, torch.float32)
+@pytest.mark.parametrize("prompt, kind, k", [(Prompt("system", PROMPT.strip()), "forward", 0),
+                                             (Prompt("none", ""), "reverse", 5)])
+def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, kind, k):
+    """With a larger vocabulary that is padding; all weights of the student are trained, none of the teacher's."""
+    own, theirs = (chat.load_tokenizer(made / name) for name in ("student", "teacher"))
+    encoders = [chat.Encoder(tokenizer) for tokenizer in (own, theirs)]
+    write_table(tmp_path, [made / "chats.jsonl"], Reading(encoders[0], 512, prompt=prompt, teacher=encoders[1]))
+    table, chosen = ChatTable(tmp_path), [0, 3, 5, 7]
+    model, parts = packed_lm.build_empty(made / "student", torch.float32, prompted=(1.0, kind, 0.5, k))
+    model.frozen["teacher"] = frozen.build_empty(made / "teacher", torch.float32)
     packed_lm.load(model, parts, WORLD)
     frozen.load_all(model, WORLD, None)
-    return model.train()
+    model.train()
+    model.chunk = 7
+    loss, _, n, _, total = model(collate([table[i] for i in chosen], prompted=True))
+    loss.backward()
 
-
-def plain(made, student, teacher, name, records, prompt, kind, k):
-    """(sum of divergences, tokens) of every trained token, a conversation at a time, with whole logits."""
-    own, theirs = (AutoTokenizer.from_pretrained(made / each) for each in ("student", name))
-    found = []
-    for record in records:
+    student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "teacher"))
+    records, wanted = [json.loads(line) for line in open(made / "chats.jsonl")], []
+    for record in (records[i] for i in chosen):
         messages = record["messages"]
         for i in [i for i, m in enumerate(messages) if m["role"] == "assistant"]:
             before = record.get("teacher_messages") or messages[:i]
@@ -73,45 +68,17 @@ def plain(made, student, teacher, name, records, prompt, kind, k):
                 taught, same = students.answer_rows(teacher, theirs, before, messages[i])
             rows, ids = students.answer_rows(student, own, messages[:i], messages[i])
             assert same == ids
-            found += [students.apart(*pair, kind, k=k) for pair in zip(rows, taught, strict=True)]
-    return sum(found), len(found)
-
-
-@pytest.mark.parametrize("prompt, kind, k", [(Prompt("system", PROMPT.strip()), "forward", 0),
-                                             (Prompt("none", ""), "reverse", 5)])
-def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, kind, k):
-    """With a larger vocabulary that is padding; all weights of the student are trained, none of the teacher's."""
-    table = table_of(made, tmp_path / "table", "teacher", prompt)
-    model = model_of(made, "teacher", (kind, 0.5, k))
-    model.chunk = 7
-    chosen = [0, 3, 5, 7]
-    loss, _, n, _, total = model(collate([table[i] for i in chosen], prompted=True))
-    loss.backward()
-    student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "teacher"))
-    records = [json.loads(line) for line in open(made / "chats.jsonl")]
-    wanted, count = plain(made, student, teacher, "teacher", [records[i] for i in chosen], prompt, kind, k)
-    wanted.backward()
-    assert n == count and loss.item() == total.item() == pytest.approx(wanted.item(), abs=count * STEP)
+            wanted += [students.apart(*pair, kind, k=k) for pair in zip(rows, taught, strict=True)]
+    sum(wanted).backward()
+    assert n == len(wanted)
+    assert loss.item() == total.item() == pytest.approx(sum(wanted).item(), abs=len(wanted) * STEP)
     ours = dict(model.native.named_parameters())
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-5 * float(
             parameter.grad.abs().max() + 1))
     assert not any("frozen" in name or "packed" in name for name, _ in model.named_parameters())
     assert all(p.grad is None and not p.requires_grad for p in model.frozen["teacher"].parameters())
-
-
-def test_a_teacher_has_no_dropout(made, tmp_path):
-    table = table_of(made, tmp_path / "table", "dropping", Prompt("none", ""))
-    batch = collate([table[i] for i in (1, 5)], prompted=True)
-    model = model_of(made, "dropping", ("forward", 0.5, 0))
-    student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "dropping"))
-    records = [json.loads(line) for line in open(made / "chats.jsonl")]
-    wanted, _ = plain(made, student, teacher.eval(), "dropping", [records[i] for i in (1, 5)], Prompt("none", ""),
-                      "forward", 0)
-    loss, _, n, *_ = model.train()(batch)
-    assert loss.item() == pytest.approx(wanted.item(), abs=n.item() * STEP)
-    model.frozen["teacher"].train()
-    assert model(batch).loss.item() != pytest.approx(wanted.item(), rel=1e-3), "dropout would not be seen"
+    assert not any(module.training for module in model.frozen["teacher"].modules()), "no dropout"
 
 
 # -- What is refused ---------------------------------------------------------------------------------------------------
@@ -170,17 +137,6 @@ def losses(found):
     return [found[step]["train/loss"] for step in sorted(found) if "train/loss" in found[step]]
 
 
-def complete(model, prompt, seed, tokens, end):
-    """Ids drawn from the softmax, one token after the other, each by a whole forward pass."""
-    ids, numbers = list(prompt), torch.Generator().manual_seed(seed)
-    while len(ids) < len(prompt) + tokens and ids[-1:] != [end] or len(ids) == len(prompt):
-        with torch.no_grad():
-            scores = model(torch.tensor([ids])).logits[0, -1]
-        sums = scores.double().softmax(-1).cumsum(-1)
-        ids.append(int((sums <= torch.rand(1, generator=numbers, dtype=torch.float64) * sums[-1]).sum()))
-    return ids[len(prompt):]
-
-
 def own_loss(made, student, step):
     """Mean KL(teacher, student) over what the student draws at a step: plain loops, nothing packed."""
     own, theirs = (AutoTokenizer.from_pretrained(made / name) for name in ("student", "teacher"))
@@ -190,7 +146,7 @@ def own_loss(made, student, step):
         prompt = own.apply_chat_template(record["messages"][:-1], add_generation_prompt=True, return_dict=False)
         behind = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
         seed = int(frozen.generator_of(5, step, number).integers(2**31))
-        answer = complete(student, prompt, seed, 6, own.convert_tokens_to_ids("<|im_end|>"))
+        answer = draw_answer(student, prompt, seed, 6, [own.convert_tokens_to_ids("<|im_end|>")])
         with torch.no_grad():
             rows = student(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
             taught = teacher(torch.tensor([behind + answer])).logits[0, len(behind) - 1:-1]

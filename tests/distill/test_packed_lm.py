@@ -10,20 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from core import kernels
 from core.cli import UserError
+from core.dist import World
 from distill import causal_lm, packed_lm
 from distill.chat_data import collate
 from distill.losses import chunked_loss
 from tests.helpers.students import sample_loss
-
-
-def packed_model(folder, recompute=None, attention=kernels.packed_documents()):
-    """The model of a folder by our own loading, in a PackedLM."""
-    native = causal_lm.empty_model(causal_lm.load_config(folder), torch.float32, folder, attention)
-    parts = causal_lm.weight_parts(folder, native)
-    causal_lm.check_weights(native, parts, folder)
-    causal_lm.give_memory(native, "cpu")
-    causal_lm.load_weights(dict(native.named_parameters()), parts)
-    return packed_lm.PackedLM(native, recompute)
 
 
 @pytest.mark.parametrize("student, recompute", [("qwen", None), ("llama", "all"), ("window", "selective"),
@@ -31,7 +22,9 @@ def packed_model(folder, recompute=None, attention=kernels.packed_documents()):
 def test_packed_is_unpacked(made, data, student, recompute):
     """Losses and every gradient; documents of padding and an order of their own change nothing."""
     table, train, _ = data(student)
-    model = packed_model(made / student, recompute).train()
+    model, parts = packed_lm.build_empty(made / student, torch.float32, recompute=recompute)
+    packed_lm.load(model, parts, World(device=torch.device("cpu")))
+    model.train()
     theirs = AutoModelForCausalLM.from_pretrained(
         made / student, **({"experts_implementation": "eager"} if student == "moe" else {}))
     chosen = [train[i] for i in (3, 0, 7, 4)]

@@ -67,10 +67,9 @@ def test_answers_that_are_no_scores(made):
                                               cu_seqlens=torch.tensor([0, 3])))
         assert both.exp().sum().item() == pytest.approx(1)      # with what the other tokens share
         score = server.score
-        for wrong, words in ((lambda ids, k: None, "not those of vLLM"), (lambda ids, k: score(ids, 2), "gave . tokens"),
-                             (lambda ids, k: score(ids, k)[1:], "not those of vLLM")):
+        for wrong in (lambda ids, k: None, lambda ids, k: score(ids, k)[1:]):
             server.score = wrong
-            with pytest.raises(UserError, match=words):
+            with pytest.raises(UserError, match="not those of vLLM"):
                 scorer.server.wait(scorer.ask([5, 6]))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from core.cli import UserError
 from distill import teachers
-from distill.causal_lm import Draw
+from distill.generation import Draw
 from tests.helpers.lora_server import LoraServer
 
 
@@ -46,17 +46,6 @@ def test_a_key_follows_no_redirection(monkeypatch):
         with pytest.raises(UserError, match="HTTP 307 "):
             teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=first.url)
         assert not second.calls
-
-
-def test_a_hint_is_given_where_there_is_a_server():
-    with LoraServer(None) as server:
-        server.answer = lambda path, body: (400, "no")
-        client = teachers.Server(server.url, 5.0)
-        with pytest.raises(UserError, match="HTTP 400 no; give more"):
-            client.wait(client.call("/models", hint="; give more"))
-    client = teachers.Server("http://127.0.0.1:9/v1", 0.3)
-    with pytest.raises(UserError, match="/models: All connection attempts failed$"):
-        client.wait(client.call("/models", hint="; give more"))
 
 
 @pytest.mark.parametrize("url, key, said", [

@@ -4,10 +4,8 @@ A run's name is "student method mode ranks x samples x micro-steps flags". Each 
 """
 import json
 import math
-import os
 import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -19,10 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core import checkpoint, json_files
 from core.cli import UserError
 from core.packing import PackOrder
-from distill import chat_data
-from tests.helpers.students import train_sft
 from tests.helpers import chats, students
-from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
+from tests.helpers.scripts import ASKED_AT
+from tests.helpers.runs import CLOCK, CUTS, assert_same_bits, moments, newest, rows, tensors
 from tests.helpers.students import HELD_OUT, SEED, sample_loss
 from tests.helpers.trainer import Run
 
@@ -36,6 +33,7 @@ METHODS = {"full": (), "lora": LORA, "packs": (*LORA, "--max_tokens_per_batch", 
 SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
 SAVES = "--save_steps 1 --save_total_limit 0"
 EVERY = f"{SAVES} --logging_steps 2"
+FORGOTTEN = CLOCK | {"train/padding"}     # by a restart: how full earlier packs were
 QWEN = f"qwen full fsdp 2x4x1 {SAVES}"
 
 
@@ -51,12 +49,12 @@ def arguments(made, output_dir, name, *more):
         "--logging_dir", f"{output_dir}-logs", *flags, *more)]
 
 
-def complete(pool, made, output_dir, name, *more, ok=True, main=students.MAIN):
+def complete(pool, made, output_dir, name, *more):
     """Train to the end; the Run."""
     ranks, line = arguments(made, output_dir, name, *more)
-    statuses, output = pool.run(ranks, main, line)
-    assert not ok or not any(statuses), output
-    return Run(max(statuses, key=abs), output, output_dir)
+    statuses, output = pool.run(ranks, students.MAIN, line)
+    assert not any(statuses), output
+    return Run(0, output, output_dir)
 
 
 @pytest.fixture(scope="module")
@@ -79,22 +77,13 @@ def assert_close(ours, theirs):
         assert difference.mean() < 2e-3 * LR and difference.max() < 0.1 * LR, (name, difference.max())
 
 
-def assert_same_run(run, other, stem="model"):
+def assert_same_run(run, other):
     """The same losses, gradient norms, validations, weights and moments up to float rounding."""
     for ours, theirs in zip(rows(run, without=CLOCK | CUTS), rows(other, without=CLOCK | CUTS), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
-    assert_close(tensors(run, stem), tensors(other, stem))
+    assert_close(tensors(run), tensors(other))
     for name, ours in moments(run).items():     # sums of float32 gradients, whose order differs
         torch.testing.assert_close(ours, moments(other)[name], rtol=2e-5, atol=2e-5)
-
-
-def assert_same_bits(run, other, after):
-    """In weights, moments and all that was logged after a step; a restart forgets only how full earlier packs were."""
-    assert rows(run, after, CLOCK | {"train/padding"}) == rows(other, after, CLOCK | {"train/padding"})
-    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other)),
-                         (tensors(run, "adapter_model"), tensors(other, "adapter_model"))):
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert moments(run)
 
 
 # -- The reference: transformers' own forward, one sample at a time ----------------------------------------------------
@@ -106,7 +95,7 @@ def mean_loss(model, table, numbers):
         return sum(sample_loss(model, table, n)[0].item() for n in numbers) / table.targets[numbers].sum()
 
 
-def reference_run(model, table, numbers, sample_loss=sample_loss):
+def reference_run(model, table, numbers):
     """[(loss, gradient norm) of each step] of a plain trainer in place: 8 samples, AdamW, warm-up and cosine."""
     named = dict(model.named_parameters())
     decay = [name for name, p in named.items() if p.ndim > 1 and "embed" not in name]
@@ -157,7 +146,7 @@ def test_any_split_trains_the_same(shared, name):
 @pytest.mark.slow
 def test_adapters_on_packs_to_a_budget_train_the_same(shared):
     one, two = shared("llama packs ddp 1x0x2"), shared("llama packs fsdp 2x0x1")
-    assert_same_run(one, two, "adapter_model")
+    assert_same_run(one, two)
     assert one.metrics("train/padding") == two.metrics("train/padding")
 
 
@@ -213,7 +202,7 @@ def test_resumed_is_uninterrupted(pool, made, shared, tmp_path):
         shutil.copytree(whole.output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}")
         resumed = complete(pool, made, output_dir, name, "--logging_steps", 2)
         assert f"resumed from {output_dir}/checkpoint-{step}" in resumed.output
-        assert_same_bits(resumed, whole, after=step)
+        assert_same_bits(resumed, whole, step, FORGOTTEN)
 
 
 def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
@@ -225,27 +214,16 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
     assert_close(tensors(resumed), tensors(shared(QWEN)))
 
 
-def asked_in_validation(line):
-    """The trainer's main, which gets SIGTERM when its first validation begins."""
-    real = chat_data.make_loader
-
-    def make_loader(table, packs, **more):
-        if "prefetch_factor" not in more:       # of a validation
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(table, packs, **more)
-    chat_data.make_loader = make_loader
-    train_sft.main(line)
-
-
 @pytest.mark.slow
 def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
     """It is interrupted twice. Log, best loss and final weights are those of a run without signals."""
     name = "moe lora ddp 1x8x1"
-    for _ in range(2):
-        stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
-        assert "at step 2 of 5; checkpoint saved" in stopped.output
+    _, line = arguments(made, tmp_path, name)
+    for _ in range(2):      # the first loader is of training, the second of a validation
+        statuses, output = pool.run(1, ASKED_AT, students.SCRIPT, line, "distill.chat_data", "make_loader", 2)
+        assert statuses == [0] and "at step 2 of 5; checkpoint saved" in output, output
     resumed = complete(pool, made, tmp_path, name)
-    assert_same_bits(resumed, shared(name), after=0)
+    assert_same_bits(resumed, shared(name), 0, FORGOTTEN)
     metas = [json_files.read_object(newest(run) / checkpoint.STATE / "state.json") for run in (resumed, shared(name))]
     assert [metas[0][key] for key in ("best_step", "best_loss", "eval_due")] == [
         metas[1][key] for key in ("best_step", "best_loss", "eval_due")]
@@ -274,30 +252,27 @@ def test_bad_flags(made, tmp_path, flags, part):
 
 
 def spoil(folder, kind):
-    config = json.loads((folder / "config.json").read_text())
-    if kind in ("missing", "shape", "extra"):
-        stored = load_file(folder / "model.safetensors")
-        name = "model.layers.1.mlp.up_proj.weight"
-        tensor = stored.pop(name)
-        if kind != "missing":
-            stored |= {name: tensor[:-1].contiguous()} if kind == "shape" else {name: tensor, "stray": tensor.clone()}
-        save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    elif kind == "untied":
-        stored = load_file(folder / "model.safetensors")
-        head = stored["model.embed_tokens.weight"] + 0.1
-        save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    if isinstance(kind, dict):
+        config = json.loads((folder / "config.json").read_text()) | kind
+        (folder / "config.json").write_text(json.dumps(config))
+        return
+    stored, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    if kind == "missing":
+        del stored[name]
+    elif kind == "shape":
+        stored[name] = stored[name][:-1].contiguous()
     else:
-        (folder / "config.json").write_text(json.dumps(config | kind))
+        stored[kind] = stored["model.embed_tokens.weight"] + 0.1
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize("kind, part", [
-    ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"), ("extra", "1 unexpected keys, first stray"),
+    ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"), ("stray", "1 unexpected keys, first stray"),
     ("shape", "up_proj.weight (42, 36) instead of (43, 36)"), ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
     ({"quantization_config": {"quant_method": "fp8"}}, "is quantised; give the unquantised model"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
      "its dynamic rotary embedding depends on the longest document"),
-    ({"num_attention_heads": 0}, "/qwen: "), ({"hidden_size": 10**9}, "/qwen: "),
-    ("untied", "other values for lm_head.weight than for model.embed_tokens.weight")])
+    ({"num_attention_heads": 0}, "/qwen: "), ("lm_head.weight", "other values for lm_head.weight than for model.embed_tokens.weight")])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)

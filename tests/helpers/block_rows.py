@@ -11,20 +11,16 @@ CONFIG = dit.Config(V, MASK, hidden_size=32, layers=3, heads=2, cond_size=8, dro
 
 
 def document(sizes, given=0, question=0, seed=0):
-    """(n, 3) array of ids, block, target: blocks of these sizes; the first `given` tokens are no targets, and neither
-    is block 0 when question is 1.
-    """
+    """(n, 3) array of ids, block, target: blocks of these sizes; the first `given` tokens are no targets, nor is block 0
+    if question is 1."""
     block = np.repeat(np.arange(len(sizes)), sizes)
     n, rng = len(block), np.random.default_rng(seed)
     target = (np.arange(n) >= given) & ~((block == 0) & bool(question))
     return np.stack([rng.integers(0, MASK, n), block, target], axis=1)
 
 
-def make_blocks(rows, length, width, everything=False):
-    """blocks.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row.
-
-    everything: all tokens get a noisy copy, not only those of blocks with targets.
-    """
+def make_blocks(rows, length, width):
+    """blocks.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row."""
     shape = (len(rows), length)
     ids, position, doc, block, group = (torch.full(shape, fill) for fill in (7, 0, -1, 0, -1))
     target, noisy, groups = torch.zeros(shape, dtype=torch.bool), torch.full((len(rows), width), -1), 0
@@ -38,7 +34,7 @@ def make_blocks(rows, length, width, everything=False):
                 if (own := table[:, 1] == b).any() and (table[own, 2] > 0).any():
                     group[r, to][own], groups = groups, groups + 1
             at += len(table) + (at == 0)
-        copies = ((doc[r] >= 0) & ((group[r] >= 0) | everything)).nonzero()[:, 0]
+        copies = (group[r] >= 0).nonzero()[:, 0]
         noisy[r, :len(copies)] = copies
     at = noisy.clamp(min=0)
     tiles = dit.tile_states(torch.cat([doc.gather(1, at).masked_fill(noisy < 0, -1), doc], 1).numpy(),
@@ -84,16 +80,11 @@ def seen_by(doc, block, n_noisy):
     return full
 
 
-def contexts_of(batch, row, doc, number):
-    """ids, positions, blocks (n,) of the clean tokens before a block, and (n,) bool: that block's tokens."""
-    mine = (batch.doc[row] == doc) & (batch.block[row] < number)
-    return (torch.stack([batch.input_ids[row], batch.position[row], batch.block[row]])[:, mine],
-            (batch.doc[row] == doc) & (batch.block[row] == number))
-
-
 def sampled_hidden(model, batch, inputs, row, doc, number):
     """Hidden states of one noisy block as the sampler computes them: clean tokens into a cache, then the block."""
-    context, here = contexts_of(batch, row, doc, number)
+    mine = (batch.doc[row] == doc) & (batch.block[row] < number)
+    context = torch.stack([batch.input_ids[row], batch.position[row], batch.block[row]])[:, mine]
+    here = (batch.doc[row] == doc) & (batch.block[row] == number)
     past = sample_bd3lm.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
     copies = [i for i, p in enumerate(batch.noisy[row].tolist()) if p >= 0 and here[p]]
     seen = torch.ones(1, 1, len(copies), context.shape[1] + len(copies), dtype=torch.bool)

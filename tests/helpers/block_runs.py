@@ -30,7 +30,7 @@ def as_checkpoint(folder, state):
 
 train_bd3lm = trainer_of(SCRIPT, layout_of=choices.layout_of, check_flags=lambda args,
                          world_size: choices.check_flags(args, world_size, train_bd3lm.build_parser()))
-SHORT = ("--max_steps 1 --num_workers 0 --problems_per_batch 4 --gradient_accumulation_steps 1 --max_length 96 --block_size 4 "
+SHORT = ("--max_steps 1 --num_workers 0 --problems_per_batch 4 --gradient_accumulation_steps 1 --max_length 96 "
          "--report_to none --warmup_steps 0 --eval_repeats 1")
 
 

@@ -3,10 +3,9 @@
     python tests/helpers/label_server.py LOG
 
 Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
-give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), full
-(429 always), drop (connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused
-(403), drip (a byte now and then, first), bare (no usage, thoughts apart), seedless, limitless and plain (400 for a
-field).
+give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), full (429), drop
+(connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403), drip (a byte
+now and then, first), bare (no usage, thoughts apart), seedless, limitless and plain (400 for a field).
 """
 import contextlib
 import hashlib
@@ -31,18 +30,16 @@ def answer_to(line, seed):
 
 
 class Handler(BaseHTTPRequestHandler):
-    def reply(self, status, body, **headers):
+    def reply(self, status, body):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def do_GET(self):
         if self.path == "/v1/models":
-            return self.reply(200, {"object": "list", "data": [{"id": "teacher", "object": "model"}]})
+            return self.reply(200, {"data": [{"id": "teacher"}]})
         self.reply(404, {"error": {"message": "Not Found"}})
 
     def do_POST(self):
@@ -62,14 +59,11 @@ class Handler(BaseHTTPRequestHandler):
         if "refused" in words:
             return self.reply(403, {"error": {"message": "not allowed"}})
         if "seedless" in words and "seed" in body:
-            return self.reply(422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"],
-                                                "msg": "Extra inputs are not permitted"}]})
+            return self.reply(422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"]}]})
         if "limitless" in words and "max_tokens" in body:
-            return self.reply(400, {"error": {"message": "Unsupported parameter: 'max_tokens' is not supported with "
-                                              "this model. Use 'max_completion_tokens' instead."}})
+            return self.reply(400, {"error": {"message": "'max_tokens': use 'max_completion_tokens' instead."}})
         if "plain" in words and (other := body.keys() & {"top_k", "min_p", "repetition_penalty"}):
-            return self.reply(400, {"error": {"message": "Unrecognized request arguments supplied: "
-                                              + ", ".join(sorted(other))}})
+            return self.reply(400, {"error": {"message": f"Unrecognized: {', '.join(sorted(other))}"}})
         if first and "drip" in words:
             with contextlib.suppress(OSError):
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
@@ -79,8 +73,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.close()
         if first and "flaky" in words:
             return self.reply(500, b"oops")
-        if "full" in words or first and "busy" in words:
-            return self.reply(429, {"error": {"message": "rate limit"}}, Retry_After="1")
+        if "full" in words:
+            return self.reply(429, {"error": {"message": "rate limit"}})
         if first and "garbage" in words:
             return self.reply(200, b"<html>")
         if first and "drop" in words:
@@ -89,11 +83,10 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
         if "bare" in words:
             thoughts, _, text = text.rpartition("</think>")
-            choice["message"] = {"role": "assistant", "content": text,
-                                 "reasoning_content": thoughts.removeprefix("<think>") or None}
+            choice["message"] = {"role": "assistant", "content": text, "reasoning_content": thoughts or None}
             return self.reply(200, {"choices": [choice], "usage": None})
-        self.reply(200, {"object": "chat.completion", "model": body["model"], "choices": [choice], "usage": {
-            "prompt_tokens": len(content), "completion_tokens": len(text)}})
+        usage = {"prompt_tokens": len(content), "completion_tokens": len(text)}
+        self.reply(200, {"choices": [choice], "usage": usage})
 
     def log_message(self, *_):
         pass

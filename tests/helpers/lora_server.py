@@ -1,6 +1,6 @@
 """A stand-in for vLLM's server by transformers and PEFT: completions, adapters; prompts and answers as ids.
 
-An answer is drawn from the softmax by numbers of the request's seed, as the trainer's own draw (generate.Draw).
+An answer is drawn from the softmax by numbers of the request's seed, as the trainer's own draw (generation.Draw).
 """
 import json
 import threading
@@ -11,25 +11,28 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 
+@torch.no_grad()
+def draw_answer(model, prompt, seed, tokens, ends):
+    """Ids drawn from the softmax behind a prompt, one token after the other, each by a whole forward pass."""
+    ids, numbers = list(prompt), torch.Generator().manual_seed(seed)
+    while len(ids) < len(prompt) + tokens and (len(ids) == len(prompt) or ids[-1] not in ends):
+        sums = model(torch.tensor([ids])).logits[0, -1].double().softmax(-1).cumsum(-1)
+        ids.append(int((sums <= torch.rand(1, generator=numbers, dtype=torch.float64) * sums[-1]).sum()))
+    return ids[len(prompt):]
+
+
 class LoraServer:
     """with LoraServer(model folder) as server: its url (ends in /v1), calls: [(path, body)], fails: {path: status}."""
 
     def __init__(self, folder):
         self.folder, self.models, self.calls, self.fails, self.lock = folder, {}, [], {}, threading.Lock()
 
-    @torch.no_grad()
     def complete(self, body):
-        """[ids] behind body["prompt"], one token after the other, each by a whole forward pass."""
-        ids, numbers = list(body["prompt"]), torch.Generator().manual_seed(body["seed"])
+        """Ids of the answer to body["prompt"]."""
         assert [body[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")] == [
             1, 1, 0, 0, 1]
-        while len(ids) < len(body["prompt"]) + body["max_tokens"]:
-            scores = self.models[body["model"]](torch.tensor([ids])).logits[0, -1]
-            number = torch.rand(1, generator=numbers, dtype=torch.float64)
-            ids.append(int((scores.double().softmax(-1).cumsum(-1) <= number).sum()))
-            if ids[-1] in body["stop_token_ids"]:
-                break
-        return ids[len(body["prompt"]):]
+        return draw_answer(self.models[body["model"]], body["prompt"], body["seed"], body["max_tokens"],
+                           body["stop_token_ids"])
 
     def answer(self, path, body):
         """(status, text) of a call."""

@@ -1,5 +1,12 @@
-"""A script with a main(argv), run in the process of a test."""
+"""Scripts run in the process of a test, or in a rank of the pool."""
+import importlib
+import os
+import signal
+
 from core.cli import UserError, error_text, print_error
+from tests.helpers.trainer import run_script
+
+ASKED_AT = f"{__name__}.asked_at"       # of pool.run
 
 
 def run(script, argv):
@@ -9,3 +16,17 @@ def run(script, argv):
     except UserError as error:
         print_error(error_text(f"error: {error}"))
         raise SystemExit(1)
+
+
+def asked_at(script, argv, module, name, number):
+    """Run a trainer's script; SIGTERM comes at that call of a function of a module."""
+    module, calls = importlib.import_module(module), []
+    real = getattr(module, name)
+
+    def call(*args, **options):
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **options)
+    setattr(module, name, call)
+    run_script(script, argv)

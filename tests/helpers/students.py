@@ -38,19 +38,14 @@ def sample_loss(model, table, number):
             (logits.argmax(-1) == labels[1:]).sum())
 
 
-def ids_of(tokenizer, asked, answer):
-    """(ids of the prompt, ids of prompt and answer), without what a template writes after the end."""
+def answer_rows(net, tokenizer, asked, answer):
+    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of this conversation alone,
+    without what a template writes after the end."""
     start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
     while tokenizer.decode(whole[-1:]).isspace():
         whole = whole[:-1]
     assert whole[:len(start)] == start
-    return start, whole
-
-
-def answer_rows(net, tokenizer, asked, answer):
-    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of this conversation alone."""
-    start, whole = ids_of(tokenizer, asked, answer)
     return net(torch.tensor([whole])).logits[0, len(start) - 1:-1], whole[len(start):]
 
 

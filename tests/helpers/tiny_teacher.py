@@ -9,7 +9,7 @@ TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ 
             "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}")
 
 
-def save(folder, template=TEMPLATE):
+def save(folder):
     """Write the model; one token is one byte, and an eighth of all tokens end an answer, so that answers do end."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
@@ -17,7 +17,7 @@ def save(folder, template=TEMPLATE):
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(list(SPECIAL))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
-    tokenizer.chat_template = template
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(

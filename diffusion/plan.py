@@ -1,0 +1,59 @@
+"""--dry_run and --auto of the block diffusion trainer, for core/memory.py."""
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from core import memory
+from core.cli import named_flags
+from diffusion import blocks, dit
+
+
+def setups(args, setup, rows, row_tokens):
+    """Setups of `rows` rows per step on all ranks, fastest (fewest micro-steps) first."""
+    splits = [(max(1, round(rows / setup.ranks)), 1)]
+    while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
+        accumulation = 2 * splits[-1][1]
+        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
+    if named_flags(args) & {"per_device_train_batch_size", "problems_per_batch",
+                            "gradient_accumulation_steps"}:
+        splits = [(setup.batch_size, setup.accumulation)]
+    return [replace(way, batch_size=each, accumulation=accumulation)
+            for way in memory.list_ways(args, setup) for each, accumulation in splits]
+
+
+def step_of(config, backend):
+    """memory.Step of a network with a Config. backend: --attn_backend, None: the GPU's default."""
+    def loss(model, rows, length, n_noisy, masked):
+        every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
+        dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
+        inputs = blocks.Inputs(
+            tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
+            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
+            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
+        return (model(inputs) * inputs.weights).sum()
+    with torch.device("meta"):
+        model = config.network(config, backend or "flex")
+    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(q, k, v)
+    return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+
+
+def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
+    """With --auto, set unset flags. With an order (PackOrder of rows), print the plan of a run
+    of `left` steps; UserError lists every limit that it exceeds."""
+    step = step_of(config, args.attn_backend)
+    setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)
+
+    def estimate(setup, targets):
+        masked, batch = sum(args.t_range) / 2 * targets, args.per_device_eval_batch_size
+        held_out = batch, *size, round(masked * batch / setup.batch_size)
+        return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
+                               held_out if eval_rows else None)
+    if order:
+        needed = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
+        memory.print_plan(args, setup, needed, f"{setup.batch_size} rows", step.model, [], left)
+        return
+    most = np.sort(rows.table["targets"])[::-1].cumsum()
+    tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
+    memory.choose(args, world, ranks, tried, lambda setup: estimate(
+        setup, most[min(setup.batch_size, len(most)) - 1]))

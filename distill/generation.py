@@ -1,0 +1,50 @@
+"""Answers of a causal language model of transformers, for teachers, students and rollouts."""
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+
+class Draw(LogitsProcessor):
+    """Samples one token per row from its softmax and masks all others. The token is where the
+    cumulative probability passes the next random number of the row's generator, on the CPU."""
+
+    def __init__(self, seeds):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids, scores):
+        """scores (B, V) -> (B, V), 0 at the token drawn and -inf elsewhere."""
+        numbers = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64)
+                               for generator in self.generators]).to(scores.device)
+        # float64: a float32 sum over the vocabulary would lose the smallest probabilities
+        sums = scores.double().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+        drawn.clamp_(max=scores.shape[1] - 1)       # the loss detects nan scores
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+
+@torch.no_grad()
+def generate(model, prompts, tokens, ends, processors=()):
+    """[ids] of an answer to each prompt (ids), including its end token; at most `tokens` long,
+    greedy unless processors sample. The model's generation_config is not used."""
+    device = model.get_input_embeddings().weight.device
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), ends[0])
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):      # left-padded: all answers begin at one index
+        ids[row, width - len(prompt):] = torch.as_tensor(prompt)
+        mask[row, width - len(prompt):] = 1
+    usual = model.generation_config
+    # set in the model, whose values replace missing arguments
+    model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
+    try:
+        # not synced: under FSDP2 transformers would wait for ranks with fewer tokens
+        output = model.generate(
+            input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
+            synced_gpus=False, max_new_tokens=tokens,
+            logits_processor=LogitsProcessorList(processors))
+    finally:
+        model.generation_config = usual
+    answers = []
+    for new in output[:, width:].tolist():
+        stop = next((i for i, token in enumerate(new) if token in ends), len(new))
+        answers.append(new[:stop + 1])          # drop the padding after the end
+    return answers
