@@ -151,9 +151,10 @@ if args.tf32:       # only now: codes in the cache must not depend on it
     torch.set_float32_matmul_precision("high")
 if args.auto or dry:
     from speech import plan
-    data = plan.Data(table, ids, train_ids, eval_ids, prompts, keep_loss)
-    if args.auto and plan.choose(args, world, ranks, model, data):
-        model, parts = empty_model(folder, config_dict)
+    data = plan.Data(table, ids, train_ids, eval_ids, keep_loss)
+    if args.auto:
+        plan.choose(args, world, ranks, model, data)
+        model, parts = empty_model(folder, config_dict)     # with the chosen recomputation
 args.compile = dist.choose_compile(world, args)     # after --auto, which may exclude it
 
 # ---- Resume from the newest intact checkpoint, on any number of ranks

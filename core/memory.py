@@ -2,19 +2,17 @@
 
 One step runs on fake tensors, which have shapes but no memory, and the bytes alive are counted:
 this needs no GPU and no weights. The peak was within 0.94 GiB of the real one in 6 of 6 runs on an
-H200. N GPUs share W weights (N is 1 under DDP), of which T are trained. Each GPU holds W / N
-weights in their stored dtype, 4 T / N bytes of gradients (under FSDP2 4 T more if they accumulate),
-8 T / N of Adam's moments and 4 T / N of a moving average; with --cpu_offload the host holds these.
-What FSDP2 gathers, the activations, and a guess for the CUDA context, cuBLAS and NCCL are added.
-Fragmentation is not modelled.
+H200. Weights, gradients, Adam's moments, what FSDP2 gathers, and a guess for the CUDA context,
+cuBLAS and NCCL are added. Fragmentation is not modelled.
 """
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import shutil
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -37,8 +35,7 @@ from core.problems import collect
 GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
-RATES = {"an H200": 790e12, "an RTX 3090": 71e12}   # FLOP/s of large bf16 products, docs/speed.md
-STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
+STAGES = "the heads", "a layer's backward", "the embedding's backward"
 FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
          "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
          "gradient_accumulation_steps": "accumulation"}     # {what --auto sets: field of Setup}
@@ -172,14 +169,14 @@ def gpu_kernels(live, more):
 
 
 @functools.cache
-def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
-    """{stage: peak bytes} of a micro-step with one pack, or of a validation if not `train`.
+def step_bytes(step, setup, pack, count=None):
+    """{stage: peak bytes} of a micro-step with one pack; only forward if no weight is trained.
 
-    gpu=False: with a CPU's kernels. count: number of layers to run. By default 2 and 4 of them are
-    run, and the others are extrapolated: all layers but the last are alike."""
+    count: number of layers to run. By default 2 and 4 are, and the others are extrapolated: all
+    layers but the last are alike."""
     layer_count = len(step.layers(step.model))
     if not count and layer_count > 4:
-        two, four = (step_bytes(step, setup, pack, train, gpu, few) for few in (2, 4))
+        two, four = (step_bytes(step, setup, pack, few) for few in (2, 4))
         return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (layer_count - 4)
                 for stage in four}
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -187,25 +184,24 @@ def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
                           torch.bfloat16 if setup.bf16 and setup.fsdp else None)
         layers = step.layers(model)
         kernels.set_mode(model, layers, setup.recompute)
-        model.train(train)
-        trained = [p for p in model.parameters() if p.requires_grad] if train else []
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model.train(bool(trained))
         known = [*model.parameters(), *model.buffers()]
         if not setup.frees_gradients and not setup.fsdp:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
                 known.append(parameter.grad)
         live = LiveBytes(known)
-        if train:       # a stage begins when gradients reach the last layer, or leave the first
-            layers[-1].register_forward_hook(lambda _, args, out: live.begin(STAGES[1], out))
-            layers[0].register_forward_pre_hook(
-                lambda _, *args: live.begin(STAGES[2], args), with_kwargs=True)
+        # a stage begins when gradients reach the last layer, or leave the first
+        layers[-1].register_forward_hook(lambda _, args, out: live.begin(STAGES[1], out))
+        layers[0].register_forward_pre_hook(
+            lambda _, *args: live.begin(STAGES[2], args), with_kwargs=True)
         if setup.fsdp:
-            reduce_gradients(live, trained, layers, setup)
-        with live, gpu_kernels(live, step.kernels) if gpu else contextlib.nullcontext():
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
-                    torch.set_grad_enabled(train):
+            reduce_gradients(trained, layers, setup)
+        with live, gpu_kernels(live, step.kernels):
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
                 loss = step.loss(model, *pack)
-            if train:
+            if trained:
                 loss.backward()
     return dict(live.peaks)
 
@@ -227,36 +223,34 @@ def fake_copy(step, count, dtype=None):
     return model
 
 
-def reduce_gradients(live, trained, layers, setup):
+def reduce_gradients(trained, layers, setup):
     """Reduce gradients as FSDP2 does. Once a layer has all its gradients, they are summed in an
     fp32 buffer, which lives until the next layer's. This rank's shard of them is kept;
-    estimate() counts shards that accumulate or go to the host. Weights outside layers come last."""
-    unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
-    expected, waiting = Counter(unit_of.get(p) for p in trained), defaultdict(list)
+    estimate() counts shards that accumulate or go to the host."""
+    units = [set(layer.parameters()) & set(trained) for layer in layers]
+    units.append(set(trained).difference(*units))
     buffers, shards = [], []
 
-    def reduce_unit(parameter):
-        unit = unit_of.get(parameter)
-        waiting[unit].append(parameter.grad)
-        parameter.grad = None
-        if len(waiting[unit]) < expected[unit]:
+    def reduce_unit(unit):
+        if any(p.grad is None for p in unit):
             return
-        if unit is None:
-            live.stage = STAGES[3]
-        values = sum(gradient.numel() for gradient in waiting.pop(unit))
+        for p in unit:
+            p.grad = None
+        values = sum(p.numel() for p in unit)
         buffers.clear()     # the previous unit's is freed first
-        buffers.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
+        buffers.append(torch.empty(values * (p.element_size() + 4), dtype=torch.uint8))
         if setup.frees_gradients and not setup.offload:
             shards.append(torch.empty(-(-values // setup.shards)))
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(reduce_unit)
+    for unit in units:
+        for p in unit:
+            p.register_post_accumulate_grad_hook(lambda _, unit=unit: reduce_unit(unit))
 
 
 class Memory(NamedTuple):
     """Bytes that one GPU needs with one pack."""
     parts: dict         # {part: bytes}; they do not all exist at the same time
     stages: dict        # {stage of a run: bytes}
-    pack: tuple = ()    # size of the pack
+    standing: int = 0   # bytes that are there all the time
 
     @property
     def peak(self):
@@ -267,8 +261,8 @@ def count_values(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def estimate(step, setup, pack, held_out=None):
-    """Memory of a run whose largest pack is `pack`; held_out: the largest one of its validation."""
+def estimate(step, setup, pack):
+    """Memory of a run whose largest pack is `pack`."""
     model, layers = step.model, [count_values(layer) for layer in step.layers(step.model)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
@@ -286,16 +280,10 @@ def estimate(step, setup, pack, held_out=None):
         root = count_values(model) - sum(layers)
         near = root + sum(sorted(layers)[-3 if len(layers) > 2 else -1:])
         values = [root, near, root] if setup.reshard is not False else [count_values(model)] * 3
-        gathered = dict(zip(STAGES, values)) | {"the first layer": 2 * (root + layers[0])}
-        gathered = {stage: n * (2 if setup.bf16 else 4) for stage, n in gathered.items()}
-    stages = {stage: standing + gathered.get(stage, 0) + work.get(stage, 0)
-              for stage in (*work, "the first layer")}
-    if held_out:
-        alone = replace(setup, recompute=None, accumulation=1, batch_size=1, budget=0)
-        forward = step_bytes(step, alone, held_out, train=False)[STAGES[0]]
-        stages["validation"] = standing + gathered.get(STAGES[0], 0) + forward
+        gathered = {stage: n * (2 if setup.bf16 else 4) for stage, n in zip(STAGES, values)}
+    stages = {stage: standing + gathered.get(stage, 0) + work[stage] for stage in work}
     parts |= {"copies": gathered.get(STAGES[1], 0), "activations": max(work.values())}
-    return Memory(parts, stages, pack)
+    return Memory(parts, stages, standing)
 
 
 # ---- --auto: rank 0 tries setups, the fastest first, and takes the first that fits. Flags that the
@@ -321,18 +309,15 @@ def list_ways(args, setup):
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     """choose() among packs of tokens: large ones in all of list_ways(), smaller ones in the last.
-    A step has the samples of --global_batch_size; without it, an epoch has EPOCH_STEPS steps.
 
     lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of the
     longest sample that is not among them."""
-    setup, flags = setup_of(args, ranks), named_flags(args)
-    fixed = "gradient_accumulation_steps" in flags
+    setup, longest = setup_of(args, ranks), max(longest, int(lengths.max()))
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
-    step_tokens = step_samples * lengths.mean() / (ranks * (setup.accumulation if fixed else 1))
-    longest = max(longest, int(lengths.max()))
-    budgets = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
-    budgets = [budget for budget in budgets if budget <= step_tokens] or budgets[-1:]
-    if flags & {"max_tokens_per_batch", "per_device_train_batch_size"}:
+    most = step_samples * lengths.mean() / ranks / setup.accumulation
+    budgets = [budget for budget in BUDGETS if longest <= budget <= most] or [
+        -(-longest // 1024) * 1024]
+    if named_flags(args) & {"max_tokens_per_batch", "per_device_train_batch_size"}:
         budgets = [setup.budget]
 
     @functools.cache
@@ -341,23 +326,22 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
 
-    def setups():
-        *faster, last = list_ways(args, setup)
-        for way in (*faster, last):
-            for budget in budgets:
-                if budget < min(LARGE, budgets[0]) and way is not last:
-                    continue
-                accumulation = setup.accumulation
-                if args.global_batch_size and budget and not fixed:
-                    packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
-                    accumulation = max(1, round(packs / ranks))
-                yield replace(way, budget=budget, accumulation=accumulation)
-    return choose(args, world, ranks, setups(),
-                  lambda setup: memory_of(setup, order_of(setup.budget)))
+    def with_packs(way, budget):
+        accumulation = setup.accumulation
+        if args.global_batch_size and budget:
+            packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
+            accumulation = max(1, round(packs / ranks))
+        return replace(way, budget=budget, accumulation=accumulation)
+
+    *faster, last = list_ways(args, setup)
+    large = [budget for budget in budgets if budget >= min(LARGE, budgets[0])]
+    tried = [(way, budget) for way in faster for budget in large] + [(last, b) for b in budgets]
+    choose(args, world, ranks, itertools.starmap(with_packs, tried),
+           lambda setup: memory_of(setup, order_of(setup.budget)))
 
 
 def choose(args, world, ranks, setups, memory_of):
-    """Set the FLAGS that the user did not give, alike on all ranks; True if any has changed.
+    """Set the FLAGS that the user did not give, alike on all ranks.
 
     setups: the fastest first. memory_of(setup): Memory. UserError when none fits; a dry run takes
     the last one, and print_plan refuses it."""
@@ -373,12 +357,10 @@ def choose(args, world, ranks, setups, memory_of):
         flags = {flag: getattr(setup, field) for flag, field in FLAGS.items() if flag in args}
         return flags | {"packs_per_step": ranks * setup.accumulation}, size(needed.peak)
     flags, reason = dist.rank0(world, choose_flags)
-    changed = any(getattr(args, flag, value) != value for flag, value in flags.items())
     vars(args).update(flags)
     if world.is_main:
         settings = (f"--{flag} {flags[flag]}" for flag in FLAGS if flags.get(flag))
         print("auto      ", *settings, f"({reason})")
-    return changed
 
 
 def read_choice(args, ranks):
@@ -438,48 +420,29 @@ def check_disk(path, needed, purpose):
             f"{path}: {size(needed)} needed for {purpose}, its disk has {size(free)} free")
 
 
-def pack_sums(order, epochs, values):
-    """Sums (packs, ...) int64 of values (samples, ...) over each pack in epochs of a PackOrder."""
-    return np.concatenate([np.add.reduceat(values[plan.samples].astype(np.int64), plan.offsets[:-1])
-                           for plan in map(order.epoch, epochs)])
-
-
-def largest_pack(order, epochs, rows, budget=0, columns=1):
+def largest_pack(order, rows, budget=0, columns=1):
     """Numbers of rows of each kind: the first `columns` kinds as in the largest pack, each other
     kind at its most in any pack. rows: (samples, kinds). A pack's size is the sum over its first
     `columns` kinds; padding to the budget is of the first kind."""
-    packs = pack_sums(order, epochs, rows)
+    packs = order.sums(rows)
     packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1:columns].sum(1))
     largest = packs[packs[:, :columns].sum(1).argmax(), :columns]
     return *largest.tolist(), *packs[:, columns:].max(0).tolist()
 
 
-def data_lines(args, setup, model, order, lengths):
-    """[line] about GPUs, the model, and packs of samples of lengths (n,), in tokens."""
-    dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if setup.bf16 else "fp32"
-    return [f"plan       {plural(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
-            metrics.model_text(model, args.use_lora),
-            f"packs      {order.packs_per_epoch:,} an epoch, {lengths.sum():,} tokens, "
-            f"{len(lengths) / order.packs_per_epoch:.1f} samples a pack; longest sample "
-            f"{lengths.max():,} tokens"]
-
-
-def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=()):
+def print_plan(args, needed, model, lines, steps, flops=0):
     """Print a headline and the plan of a run; UserError lists every limit that it exceeds.
 
-    needed: Memory. pack: the size of the largest one as text. model: as trained. lines: text to
-    print. steps: to go. flops: of the run, 0: unknown. checks: more functions that raise UserError.
-    """
+    needed: Memory. model: as trained. lines: text to print. steps: to go. flops: of the run, 0:
+    unknown."""
     limit = gpu_memory(args)
-    gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"
-    seconds = flops / RATES[gpu]
-    time = f"{seconds:.0f} s" if seconds < 120 else metrics.duration(seconds)
+    # FLOP/s of large bf16 products, docs/speed.md
+    gpu, rate = ("an RTX 3090", 71e12) if limit <= 24.5 * GIB else ("an H200", 790e12)
+    time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {needed.peak / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}"
-          + f" · at least {time} on {gpu}" * bool(flops), *lines, sep="\n")
+          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}", *lines, sep="\n")
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.parts.items() if used)
-    print(f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the peak "
-          f"comes in {max(needed.stages, key=needed.stages.get)}")
+    print(f"memory     {parts} GiB; the peak comes in {max(needed.stages, key=needed.stages.get)}")
 
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
@@ -490,5 +453,5 @@ def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=(
         most = min(most, args.save_total_limit + 2)
     print(f"disk       {size(saved)} a checkpoint, at most {most} at once")
     more = most - len(checkpoint.list_checkpoints(args.output_dir))
-    collect(True, lambda: check_memory(needed, args), *checks,
-            lambda: check_disk(args.output_dir, saved * more, plural(more, 'checkpoint')))
+    collect(True, lambda: check_memory(needed, args),
+            lambda: check_disk(args.output_dir, saved * more, "checkpoints"))

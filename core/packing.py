@@ -132,11 +132,18 @@ class PackOrder:
             packs = np.concatenate([blocks.ravel(), packs[whole:]])
         return EpochPlan(order, np.minimum(np.arange(len(packs) + 1) * self.size, n), packs)
 
+    def sums(self, values):
+        """Sums (packs, ...) int64 of values (samples, ...) over each pack; of 20 epochs where each
+        draws different packs."""
+        plans = map(self.epoch, range(1 if self._bins else 20))
+        return np.concatenate([np.add.reduceat(
+            values[plan.samples].astype(np.int64), plan.offsets[:-1]) for plan in plans])
+
     def largest_pack(self):
         """Sample numbers (n,) of the pack with the most tokens."""
         plan = self.epoch(0)
-        packs = map(plan.pack, range(len(plan)))
-        return self.numbers[max(packs, key=lambda pack: self.lengths[pack].sum())]
+        sizes = np.add.reduceat(self.lengths[plan.samples], plan.offsets[:-1])
+        return self.numbers[plan.samples[slice(*plan.offsets[sizes.argmax():][:2])]]
 
     def window(self, epoch, first, count):
         """Sample numbers (n,) of `count` packs from `first` on, such as a step of all ranks."""

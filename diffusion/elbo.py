@@ -226,7 +226,7 @@ def step_of(config, backend):
     return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
 
 
-def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
+def plan_memory(args, world, ranks, config, rows, order=None, left=0):
     """With --auto, set unset flags. With an order (PackOrder of rows), print the plan of a run
     of `left` steps; UserError lists every limit that it exceeds."""
     from core import memory
@@ -234,13 +234,11 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0)
     setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)
 
     def estimate(setup, targets):
-        masked, batch = sum(args.t_range) / 2 * targets, args.per_device_eval_batch_size
-        held_out = batch, *size, round(masked * batch / setup.batch_size)
-        return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
-                               held_out if eval_rows else None)
+        masked = round(sum(args.t_range) / 2 * targets)
+        return memory.estimate(step, setup, (setup.batch_size, *size, masked))
     if order:
-        needed = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
-        memory.print_plan(args, setup, needed, f"{setup.batch_size} rows", step.model, [], left)
+        needed = estimate(setup, order.sums(rows.table["targets"]).max())
+        memory.print_plan(args, needed, step.model, [], left)
         return
     most = np.sort(rows.table["targets"])[::-1].cumsum()
     tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
