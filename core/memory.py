@@ -8,12 +8,10 @@ cuBLAS and NCCL are added. Fragmentation is not modelled.
 import contextlib
 import copy
 import functools
-import itertools
 import os
 import shutil
 import weakref
 from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 from unittest import mock
@@ -36,23 +34,22 @@ GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
 STAGES = "the heads", "a layer's backward", "the embedding's backward"
-FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
-         "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
-         "gradient_accumulation_steps": "accumulation"}     # {what --auto sets: field of Setup}
+# what --auto sets
+FLAGS = ("parallel", "max_tokens_per_batch", "per_device_train_batch_size",
+         "gradient_checkpointing", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Settings of a run that change its memory."""
+class Setup(NamedTuple):
+    """Flags of a run that change its memory."""
     ranks: int
-    parallel: str = "ddp"           # ddp, fsdp or hsdp
+    parallel: str = "ddp"
     bf16: bool = True               # or fp16
-    recompute: str | None = None    # None, all or selective
-    accumulation: int = 1           # micro-steps of an optimizer step
-    batch_size: int = 1             # samples or rows of a micro-step, without a budget
-    budget: int = 0                 # tokens that every pack is filled to, 0: none
-    reshard: bool | None = None     # fsdp: a layer is freed after its forward
-    offload: bool | None = None     # fsdp: shards and moments are in host memory
+    gradient_checkpointing: str | None = None
+    gradient_accumulation_steps: int = 1
+    per_device_train_batch_size: int = 1
+    max_tokens_per_batch: int = 0   # every pack is filled to it
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
     shard_size: int = 0             # hsdp: GPUs that weights are sharded over
 
     @property
@@ -67,15 +64,13 @@ class Setup:
     @property
     def frees_gradients(self):
         """True if gradients only exist in the backward pass, where they replace activations."""
-        return self.accumulation == 1 and (self.fsdp or self.ranks == 1)
+        return self.gradient_accumulation_steps == 1 and (self.fsdp or self.ranks == 1)
 
 
 def setup_of(args, ranks):
-    """Setup of a trainer's flags. ranks: how many processes train."""
-    flags = vars(args)      # not every trainer has all of them
-    return Setup(ranks, bf16=bool(args.bf16 or flags.get("fp16")), shard_size=args.shard_size,
-                 reshard=flags.get("reshard_after_forward"), offload=flags.get("cpu_offload"),
-                 **{field: flags[flag] for flag, field in FLAGS.items() if flag in flags})
+    """Setup of a trainer's flags, of which not every trainer has all. ranks: how many train."""
+    flags = {name: getattr(args, name) for name in Setup._fields if name in args}
+    return Setup(**flags | {"ranks": ranks, "bf16": args.bf16 or getattr(args, "fp16", False)})
 
 
 # ---- A step on tensors without memory
@@ -149,8 +144,7 @@ class FakeKernel(torch.autograd.Function):
 def varlen(q, k, v, *_):
     """Attention of packed documents on a GPU: q (S, heads, D), k and v (S, kv_heads, D)."""
     ends = q.new_empty(2, dtype=torch.int32)
-    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
-                       **kernels.GROUPED)
+    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0), **kernels.GROUPED)
 
 
 @contextlib.contextmanager
@@ -171,9 +165,8 @@ def gpu_kernels(live, more):
 @functools.cache
 def step_bytes(step, setup, pack, count=None):
     """{stage: peak bytes} of a micro-step with one pack; only forward if no weight is trained.
-
-    count: number of layers to run. By default 2 and 4 are, and the others are extrapolated: all
-    layers but the last are alike."""
+    count: layers to run. By default 2 and 4 are; more are extrapolated: all but the last are alike.
+    """
     layer_count = len(step.layers(step.model))
     if not count and layer_count > 4:
         two, four = (step_bytes(step, setup, pack, few) for few in (2, 4))
@@ -183,7 +176,7 @@ def step_bytes(step, setup, pack, count=None):
         model = fake_copy(step, count or layer_count,
                           torch.bfloat16 if setup.bf16 and setup.fsdp else None)
         layers = step.layers(model)
-        kernels.set_mode(model, layers, setup.recompute)
+        kernels.set_mode(model, layers, setup.gradient_checkpointing)
         trained = [p for p in model.parameters() if p.requires_grad]
         model.train(bool(trained))
         known = [*model.parameters(), *model.buffers()]
@@ -239,7 +232,7 @@ def reduce_gradients(trained, layers, setup):
         values = sum(p.numel() for p in unit)
         buffers.clear()     # the previous unit's is freed first
         buffers.append(torch.empty(values * (p.element_size() + 4), dtype=torch.uint8))
-        if setup.frees_gradients and not setup.offload:
+        if setup.frees_gradients and not setup.cpu_offload:
             shards.append(torch.empty(-(-values // setup.shards)))
     for unit in units:
         for p in unit:
@@ -267,8 +260,8 @@ def estimate(step, setup, pack):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
              "optimizer": 8 * trained, "average": 4 * trained * step.average}
-    parts = {name: 0 if setup.offload else size / setup.shards for name, size in state.items()}
-    if setup.fsdp and setup.accumulation > 1:
+    parts = {name: 0 if setup.cpu_offload else n / setup.shards for name, n in state.items()}
+    if setup.fsdp and not setup.frees_gradients:
         parts["gradients"] += 4 * trained
     parts["fixed"] = FIXED * (2 if setup.ranks > 1 or setup.fsdp else 1)
     standing = sum(parts.values())
@@ -278,8 +271,9 @@ def estimate(step, setup, pack):
     gathered, work = {}, step_bytes(step, setup, pack)
     if setup.fsdp:      # whole weights: the layer in use, the next one and the one being freed
         root = count_values(model) - sum(layers)
-        near = root + sum(sorted(layers)[-3 if len(layers) > 2 else -1:])
-        values = [root, near, root] if setup.reshard is not False else [count_values(model)] * 3
+        values = [root, root + sum(sorted(layers)[-3:]), root]
+        if not setup.reshard_after_forward:
+            values = [count_values(model)] * 3
         gathered = {stage: n * (2 if setup.bf16 else 4) for stage, n in zip(STAGES, values)}
     stages = {stage: standing + gathered.get(stage, 0) + work[stage] for stage in work}
     parts |= {"copies": gathered.get(STAGES[1], 0), "activations": max(work.values())}
@@ -300,25 +294,25 @@ def list_ways(args, setup):
     if args.compile is True:        # "selective" cannot look into a compiled layer
         modes.remove("selective")
     if "gradient_checkpointing" in named_flags(args):
-        modes = [setup.recompute]
+        modes = [setup.gradient_checkpointing]
     fixed = setup.ranks == 1 or "parallel" in named_flags(args) or any(
         flags.get(name) for name in ("fp16", "float8", "base_dtype"))       # these need ddp
     kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
-    return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
+    return [setup._replace(gradient_checkpointing=mode, parallel=kind)
+            for mode in modes for kind in kinds]
 
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     """choose() among packs of tokens: large ones in all of list_ways(), smaller ones in the last.
-
-    lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of the
-    longest sample that is not among them."""
+    lengths: (n,) tokens of the samples; longest: of others. memory_of(setup, PackOrder): Memory.
+    """
     setup, longest = setup_of(args, ranks), max(longest, int(lengths.max()))
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
-    most = step_samples * lengths.mean() / ranks / setup.accumulation
+    most = step_samples * lengths.mean() / ranks / setup.gradient_accumulation_steps
     budgets = [budget for budget in BUDGETS if longest <= budget <= most] or [
         -(-longest // 1024) * 1024]
     if named_flags(args) & {"max_tokens_per_batch", "per_device_train_batch_size"}:
-        budgets = [setup.budget]
+        budgets = [setup.max_tokens_per_batch]
 
     @functools.cache
     def order_of(budget):
@@ -327,24 +321,22 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          group_by_length=getattr(args, "group_by_length", False))
 
     def with_packs(way, budget):
-        accumulation = setup.accumulation
+        accumulation = setup.gradient_accumulation_steps
         if args.global_batch_size and budget:
             packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
             accumulation = max(1, round(packs / ranks))
-        return replace(way, budget=budget, accumulation=accumulation)
+        return way._replace(max_tokens_per_batch=budget, gradient_accumulation_steps=accumulation)
 
     *faster, last = list_ways(args, setup)
     large = [budget for budget in budgets if budget >= min(LARGE, budgets[0])]
     tried = [(way, budget) for way in faster for budget in large] + [(last, b) for b in budgets]
-    choose(args, world, ranks, itertools.starmap(with_packs, tried),
-           lambda setup: memory_of(setup, order_of(setup.budget)))
+    choose(args, world, ranks, (with_packs(*pair) for pair in tried),
+           lambda setup: memory_of(setup, order_of(setup.max_tokens_per_batch)))
 
 
 def choose(args, world, ranks, setups, memory_of):
-    """Set the FLAGS that the user did not give, alike on all ranks.
-
-    setups: the fastest first. memory_of(setup): Memory. UserError when none fits; a dry run takes
-    the last one, and print_plan refuses it."""
+    """Set the FLAGS that the user did not give, alike on all ranks. memory_of(setup): Memory.
+    UserError if none of `setups` fits; a dry run takes the last one, and print_plan refuses it."""
     def choose_flags():
         if flags := read_choice(args, ranks):
             return flags, "as the run that is resumed began"
@@ -354,8 +346,9 @@ def choose(args, world, ranks, setups, memory_of):
                 break
         if args.dry_run is None:
             check_memory(needed, args)
-        flags = {flag: getattr(setup, field) for flag, field in FLAGS.items() if flag in args}
-        return flags | {"packs_per_step": ranks * setup.accumulation}, size(needed.peak)
+        flags = {flag: getattr(setup, flag) for flag in FLAGS if flag in args}
+        packs = ranks * setup.gradient_accumulation_steps
+        return flags | {"packs_per_step": packs}, size(needed.peak)
     flags, reason = dist.rank0(world, choose_flags)
     vars(args).update(flags)
     if world.is_main:
@@ -403,8 +396,7 @@ def fits(needed, args):
 
 def check_memory(needed, args):
     """UserError for a Memory that does not fit."""
-    require(fits(needed, args),
-            f"memory: about {size(needed.peak)} needed on each GPU, which has "
+    require(fits(needed, args), f"memory: about {size(needed.peak)} needed on each GPU, which has "
             f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: --auto, "
             "--bf16 (T4, V100: --fp16), --use_lora, then --base_dtype nf4 (pip install "
             "bitsandbytes), shorter samples, more GPUs, --parallel fsdp --cpu_offload")
@@ -431,10 +423,8 @@ def largest_pack(order, rows, budget=0, columns=1):
 
 
 def print_plan(args, needed, model, lines, steps, flops=0):
-    """Print a headline and the plan of a run; UserError lists every limit that it exceeds.
-
-    needed: Memory. model: as trained. lines: text to print. steps: to go. flops: of the run, 0:
-    unknown."""
+    """Print a headline, `lines` and the plan of a run; UserError lists every limit that it exceeds.
+    needed: Memory. model: as trained. steps: to go. flops: of the run, 0: unknown."""
     limit = gpu_memory(args)
     # FLOP/s of large bf16 products, docs/speed.md
     gpu, rate = ("an RTX 3090", 71e12) if limit <= 24.5 * GIB else ("an H200", 790e12)

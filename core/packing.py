@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from core.cli import UserError, first_line
+from core.cli import UserError
 from core.dist import error_names_file
 from core.watchdog import BLOCKED_SIGNALS, init_loader
 
@@ -229,8 +229,6 @@ def iterate(loader):
             yield from batches
         except UserError as error:
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
-        except RuntimeError as error:   # a process was killed; only the cause may name the signal
-            raise error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
         finally:        # else an error's traceback keeps the processes, and the exit waits for them
             if loader.num_workers:
                 batches._shutdown_workers()
@@ -244,7 +242,7 @@ class Column:
     """A .npy file to which numbers are appended, so that memory never holds all of them."""
 
     def __init__(self, path, dtype):
-        self.path, self.dtype, self.length, self._mapped = Path(path), np.dtype(dtype), 0, None
+        self.path, self.dtype, self.length = Path(path), np.dtype(dtype), 0
         self.file = open(path, "w+b", buffering=2**18)      # forked processes do not use it
         self._flush()
 
@@ -264,15 +262,12 @@ class Column:
         """Append an array or a list of numbers."""
         with error_names_file(self.path):
             self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
-        self.length, self._mapped = self.length + len(values), None
+        self.length += len(values)
 
     def array(self):
         """Memory-mapped array of all numbers so far."""
-        if self._mapped is None:
-            self._flush()
-            # an empty file cannot be mapped
-            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)
-        return self._mapped
+        self._flush()
+        return np.load(self.path, mmap_mode="r" if self.length else None)  # else there is no map
 
     def close(self):
         """Flush and close the file."""
@@ -314,7 +309,7 @@ def parallel_map_ordered(share, processes, take):
     """Call take(part) for each part of a sequence, in order. processes: how many make parts.
 
     share(first, step): generator of the parts first, first + step, ... They must hold no tensors,
-    which would need /dev/shm. UserError if a process is killed."""
+    which would need /dev/shm."""
     n_taken, parts = 0, share(0, 1)
     for chunk in itertools.islice(parts, FIRST_PARTS if processes else None):
         take(chunk)
@@ -323,18 +318,11 @@ def parallel_map_ordered(share, processes, take):
         return
     parts.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads do not survive a fork
-    try:
-        for chunk in iterate(DataLoader(
-                _Share(share, processes), batch_size=None, num_workers=processes,
-                collate_fn=lambda chunk: chunk, multiprocessing_context="fork",
-                worker_init_fn=init_loader)):
-            take(chunk)
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise UserError("a process that reads the data has ended early "
-                        f"({first_line(error)}); if memory was short, give a smaller "
-                        "--preprocess_num_proc") from None
+    for chunk in iterate(DataLoader(
+            _Share(share, processes), batch_size=None, num_workers=processes,
+            collate_fn=lambda chunk: chunk, multiprocessing_context="fork",
+            worker_init_fn=init_loader)):
+        take(chunk)
 
 
 def token_lists(tokenizer):

@@ -3,7 +3,6 @@ variance, accuracy on held-out problems. A batch gets the same noise at every va
 number of ranks, so bounds of different steps and runs are comparable.
 """
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -203,8 +202,8 @@ def setups(args, setup, rows, row_tokens):
         splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
     if named_flags(args) & {"per_device_train_batch_size", "problems_per_batch",
                             "gradient_accumulation_steps"}:
-        splits = [(setup.batch_size, setup.accumulation)]
-    return [replace(way, batch_size=each, accumulation=accumulation)
+        splits = [(setup.per_device_train_batch_size, setup.gradient_accumulation_steps)]
+    return [way._replace(per_device_train_batch_size=each, gradient_accumulation_steps=accumulation)
             for way in memory.list_ways(args, setup) for each, accumulation in splits]
 
 
@@ -235,7 +234,7 @@ def plan_memory(args, world, ranks, config, rows, order=None, left=0):
 
     def estimate(setup, targets):
         masked = round(sum(args.t_range) / 2 * targets)
-        return memory.estimate(step, setup, (setup.batch_size, *size, masked))
+        return memory.estimate(step, setup, (setup.per_device_train_batch_size, *size, masked))
     if order:
         needed = estimate(setup, order.sums(rows.table["targets"]).max())
         memory.print_plan(args, needed, step.model, [], left)
@@ -243,4 +242,4 @@ def plan_memory(args, world, ranks, config, rows, order=None, left=0):
     most = np.sort(rows.table["targets"])[::-1].cumsum()
     tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
     memory.choose(args, world, ranks, tried, lambda setup: estimate(
-        setup, most[min(setup.batch_size, len(most)) - 1]))
+        setup, most[min(setup.per_device_train_batch_size, len(most)) - 1]))

@@ -1,6 +1,5 @@
 """--dry_run and --auto of the chat trainer, for core/memory.py."""
 import copy
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,10 +35,10 @@ def memory(model, setup, lengths, targets, order, kept):
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens and trained tokens of each
     sample. kept: ChatTable of --keep, or None."""
-    packs = [plans.largest_pack(order, np.stack([lengths, targets], 1), setup.budget)]
+    packs = [plans.largest_pack(order, np.stack([lengths, targets], 1), setup.max_tokens_per_batch)]
     if kept is not None:
-        kept_order = PackOrder(kept.lengths, tokens_per_pack=setup.budget,
-                               samples_per_pack=setup.batch_size, seed=order.seed)
+        kept_order = PackOrder(kept.lengths, tokens_per_pack=setup.max_tokens_per_batch,
+                               samples_per_pack=setup.per_device_train_batch_size, seed=order.seed)
         rows = np.stack([kept.lengths, kept.targets], 1)
         packs.append((*plans.largest_pack(kept_order, rows), model.lora))
     needed = max((plans.estimate(step_of(model), setup, pack) for pack in packs),
@@ -52,13 +51,13 @@ def memory(model, setup, lengths, targets, order, kept):
     width, stored, stages = 2 if setup.bf16 else 4, 0, {}
     for name, other in frozen.models(model):
         gathered = 0
-        if not setup.offload:
+        if not setup.cpu_offload:
             stored += sum(p.nbytes for p in other.parameters()) / setup.shards
         if setup.fsdp:
             layers = list(map(plans.count_values, causal_lm.decoder_layers(other.native)))
             stored += width * (plans.count_values(other) - sum(layers))
             gathered = 2 * width * max(layers)
-        work = plans.step_bytes(step_of(other), replace(setup, recompute=None), pack)
+        work = plans.step_bytes(step_of(other), setup._replace(gradient_checkpointing=None), pack)
         stages[f"the {name}'s forward"] = needed.standing + max(work.values()) + gathered
     stages |= needed.stages
     return needed._replace(parts=needed.parts | {"teacher": stored},

@@ -69,12 +69,12 @@ def step_of(model):
 def memory(args, model, setup, data, order):
     """Memory of the pack with the highest peak. model: empty, as trained."""
     rows = rows_by_kind(data.table, data.ids)[data.train]
-    packs = [plans.largest_pack(order, rows, setup.budget, columns=2)]
+    packs = [plans.largest_pack(order, rows, setup.max_tokens_per_batch, columns=2)]
     if data.keeper:
         kept = kept_rows(data.keeper)
-        kept_order = PackOrder(kept[:, :2].sum(1), tokens_per_pack=setup.budget,
-                               samples_per_pack=setup.batch_size, seed=args.seed)
-        packs.append((*plans.largest_pack(kept_order, kept, setup.budget, 2), True))
+        kept_order = PackOrder(kept[:, :2].sum(1), tokens_per_pack=setup.max_tokens_per_batch,
+                               samples_per_pack=setup.per_device_train_batch_size, seed=args.seed)
+        packs.append((*plans.largest_pack(kept_order, kept, setup.max_tokens_per_batch, 2), True))
     return max((plans.estimate(step_of(model), setup, pack) for pack in packs),
                key=lambda needed: needed.peak)
 

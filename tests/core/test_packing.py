@@ -143,6 +143,13 @@ def test_the_order_is_the_known_one(kind, known, n):
     assert zlib.crc32(repr([packs(order, epoch) for epoch in (0, 2)]).encode()) == known[n]
 
 
+def test_sums_over_packs():
+    order, lengths = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1), np.arange(1, 8)
+    sums = [sum(lengths[pack]) for epoch in range(20) for pack in packs(order, epoch)]
+    assert sorted(order.sums(lengths)) == sorted(sums)
+    assert sum(order.largest_pack() + 1) == max(sums[:3])
+
+
 def test_plans_of_old_epochs_are_let_go():
     """A plan has a number for each sample; the loader reads one epoch ahead."""
     order = PackOrder(np.full(40, 10), tokens_per_pack=30)
