@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, plural, local_ranks, named_flags, require
+from core.cli import named_flags, plural, require
 from core.packing import PackOrder
 from core.problems import collect
 
@@ -58,8 +58,7 @@ class Setup(NamedTuple):
 
     @property
     def shards(self):
-        group = self.shard_size or local_ranks(self.ranks)
-        return {"ddp": 1, "fsdp": self.ranks, "hsdp": group}[self.parallel]
+        return {"ddp": 1, "fsdp": self.ranks, "hsdp": self.shard_size}[self.parallel]
 
     @property
     def frees_gradients(self):
@@ -359,12 +358,11 @@ def choose(args, world, ranks, setups, memory_of):
 def read_choice(args, ranks):
     """{flag: value} that --auto chose for the run that is resumed, or {}."""
     folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
-    earlier = {}
-    for folder in folders if args.resume in ("auto", "none") else [Path(args.resume)]:
-        with contextlib.suppress(UserError, OSError, KeyError):
-            # not verified: these flags are the same in all checkpoints of a run
-            earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
-            break
+    if args.resume not in ("auto", "none"):
+        folders = [Path(args.resume)]
+    # not verified: these flags are the same in all checkpoints of a run
+    states = (folder / checkpoint.STATE / "state.json" for folder in folders)
+    earlier = next((json_files.read_object(path)["args"] for path in states if path.is_file()), {})
     flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named_flags(args)}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in named_flags(args):

@@ -6,7 +6,6 @@ import torch
 
 from core import memory as plans
 from core import metrics
-from core.packing import PackOrder
 from distill import causal_lm
 from distill.chat_data import PackedChats, samples_line
 
@@ -35,19 +34,15 @@ def memory(model, setup, lengths, targets, order, kept):
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens and trained tokens of each
     sample. kept: ChatTable of --keep, or None."""
-    packs = [plans.largest_pack(order, np.stack([lengths, targets], 1), setup.max_tokens_per_batch)]
-    if kept is not None:
-        kept_order = PackOrder(kept.lengths, tokens_per_pack=setup.max_tokens_per_batch,
-                               samples_per_pack=setup.per_device_train_batch_size, seed=order.seed)
-        rows = np.stack([kept.lengths, kept.targets], 1)
-        packs.append((*plans.largest_pack(kept_order, rows), model.lora))
+    rows = np.stack([lengths, targets], 1)
+    pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch)
+    packs = [pack] if kept is None else [pack, (*pack, model.lora)]     # --keep's are filled alike
     needed = max((plans.estimate(step_of(model), setup, pack) for pack in packs),
                  key=lambda needed: needed.peak)
     if not model.frozen:
         return needed
     # frozen models add their shards, and one forward each with the weights gathered for it
     from distill import frozen
-    pack = tuple(map(max, *(pack[:2] for pack in packs))) if kept is not None else packs[0]
     width, stored, stages = 2 if setup.bf16 else 4, 0, {}
     for name, other in frozen.models(model):
         gathered = 0

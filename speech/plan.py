@@ -6,13 +6,12 @@ import torch
 
 from core import memory as plans
 from core import metrics
-from core.packing import PackOrder
 from speech import v2, weights
 from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
 from speech.labels import PackedBatch, step_work
 
-SHARE = {True: 0.70, False: 0.72}   # {LoRA: share of the matrix rate that a step reaches by count}
+SHARE = 0.7     # of the matrix rate that a step reaches by count
 
 
 class Data(NamedTuple):
@@ -34,12 +33,6 @@ def rows_by_kind(table, ids):
     audio, predicting = (np.bincount(sample, count, minlength=len(table)) for count in counts)
     kinds = table.lengths - audio, audio, predicting, table.text_targets
     return np.stack(kinds, axis=1).astype(np.int64)
-
-
-def kept_rows(keeper):
-    """rows_by_kind of the --keep prompts with the longest speech that they may get."""
-    most = keeper.settings.max_new_tokens
-    return np.array([[sum(~p.is_audio), sum(p.is_audio) + most, most, 0] for p in keeper.prompts])
 
 
 def loss(model, text, audio, audio_rows, text_rows, keep=False):
@@ -66,24 +59,21 @@ def step_of(model):
     return plans.Step(model, layers_of, loss, ((v2, "_attention_by_sample", plans.varlen),))
 
 
-def memory(args, model, setup, data, order):
+def memory(model, setup, data, order):
     """Memory of the pack with the highest peak. model: empty, as trained."""
     rows = rows_by_kind(data.table, data.ids)[data.train]
-    packs = [plans.largest_pack(order, rows, setup.max_tokens_per_batch, columns=2)]
-    if data.keeper:
-        kept = kept_rows(data.keeper)
-        kept_order = PackOrder(kept[:, :2].sum(1), tokens_per_pack=setup.max_tokens_per_batch,
-                               samples_per_pack=setup.per_device_train_batch_size, seed=args.seed)
-        packs.append((*plans.largest_pack(kept_order, kept, setup.max_tokens_per_batch, 2), True))
+    pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch, columns=2)
+    packs = [pack, (*pack, True)] if data.keeper else [pack]        # --keep's are filled alike
     return max((plans.estimate(step_of(model), setup, pack) for pack in packs),
                key=lambda needed: needed.peak)
 
 
 def choose(args, world, ranks, model, data):
     """--auto: set the flags that the user did not give."""
-    longest = int(kept_rows(data.keeper)[:, :2].sum(1).max()) if data.keeper else 0
+    longest = data.keeper.settings.max_new_tokens + max(
+        len(prompt.tokens) for prompt in data.keeper.prompts) if data.keeper else 0
     plans.choose_packs(args, world, ranks, data.table.lengths[data.train],
-                       lambda setup, order: memory(args, model, setup, data, order), longest)
+                       lambda setup, order: memory(model, setup, data, order), longest)
 
 
 def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines):
@@ -92,13 +82,13 @@ def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoc
     model: empty, as trained. order: PackOrder. step: the first one. lines: about steps, intervals,
     start."""
     setup, table, left = plans.setup_of(args, ranks), data.table, total_steps - step
-    needed = memory(args, model, setup, data, order)
+    needed = memory(model, setup, data, order)
     new = table.where[:, 0] < 0     # clips that are not encoded
     new_frames = int(table.where[new, 2].sum())
     flops = 0
     if not args.float8:
         epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]
-        flops = epoch * left / steps_per_epoch / ranks / SHARE[args.use_lora or args.freeze_llm]
+        flops = epoch * left / steps_per_epoch / ranks / SHARE
     steps, intervals, start = lines
     plans.print_plan(args, needed, model.base_model, [
         metrics.model_text(model, args.use_lora), samples_line(table, data.train, data.held_out),
