@@ -51,10 +51,8 @@ class EpochPlan:
 
 
 def best_fit(lengths, order, budget):
-    """Yield packs, lists of sample indices of at most `budget` tokens.
-
-    lengths: (n,) tokens. order: (n,) sample indices, packed in windows of 4096. ValueError if a
-    sample is longer than the budget."""
+    """Yield packs, lists of sample indices of at most `budget` tokens. lengths: (n,) tokens.
+    order: (n,) sample indices, packed in windows of 4096. ValueError if a sample is longer."""
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]
         # longest first, so that short samples fill the gaps
@@ -82,11 +80,9 @@ class PackOrder:
     """Deterministic packs of every epoch.
 
     lengths: (n,) tokens per sample. numbers: (n,) numbers of these samples in a larger table, which
-    rank_packs and window() return (default: 0 to n - 1). tokens_per_pack: a pack holds whole
-    samples up to this many tokens; the seed fixes which share a pack, and each epoch shuffles the
-    packs. samples_per_pack is used if tokens_per_pack is 0: each epoch draws the samples of a pack,
-    of similar lengths with group_by_length. shuffle=False keeps the table's order, for validation.
-    """
+    rank_packs and window() return (default: 0 to n - 1). With tokens_per_pack the seed fixes which
+    samples share a pack, and each epoch shuffles the packs. Otherwise each epoch draws the samples
+    of a pack, of similar lengths with group_by_length. shuffle=False: the table's order."""
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
@@ -158,8 +154,6 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
     while epoch < epochs:
         plan = order.epoch(epoch)
         for step in range(first, len(plan), per_step):
-            # Packs go over ranks first, then over micro-steps: N ranks x M micro-steps take the
-            # same packs as any other split of N * M.
             for micro in range(accumulation):
                 yield order.numbers[plan.pack(step + micro * world_size + rank)].tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may start in the middle

@@ -93,21 +93,6 @@ def test_best_fit_keeps_the_budget_and_takes_the_fullest_bin_that_fits():
         list(best_fit(np.array([10, 11]), np.arange(2), 10))
 
 
-def test_grouping_by_length_evens_out_the_ranks(world_size=8):
-    """Ranks wait for the longest pack of a step: its excess over the mean must shrink, and stay random over steps."""
-    lengths = speech_lengths(4096)
-
-    def excess(**more):
-        order = PackOrder(lengths, samples_per_pack=4, seed=3, **more)
-        slots = np.array([lengths[pack].max() * len(pack) for pack in packs(order, 0)]).reshape(-1, world_size)
-        steps = slots.mean(axis=1)
-        return (slots.max(axis=1) / slots.mean(axis=1)).mean(), abs(np.corrcoef(steps, np.arange(len(steps)))[0, 1])
-
-    (grouped, trend), (mixed, _) = excess(group_by_length=True), excess()
-    assert grouped - 1 < 0.25 * (mixed - 1)
-    assert trend < 0.3          # not the long samples first
-
-
 @pytest.mark.parametrize("kind, known", [
     ({"samples_per_pack": 3}, {95: 401404353, 5000: 2829845490}),
     ({"tokens_per_pack": 2048}, {95: 1329289399, 5000: 2820802701}),
