@@ -86,8 +86,6 @@ class PackOrder:
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
-        if max(samples_per_pack, tokens_per_pack) <= 0:
-            raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths, self.size = np.asarray(lengths), samples_per_pack
         self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
         # keeps two plans, as the loader reads ahead into the next epoch
