@@ -76,22 +76,18 @@ def choose(args, world, ranks, model, data):
                        lambda setup, order: memory(model, setup, data, order), longest)
 
 
-def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines):
+def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
     """Print the plan of a run; UserError lists every limit that it exceeds.
 
-    model: empty, as trained. order: PackOrder. step: the first one. lines: about steps, intervals,
-    start."""
-    setup, table, left = plans.setup_of(args, ranks), data.table, total_steps - step
-    needed = memory(model, setup, data, order)
+    model: empty, as trained. order: PackOrder. lines: about steps, intervals, start. left: steps to
+    go."""
+    table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
     new = table.where[:, 0] < 0     # clips that are not encoded
-    new_frames = int(table.where[new, 2].sum())
     flops = 0
     if not args.float8:
         epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]
         flops = epoch * left / steps_per_epoch / ranks / SHARE
-    steps, intervals, start = lines
     plans.print_plan(args, needed, model.base_model, [
         metrics.model_text(model, args.use_lora), samples_line(table, data.train, data.held_out),
-        f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "
-        f"({new_frames / FRAME_RATE / 3600:.2f} h)",
-        f"{steps}warm-up {args.warmup_steps} steps", intervals, start], left, flops)
+        f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "
+        f"({table.where[new, 2].sum() / FRAME_RATE / 3600:.2f} h)", *lines], left, flops)
