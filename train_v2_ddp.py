@@ -151,9 +151,10 @@ if args.tf32:       # only now: codes in the cache must not depend on it
     torch.set_float32_matmul_precision("high")
 if args.auto or dry:
     from speech import plan
-    data = plan.Data(table, ids, train_ids, eval_ids, prompts, keep_loss)
-    if args.auto and plan.choose(args, world, ranks, model, data):
-        model, parts = empty_model(folder, config_dict)
+    data = plan.Data(table, ids, train_ids, eval_ids, keep_loss)
+    if args.auto:
+        plan.choose(args, world, ranks, model, data)
+        model, parts = empty_model(folder, config_dict)     # with the chosen recomputation
 args.compile = dist.choose_compile(world, args)     # after --auto, which may exclude it
 
 # ---- Resume from the newest intact checkpoint, on any number of ranks
@@ -189,10 +190,11 @@ steps_per_epoch, total_steps = run_length(
 validates = bool(len(eval_ids) or prompts)
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
+lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
-    plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines)
+    plan.print_all(args, ranks, model, data, order, lines, total_steps - step, steps_per_epoch)
     print("dry run ok")
     sys.exit(0)
 
@@ -330,7 +332,6 @@ batches = packing.iterate(make_loader(      # loader processes read ahead
     pad_to=args.max_tokens_per_batch))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
-lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
 print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:

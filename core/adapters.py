@@ -187,9 +187,6 @@ def add_saved_lora(model, folder, whole=()):
         hint = f"; the newest checkpoint is {checkpoints[-1][1]}" if checkpoints else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
-    require(saved.get("peft_type") == "LORA" and {"r", "lora_alpha", "target_modules"} <= {*saved},
-            f"{path}: is not the configuration of a LoRA adapter: peft_type "
-            f"{saved.get('peft_type')!r}; it needs 'LORA', r, lora_alpha and target_modules")
     unsupported = [name for name, value in saved.items()
                    if name not in FIELDS and value and value != getattr(usual, name, None)]
     if set(map(str, saved.get("modules_to_save") or ())) <= set(whole):

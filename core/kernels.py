@@ -315,8 +315,6 @@ def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
 
 # ---- Recomputation for the backward pass
 
-NOTES = {None: "", "all": ", recomputed by layer",
-         "selective": ", all but products and attention recomputed"}
 ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default, *(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in (
         "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}

@@ -2,11 +2,8 @@
 
 One step runs on fake tensors, which have shapes but no memory, and the bytes alive are counted:
 this needs no GPU and no weights. The peak was within 0.94 GiB of the real one in 6 of 6 runs on an
-H200. N GPUs share W weights (N is 1 under DDP), of which T are trained. Each GPU holds W / N
-weights in their stored dtype, 4 T / N bytes of gradients (under FSDP2 4 T more if they accumulate),
-8 T / N of Adam's moments and 4 T / N of a moving average; with --cpu_offload the host holds these.
-What FSDP2 gathers, the activations, and a guess for the CUDA context, cuBLAS and NCCL are added.
-Fragmentation is not modelled.
+H200. Weights, gradients, Adam's moments, what FSDP2 gathers, and a guess for the CUDA context,
+cuBLAS and NCCL are added. Fragmentation is not modelled.
 """
 import contextlib
 import copy
@@ -14,8 +11,7 @@ import functools
 import os
 import shutil
 import weakref
-from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from collections import Counter
 from pathlib import Path
 from typing import Callable, NamedTuple
 from unittest import mock
@@ -30,32 +26,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, plural, local_ranks, named_flags, require
+from core.cli import named_flags, plural, require
 from core.packing import PackOrder
 from core.problems import collect
 
 GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
-RATES = {"an H200": 790e12, "an RTX 3090": 71e12}   # FLOP/s of large bf16 products, docs/speed.md
-STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
-FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
-         "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
-         "gradient_accumulation_steps": "accumulation"}     # {what --auto sets: field of Setup}
+STAGES = "the heads", "a layer's backward", "the embedding's backward"
+# what --auto sets
+FLAGS = ("parallel", "max_tokens_per_batch", "per_device_train_batch_size",
+         "gradient_checkpointing", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Settings of a run that change its memory."""
+class Setup(NamedTuple):
+    """Flags of a run that change its memory."""
     ranks: int
-    parallel: str = "ddp"           # ddp, fsdp or hsdp
+    parallel: str = "ddp"
     bf16: bool = True               # or fp16
-    recompute: str | None = None    # None, all or selective
-    accumulation: int = 1           # micro-steps of an optimizer step
-    batch_size: int = 1             # samples or rows of a micro-step, without a budget
-    budget: int = 0                 # tokens that every pack is filled to, 0: none
-    reshard: bool | None = None     # fsdp: a layer is freed after its forward
-    offload: bool | None = None     # fsdp: shards and moments are in host memory
+    gradient_checkpointing: str | None = None
+    gradient_accumulation_steps: int = 1
+    per_device_train_batch_size: int = 1
+    max_tokens_per_batch: int = 0   # every pack is filled to it
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
     shard_size: int = 0             # hsdp: GPUs that weights are sharded over
 
     @property
@@ -64,21 +58,18 @@ class Setup:
 
     @property
     def shards(self):
-        group = self.shard_size or local_ranks(self.ranks)
-        return {"ddp": 1, "fsdp": self.ranks, "hsdp": group}[self.parallel]
+        return {"ddp": 1, "fsdp": self.ranks, "hsdp": self.shard_size}[self.parallel]
 
     @property
     def frees_gradients(self):
         """True if gradients only exist in the backward pass, where they replace activations."""
-        return self.accumulation == 1 and (self.fsdp or self.ranks == 1)
+        return self.gradient_accumulation_steps == 1 and (self.fsdp or self.ranks == 1)
 
 
 def setup_of(args, ranks):
-    """Setup of a trainer's flags. ranks: how many processes train."""
-    flags = vars(args)      # not every trainer has all of them
-    return Setup(ranks, bf16=bool(args.bf16 or flags.get("fp16")), shard_size=args.shard_size,
-                 reshard=flags.get("reshard_after_forward"), offload=flags.get("cpu_offload"),
-                 **{field: flags[flag] for flag, field in FLAGS.items() if flag in flags})
+    """Setup of a trainer's flags, of which not every trainer has all. ranks: how many train."""
+    flags = {name: getattr(args, name) for name in Setup._fields if name in args}
+    return Setup(**flags | {"ranks": ranks, "bf16": args.bf16 or getattr(args, "fp16", False)})
 
 
 # ---- A step on tensors without memory
@@ -152,8 +143,7 @@ class FakeKernel(torch.autograd.Function):
 def varlen(q, k, v, *_):
     """Attention of packed documents on a GPU: q (S, heads, D), k and v (S, kv_heads, D)."""
     ends = q.new_empty(2, dtype=torch.int32)
-    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
-                       **kernels.GROUPED)
+    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0), **kernels.GROUPED)
 
 
 @contextlib.contextmanager
@@ -172,40 +162,38 @@ def gpu_kernels(live, more):
 
 
 @functools.cache
-def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
-    """{stage: peak bytes} of a micro-step with one pack, or of a validation if not `train`.
-
-    gpu=False: with a CPU's kernels. count: number of layers to run. By default 2 and 4 of them are
-    run, and the others are extrapolated: all layers but the last are alike."""
+def step_bytes(step, setup, pack, count=None):
+    """{stage: peak bytes} of a micro-step with one pack; only forward if no weight is trained.
+    count: layers to run. By default 2 and 4 are; more are extrapolated: all but the last are alike.
+    """
     layer_count = len(step.layers(step.model))
     if not count and layer_count > 4:
-        two, four = (step_bytes(step, setup, pack, train, gpu, few) for few in (2, 4))
+        two, four = (step_bytes(step, setup, pack, few) for few in (2, 4))
         return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (layer_count - 4)
                 for stage in four}
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_copy(step, count or layer_count,
                           torch.bfloat16 if setup.bf16 and setup.fsdp else None)
         layers = step.layers(model)
-        kernels.set_mode(model, layers, setup.recompute)
-        model.train(train)
-        trained = [p for p in model.parameters() if p.requires_grad] if train else []
+        kernels.set_mode(model, layers, setup.gradient_checkpointing)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model.train(bool(trained))
         known = [*model.parameters(), *model.buffers()]
         if not setup.frees_gradients and not setup.fsdp:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
                 known.append(parameter.grad)
         live = LiveBytes(known)
-        if train:       # a stage begins when gradients reach the last layer, or leave the first
-            layers[-1].register_forward_hook(lambda _, args, out: live.begin(STAGES[1], out))
-            layers[0].register_forward_pre_hook(
-                lambda _, *args: live.begin(STAGES[2], args), with_kwargs=True)
+        # a stage begins when gradients reach the last layer, or leave the first
+        layers[-1].register_forward_hook(lambda _, args, out: live.begin(STAGES[1], out))
+        layers[0].register_forward_pre_hook(
+            lambda _, *args: live.begin(STAGES[2], args), with_kwargs=True)
         if setup.fsdp:
-            reduce_gradients(live, trained, layers, setup)
-        with live, gpu_kernels(live, step.kernels) if gpu else contextlib.nullcontext():
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
-                    torch.set_grad_enabled(train):
+            reduce_gradients(trained, layers, setup)
+        with live, gpu_kernels(live, step.kernels):
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
                 loss = step.loss(model, *pack)
-            if train:
+            if trained:
                 loss.backward()
     return dict(live.peaks)
 
@@ -227,36 +215,34 @@ def fake_copy(step, count, dtype=None):
     return model
 
 
-def reduce_gradients(live, trained, layers, setup):
+def reduce_gradients(trained, layers, setup):
     """Reduce gradients as FSDP2 does. Once a layer has all its gradients, they are summed in an
     fp32 buffer, which lives until the next layer's. This rank's shard of them is kept;
-    estimate() counts shards that accumulate or go to the host. Weights outside layers come last."""
-    unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
-    expected, waiting = Counter(unit_of.get(p) for p in trained), defaultdict(list)
+    estimate() counts shards that accumulate or go to the host."""
+    units = [set(layer.parameters()) & set(trained) for layer in layers]
+    units.append(set(trained).difference(*units))
     buffers, shards = [], []
 
-    def reduce_unit(parameter):
-        unit = unit_of.get(parameter)
-        waiting[unit].append(parameter.grad)
-        parameter.grad = None
-        if len(waiting[unit]) < expected[unit]:
+    def reduce_unit(unit):
+        if any(p.grad is None for p in unit):
             return
-        if unit is None:
-            live.stage = STAGES[3]
-        values = sum(gradient.numel() for gradient in waiting.pop(unit))
+        for p in unit:
+            p.grad = None
+        values = sum(p.numel() for p in unit)
         buffers.clear()     # the previous unit's is freed first
-        buffers.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
-        if setup.frees_gradients and not setup.offload:
+        buffers.append(torch.empty(values * (p.element_size() + 4), dtype=torch.uint8))
+        if setup.frees_gradients and not setup.cpu_offload:
             shards.append(torch.empty(-(-values // setup.shards)))
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(reduce_unit)
+    for unit in units:
+        for p in unit:
+            p.register_post_accumulate_grad_hook(lambda _, unit=unit: reduce_unit(unit))
 
 
 class Memory(NamedTuple):
     """Bytes that one GPU needs with one pack."""
     parts: dict         # {part: bytes}; they do not all exist at the same time
     stages: dict        # {stage of a run: bytes}
-    pack: tuple = ()    # size of the pack
+    standing: int = 0   # bytes that are there all the time
 
     @property
     def peak(self):
@@ -267,14 +253,14 @@ def count_values(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def estimate(step, setup, pack, held_out=None):
-    """Memory of a run whose largest pack is `pack`; held_out: the largest one of its validation."""
+def estimate(step, setup, pack):
+    """Memory of a run whose largest pack is `pack`."""
     model, layers = step.model, [count_values(layer) for layer in step.layers(step.model)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
              "optimizer": 8 * trained, "average": 4 * trained * step.average}
-    parts = {name: 0 if setup.offload else size / setup.shards for name, size in state.items()}
-    if setup.fsdp and setup.accumulation > 1:
+    parts = {name: 0 if setup.cpu_offload else n / setup.shards for name, n in state.items()}
+    if setup.fsdp and not setup.frees_gradients:
         parts["gradients"] += 4 * trained
     parts["fixed"] = FIXED * (2 if setup.ranks > 1 or setup.fsdp else 1)
     standing = sum(parts.values())
@@ -284,18 +270,13 @@ def estimate(step, setup, pack, held_out=None):
     gathered, work = {}, step_bytes(step, setup, pack)
     if setup.fsdp:      # whole weights: the layer in use, the next one and the one being freed
         root = count_values(model) - sum(layers)
-        near = root + sum(sorted(layers)[-3 if len(layers) > 2 else -1:])
-        values = [root, near, root] if setup.reshard is not False else [count_values(model)] * 3
-        gathered = dict(zip(STAGES, values)) | {"the first layer": 2 * (root + layers[0])}
-        gathered = {stage: n * (2 if setup.bf16 else 4) for stage, n in gathered.items()}
-    stages = {stage: standing + gathered.get(stage, 0) + work.get(stage, 0)
-              for stage in (*work, "the first layer")}
-    if held_out:
-        alone = replace(setup, recompute=None, accumulation=1, batch_size=1, budget=0)
-        forward = step_bytes(step, alone, held_out, train=False)[STAGES[0]]
-        stages["validation"] = standing + gathered.get(STAGES[0], 0) + forward
+        values = [root, root + sum(sorted(layers)[-3:]), root]
+        if not setup.reshard_after_forward:
+            values = [count_values(model)] * 3
+        gathered = {stage: n * (2 if setup.bf16 else 4) for stage, n in zip(STAGES, values)}
+    stages = {stage: standing + gathered.get(stage, 0) + work[stage] for stage in work}
     parts |= {"copies": gathered.get(STAGES[1], 0), "activations": max(work.values())}
-    return Memory(parts, stages, pack)
+    return Memory(parts, stages, standing)
 
 
 # ---- --auto: rank 0 tries setups, the fastest first, and takes the first that fits. Flags that the
@@ -312,28 +293,25 @@ def list_ways(args, setup):
     if args.compile is True:        # "selective" cannot look into a compiled layer
         modes.remove("selective")
     if "gradient_checkpointing" in named_flags(args):
-        modes = [setup.recompute]
+        modes = [setup.gradient_checkpointing]
     fixed = setup.ranks == 1 or "parallel" in named_flags(args) or any(
         flags.get(name) for name in ("fp16", "float8", "base_dtype"))       # these need ddp
     kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
-    return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
+    return [setup._replace(gradient_checkpointing=mode, parallel=kind)
+            for mode in modes for kind in kinds]
 
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     """choose() among packs of tokens: large ones in all of list_ways(), smaller ones in the last.
-    A step has the samples of --global_batch_size; without it, an epoch has EPOCH_STEPS steps.
-
-    lengths: (n,) tokens of the samples. memory_of(setup, PackOrder): Memory. longest: tokens of the
-    longest sample that is not among them."""
-    setup, flags = setup_of(args, ranks), named_flags(args)
-    fixed = "gradient_accumulation_steps" in flags
+    lengths: (n,) tokens of the samples; longest: of others. memory_of(setup, PackOrder): Memory.
+    """
+    setup, longest = setup_of(args, ranks), max(longest, int(lengths.max()))
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
-    step_tokens = step_samples * lengths.mean() / (ranks * (setup.accumulation if fixed else 1))
-    longest = max(longest, int(lengths.max()))
-    budgets = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
-    budgets = [budget for budget in budgets if budget <= step_tokens] or budgets[-1:]
-    if flags & {"max_tokens_per_batch", "per_device_train_batch_size"}:
-        budgets = [setup.budget]
+    most = step_samples * lengths.mean() / ranks / setup.gradient_accumulation_steps
+    budgets = [budget for budget in BUDGETS if longest <= budget <= most] or [
+        -(-longest // 1024) * 1024]
+    if named_flags(args) & {"max_tokens_per_batch", "per_device_train_batch_size"}:
+        budgets = [setup.max_tokens_per_batch]
 
     @functools.cache
     def order_of(budget):
@@ -341,26 +319,23 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
 
-    def setups():
-        *faster, last = list_ways(args, setup)
-        for way in (*faster, last):
-            for budget in budgets:
-                if budget < min(LARGE, budgets[0]) and way is not last:
-                    continue
-                accumulation = setup.accumulation
-                if args.global_batch_size and budget and not fixed:
-                    packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
-                    accumulation = max(1, round(packs / ranks))
-                yield replace(way, budget=budget, accumulation=accumulation)
-    return choose(args, world, ranks, setups(),
-                  lambda setup: memory_of(setup, order_of(setup.budget)))
+    def with_packs(way, budget):
+        accumulation = setup.gradient_accumulation_steps
+        if args.global_batch_size and budget:
+            packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
+            accumulation = max(1, round(packs / ranks))
+        return way._replace(max_tokens_per_batch=budget, gradient_accumulation_steps=accumulation)
+
+    *faster, last = list_ways(args, setup)
+    large = [budget for budget in budgets if budget >= min(LARGE, budgets[0])]
+    tried = [(way, budget) for way in faster for budget in large] + [(last, b) for b in budgets]
+    choose(args, world, ranks, (with_packs(*pair) for pair in tried),
+           lambda setup: memory_of(setup, order_of(setup.max_tokens_per_batch)))
 
 
 def choose(args, world, ranks, setups, memory_of):
-    """Set the FLAGS that the user did not give, alike on all ranks; True if any has changed.
-
-    setups: the fastest first. memory_of(setup): Memory. UserError when none fits; a dry run takes
-    the last one, and print_plan refuses it."""
+    """Set the FLAGS that the user did not give, alike on all ranks. memory_of(setup): Memory.
+    UserError if none of `setups` fits; a dry run takes the last one, and print_plan refuses it."""
     def choose_flags():
         if flags := read_choice(args, ranks):
             return flags, "as the run that is resumed began"
@@ -370,26 +345,24 @@ def choose(args, world, ranks, setups, memory_of):
                 break
         if args.dry_run is None:
             check_memory(needed, args)
-        flags = {flag: getattr(setup, field) for flag, field in FLAGS.items() if flag in args}
-        return flags | {"packs_per_step": ranks * setup.accumulation}, size(needed.peak)
+        flags = {flag: getattr(setup, flag) for flag in FLAGS if flag in args}
+        packs = ranks * setup.gradient_accumulation_steps
+        return flags | {"packs_per_step": packs}, size(needed.peak)
     flags, reason = dist.rank0(world, choose_flags)
-    changed = any(getattr(args, flag, value) != value for flag, value in flags.items())
     vars(args).update(flags)
     if world.is_main:
         settings = (f"--{flag} {flags[flag]}" for flag in FLAGS if flags.get(flag))
         print("auto      ", *settings, f"({reason})")
-    return changed
 
 
 def read_choice(args, ranks):
     """{flag: value} that --auto chose for the run that is resumed, or {}."""
     folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
-    earlier = {}
-    for folder in folders if args.resume in ("auto", "none") else [Path(args.resume)]:
-        with contextlib.suppress(UserError, OSError, KeyError):
-            # not verified: these flags are the same in all checkpoints of a run
-            earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
-            break
+    if args.resume not in ("auto", "none"):
+        folders = [Path(args.resume)]
+    # not verified: these flags are the same in all checkpoints of a run
+    states = (folder / checkpoint.STATE / "state.json" for folder in folders)
+    earlier = next((json_files.read_object(path)["args"] for path in states if path.is_file()), {})
     flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named_flags(args)}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in named_flags(args):
@@ -421,8 +394,7 @@ def fits(needed, args):
 
 def check_memory(needed, args):
     """UserError for a Memory that does not fit."""
-    require(fits(needed, args),
-            f"memory: about {size(needed.peak)} needed on each GPU, which has "
+    require(fits(needed, args), f"memory: about {size(needed.peak)} needed on each GPU, which has "
             f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: --auto, "
             "--bf16 (T4, V100: --fp16), --use_lora, then --base_dtype nf4 (pip install "
             "bitsandbytes), shorter samples, more GPUs, --parallel fsdp --cpu_offload")
@@ -438,48 +410,27 @@ def check_disk(path, needed, purpose):
             f"{path}: {size(needed)} needed for {purpose}, its disk has {size(free)} free")
 
 
-def pack_sums(order, epochs, values):
-    """Sums (packs, ...) int64 of values (samples, ...) over each pack in epochs of a PackOrder."""
-    return np.concatenate([np.add.reduceat(values[plan.samples].astype(np.int64), plan.offsets[:-1])
-                           for plan in map(order.epoch, epochs)])
-
-
-def largest_pack(order, epochs, rows, budget=0, columns=1):
+def largest_pack(order, rows, budget=0, columns=1):
     """Numbers of rows of each kind: the first `columns` kinds as in the largest pack, each other
     kind at its most in any pack. rows: (samples, kinds). A pack's size is the sum over its first
     `columns` kinds; padding to the budget is of the first kind."""
-    packs = pack_sums(order, epochs, rows)
+    packs = order.sums(rows)
     packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1:columns].sum(1))
     largest = packs[packs[:, :columns].sum(1).argmax(), :columns]
     return *largest.tolist(), *packs[:, columns:].max(0).tolist()
 
 
-def data_lines(args, setup, model, order, lengths):
-    """[line] about GPUs, the model, and packs of samples of lengths (n,), in tokens."""
-    dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if setup.bf16 else "fp32"
-    return [f"plan       {plural(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}",
-            metrics.model_text(model, args.use_lora),
-            f"packs      {order.packs_per_epoch:,} an epoch, {lengths.sum():,} tokens, "
-            f"{len(lengths) / order.packs_per_epoch:.1f} samples a pack; longest sample "
-            f"{lengths.max():,} tokens"]
-
-
-def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=()):
-    """Print a headline and the plan of a run; UserError lists every limit that it exceeds.
-
-    needed: Memory. pack: the size of the largest one as text. model: as trained. lines: text to
-    print. steps: to go. flops: of the run, 0: unknown. checks: more functions that raise UserError.
-    """
+def print_plan(args, needed, model, lines, steps, flops=0):
+    """Print a headline, `lines` and the plan of a run; UserError lists every limit that it exceeds.
+    needed: Memory. model: as trained. steps: to go. flops: of the run, 0: unknown."""
     limit = gpu_memory(args)
-    gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"
-    seconds = flops / RATES[gpu]
-    time = f"{seconds:.0f} s" if seconds < 120 else metrics.duration(seconds)
+    # FLOP/s of large bf16 products, docs/speed.md
+    gpu, rate = ("an RTX 3090", 71e12) if limit <= 24.5 * GIB else ("an H200", 790e12)
+    time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {needed.peak / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}"
-          + f" · at least {time} on {gpu}" * bool(flops), *lines, sep="\n")
+          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}", *lines, sep="\n")
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.parts.items() if used)
-    print(f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the peak "
-          f"comes in {max(needed.stages, key=needed.stages.get)}")
+    print(f"memory     {parts} GiB; the peak comes in {max(needed.stages, key=needed.stages.get)}")
 
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
@@ -490,5 +441,5 @@ def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=(
         most = min(most, args.save_total_limit + 2)
     print(f"disk       {size(saved)} a checkpoint, at most {most} at once")
     more = most - len(checkpoint.list_checkpoints(args.output_dir))
-    collect(True, lambda: check_memory(needed, args), *checks,
-            lambda: check_disk(args.output_dir, saved * more, plural(more, 'checkpoint')))
+    collect(True, lambda: check_memory(needed, args),
+            lambda: check_disk(args.output_dir, saved * more, "checkpoints"))

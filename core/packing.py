@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from core.cli import UserError, first_line
+from core.cli import UserError
 from core.dist import error_names_file
 from core.watchdog import BLOCKED_SIGNALS, init_loader
 
@@ -51,10 +51,8 @@ class EpochPlan:
 
 
 def best_fit(lengths, order, budget):
-    """Yield packs, lists of sample indices of at most `budget` tokens.
-
-    lengths: (n,) tokens. order: (n,) sample indices, packed in windows of 4096. ValueError if a
-    sample is longer than the budget."""
+    """Yield packs, lists of sample indices of at most `budget` tokens. lengths: (n,) tokens.
+    order: (n,) sample indices, packed in windows of 4096. ValueError if a sample is longer."""
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]
         # longest first, so that short samples fill the gaps
@@ -82,16 +80,12 @@ class PackOrder:
     """Deterministic packs of every epoch.
 
     lengths: (n,) tokens per sample. numbers: (n,) numbers of these samples in a larger table, which
-    rank_packs and window() return (default: 0 to n - 1). tokens_per_pack: a pack holds whole
-    samples up to this many tokens; the seed fixes which share a pack, and each epoch shuffles the
-    packs. samples_per_pack is used if tokens_per_pack is 0: each epoch draws the samples of a pack,
-    of similar lengths with group_by_length. shuffle=False keeps the table's order, for validation.
-    """
+    rank_packs and window() return (default: 0 to n - 1). With tokens_per_pack the seed fixes which
+    samples share a pack, and each epoch shuffles the packs. Otherwise each epoch draws the samples
+    of a pack, of similar lengths with group_by_length. shuffle=False: the table's order."""
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
-        if max(samples_per_pack, tokens_per_pack) <= 0:
-            raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths, self.size = np.asarray(lengths), samples_per_pack
         self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
         # keeps two plans, as the loader reads ahead into the next epoch
@@ -132,11 +126,18 @@ class PackOrder:
             packs = np.concatenate([blocks.ravel(), packs[whole:]])
         return EpochPlan(order, np.minimum(np.arange(len(packs) + 1) * self.size, n), packs)
 
+    def sums(self, values):
+        """Sums (packs, ...) int64 of values (samples, ...) over each pack; of 20 epochs where each
+        draws different packs."""
+        plans = map(self.epoch, range(1 if self._bins else 20))
+        return np.concatenate([np.add.reduceat(
+            values[plan.samples].astype(np.int64), plan.offsets[:-1]) for plan in plans])
+
     def largest_pack(self):
         """Sample numbers (n,) of the pack with the most tokens."""
         plan = self.epoch(0)
-        packs = map(plan.pack, range(len(plan)))
-        return self.numbers[max(packs, key=lambda pack: self.lengths[pack].sum())]
+        sizes = np.add.reduceat(self.lengths[plan.samples], plan.offsets[:-1])
+        return self.numbers[plan.samples[slice(*plan.offsets[sizes.argmax():][:2])]]
 
     def window(self, epoch, first, count):
         """Sample numbers (n,) of `count` packs from `first` on, such as a step of all ranks."""
@@ -151,8 +152,6 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
     while epoch < epochs:
         plan = order.epoch(epoch)
         for step in range(first, len(plan), per_step):
-            # Packs go over ranks first, then over micro-steps: N ranks x M micro-steps take the
-            # same packs as any other split of N * M.
             for micro in range(accumulation):
                 yield order.numbers[plan.pack(step + micro * world_size + rank)].tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may start in the middle
@@ -222,8 +221,6 @@ def iterate(loader):
             yield from batches
         except UserError as error:
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
-        except RuntimeError as error:   # a process was killed; only the cause may name the signal
-            raise error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
         finally:        # else an error's traceback keeps the processes, and the exit waits for them
             if loader.num_workers:
                 batches._shutdown_workers()
@@ -237,7 +234,7 @@ class Column:
     """A .npy file to which numbers are appended, so that memory never holds all of them."""
 
     def __init__(self, path, dtype):
-        self.path, self.dtype, self.length, self._mapped = Path(path), np.dtype(dtype), 0, None
+        self.path, self.dtype, self.length = Path(path), np.dtype(dtype), 0
         self.file = open(path, "w+b", buffering=2**18)      # forked processes do not use it
         self._flush()
 
@@ -257,15 +254,12 @@ class Column:
         """Append an array or a list of numbers."""
         with error_names_file(self.path):
             self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
-        self.length, self._mapped = self.length + len(values), None
+        self.length += len(values)
 
     def array(self):
         """Memory-mapped array of all numbers so far."""
-        if self._mapped is None:
-            self._flush()
-            # an empty file cannot be mapped
-            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)
-        return self._mapped
+        self._flush()
+        return np.load(self.path, mmap_mode="r" if self.length else None)  # else there is no map
 
     def close(self):
         """Flush and close the file."""
@@ -307,7 +301,7 @@ def parallel_map_ordered(share, processes, take):
     """Call take(part) for each part of a sequence, in order. processes: how many make parts.
 
     share(first, step): generator of the parts first, first + step, ... They must hold no tensors,
-    which would need /dev/shm. UserError if a process is killed."""
+    which would need /dev/shm."""
     n_taken, parts = 0, share(0, 1)
     for chunk in itertools.islice(parts, FIRST_PARTS if processes else None):
         take(chunk)
@@ -316,18 +310,11 @@ def parallel_map_ordered(share, processes, take):
         return
     parts.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads do not survive a fork
-    try:
-        for chunk in iterate(DataLoader(
-                _Share(share, processes), batch_size=None, num_workers=processes,
-                collate_fn=lambda chunk: chunk, multiprocessing_context="fork",
-                worker_init_fn=init_loader)):
-            take(chunk)
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise UserError("a process that reads the data has ended early "
-                        f"({first_line(error)}); if memory was short, give a smaller "
-                        "--preprocess_num_proc") from None
+    for chunk in iterate(DataLoader(
+            _Share(share, processes), batch_size=None, num_workers=processes,
+            collate_fn=lambda chunk: chunk, multiprocessing_context="fork",
+            worker_init_fn=init_loader)):
+        take(chunk)
 
 
 def token_lists(tokenizer):

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from core import json_files
 from core.cli import UserError, first_line, require
 from core.dist import barrier, error_names_file
 
@@ -98,28 +97,11 @@ def fingerprint_files(paths, form="{} {}"):
     return digest.hexdigest()[:16]
 
 
-class Slice:
-    """A tensor in a safetensors file, read by rows: get_shape(), get_dtype(), [rows]."""
-
-    def __init__(self, path, name, handle):
-        self.path, self.name, self.handle = path, name, handle
-        self.get_shape, self.get_dtype = handle.get_shape, handle.get_dtype
-
-    def __getitem__(self, rows):
-        """The rows. UserError for NaN or infinity."""
-        values = self.handle[rows]
-        require(is_finite(values), f"{self.path}: {self.name} holds NaN or infinity; these weights "
-                                   "cannot be used")
-        return values
-
-
 def open_tensors(paths):
-    """{tensor name: Slice} of safetensors files; only their headers are read. UserError."""
+    """{tensor name: its slice} of safetensors files: get_shape(), get_dtype(), [rows]. Only headers
+    are read. UserError."""
     slices = {}
     for path in paths:
-        # safe_open would block at a pipe, and reports every error as "No such file"
-        with json_files.open_file(path):
-            pass
         try:
             file = safe_open(path, "pt")
             names = list(file.keys())
@@ -127,7 +109,7 @@ def open_tensors(paths):
             raise UserError(f"{path}: cannot be read ({error})")
         twice = sorted(slices.keys() & set(names))
         require(not twice, f"{path}: {twice[:1]} is in another file of the folder, too")
-        slices |= {name: Slice(path, name, file.get_slice(name)) for name in names}
+        slices |= {name: file.get_slice(name) for name in names}
     return slices
 
 
@@ -138,13 +120,13 @@ def files_of(folder, stem):
 
 
 def shape_of(slices):
-    """Shape of Slices joined along dimension 0."""
+    """Shape of slices joined along dimension 0."""
     first, *rest = (piece.get_shape() for piece in slices)
     return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else tuple(first)
 
 
 def mismatch(wanted, slices):
-    """Describes how slices {name: [Slice, ...]} differ from the wanted {name: shape}, or ""."""
+    """Describes how slices {name: [slice, ...]} differ from the wanted {name: shape}, or ""."""
     both = wanted.keys() & slices.keys()
     faults = {"missing keys": wanted.keys() - slices.keys(),
               "unexpected keys": slices.keys() - wanted.keys(),
@@ -169,7 +151,7 @@ def is_finite(tensor):
 
 @torch.no_grad()
 def read_rows(tensor, slices):
-    """Fill a plain or sharded tensor from Slices joined along dimension 0; it keeps its dtype."""
+    """Fill a plain or sharded tensor from slices joined along dimension 0; it keeps its dtype."""
     local, first = local_rows(tensor)
     offset = 0      # the row of the joined tensor where this slice begins
     for piece in slices:

@@ -1,6 +1,4 @@
 """--dry_run and --auto of the block diffusion trainer, for core/memory.py."""
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -17,8 +15,8 @@ def setups(args, setup, rows, row_tokens):
         splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
     if named_flags(args) & {"per_device_train_batch_size", "problems_per_batch",
                             "gradient_accumulation_steps"}:
-        splits = [(setup.batch_size, setup.accumulation)]
-    return [replace(way, batch_size=each, accumulation=accumulation)
+        splits = [(setup.per_device_train_batch_size, setup.gradient_accumulation_steps)]
+    return [way._replace(per_device_train_batch_size=each, gradient_accumulation_steps=accumulation)
             for way in memory.list_ways(args, setup) for each, accumulation in splits]
 
 
@@ -38,22 +36,20 @@ def step_of(config, backend):
     return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
 
 
-def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0):
+def plan_memory(args, world, ranks, config, rows, order=None, left=0):
     """With --auto, set unset flags. With an order (PackOrder of rows), print the plan of a run
     of `left` steps; UserError lists every limit that it exceeds."""
     step = step_of(config, args.attn_backend)
     setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)
 
     def estimate(setup, targets):
-        masked, batch = sum(args.t_range) / 2 * targets, args.per_device_eval_batch_size
-        held_out = batch, *size, round(masked * batch / setup.batch_size)
-        return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
-                               held_out if eval_rows else None)
+        masked = round(sum(args.t_range) / 2 * targets)
+        return memory.estimate(step, setup, (setup.per_device_train_batch_size, *size, masked))
     if order:
-        needed = estimate(setup, memory.pack_sums(order, [0], rows.table["targets"]).max())
-        memory.print_plan(args, setup, needed, f"{setup.batch_size} rows", step.model, [], left)
+        needed = estimate(setup, order.sums(rows.table["targets"]).max())
+        memory.print_plan(args, needed, step.model, [], left)
         return
     most = np.sort(rows.table["targets"])[::-1].cumsum()
     tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
     memory.choose(args, world, ranks, tried, lambda setup: estimate(
-        setup, most[min(setup.batch_size, len(most)) - 1]))
+        setup, most[min(setup.per_device_train_batch_size, len(most)) - 1]))

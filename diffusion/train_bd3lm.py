@@ -131,7 +131,7 @@ task = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_r
 table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
-planned = args, world, ranks, config, rows, eval_rows
+planned = args, world, ranks, config, rows
 if args.auto or dry:
     from diffusion import plan
 if args.auto:

@@ -1,12 +1,11 @@
 """--dry_run and --auto of the chat trainer, for core/memory.py."""
 import copy
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from core import memory as plans
-from core.packing import PackOrder
+from core import metrics
 from distill import causal_lm
 from distill.chat_data import PackedChats, samples_line
 
@@ -30,50 +29,41 @@ def step_of(model):
     return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
 
 
-def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
-    """memory.Memory of the pack with the highest peak in these epochs.
+def memory(model, setup, lengths, targets, order, kept):
+    """memory.Memory of the pack with the highest peak.
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens and trained tokens of each
     sample. kept: ChatTable of --keep, or None."""
-    packs = [plans.largest_pack(order, epochs, np.stack([lengths, targets], 1), setup.budget)]
-    if kept is not None:
-        kept_order = PackOrder(kept.lengths, tokens_per_pack=setup.budget,
-                               samples_per_pack=setup.batch_size, seed=order.seed)
-        rows = np.stack([kept.lengths, kept.targets], 1)
-        packs.append((*plans.largest_pack(kept_order, range(20), rows), model.lora))
+    rows = np.stack([lengths, targets], 1)
+    pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch)
+    packs = [pack] if kept is None else [pack, (*pack, model.lora)]     # --keep's are filled alike
     needed = max((plans.estimate(step_of(model), setup, pack) for pack in packs),
                  key=lambda needed: needed.peak)
     if not model.frozen:
         return needed
     # frozen models add their shards, and one forward each with the weights gathered for it
     from distill import frozen
-    pack = tuple(map(max, *(pack[:2] for pack in packs))) if kept is not None else packs[0]
     width, stored, stages = 2 if setup.bf16 else 4, 0, {}
-    standing = sum(needed.parts[name] for name in ("weights", "optimizer", "average", "fixed"))
-    if not setup.frees_gradients:
-        standing += needed.parts["gradients"]
     for name, other in frozen.models(model):
         gathered = 0
-        if not setup.offload:
+        if not setup.cpu_offload:
             stored += sum(p.nbytes for p in other.parameters()) / setup.shards
         if setup.fsdp:
             layers = list(map(plans.count_values, causal_lm.decoder_layers(other.native)))
             stored += width * (plans.count_values(other) - sum(layers))
             gathered = 2 * width * max(layers)
-        alone = replace(setup, recompute=None, accumulation=1)
-        work = max(plans.step_bytes(step_of(other), alone, pack, train=False).values())
-        stages[f"the {name}'s forward"] = standing + work + gathered
+        work = plans.step_bytes(step_of(other), setup._replace(gradient_checkpointing=None), pack)
+        stages[f"the {name}'s forward"] = needed.standing + max(work.values()) + gathered
     stages |= needed.stages
-    return plans.Memory(needed.parts | {"teacher": stored},
-                        {name: used + stored for name, used in stages.items()}, needed.pack)
+    return needed._replace(parts=needed.parts | {"teacher": stored},
+                           stages={name: used + stored for name, used in stages.items()})
 
 
 def choose(args, world, ranks, model, lengths, targets, kept=None):
-    """--auto: set the flags that the user did not give; True if the model must be rebuilt."""
-    return plans.choose_packs(
-        args, world, ranks, lengths,
-        lambda setup, order: memory(model, setup, lengths, targets, order, kept=kept),
-        0 if kept is None else int(kept.lengths.max()))
+    """--auto: set the flags that the user did not give."""
+    plans.choose_packs(args, world, ranks, lengths,
+                       lambda setup, order: memory(model, setup, lengths, targets, order, kept),
+                       0 if kept is None else int(kept.lengths.max()))
 
 
 def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
@@ -81,10 +71,7 @@ def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
 
     model: the empty PackedLM as trained. split: (training, validation) sample numbers. order:
     PackOrder. lines: about steps, intervals, start. left: remaining steps."""
-    setup = plans.setup_of(args, ranks)
-    lengths, targets = table.lengths[split[0]], table.targets[split[0]]
-    needed = memory(model, setup, lengths, targets, order, range(min(20, args.num_train_epochs)),
-                    kept)
-    plans.print_plan(args, setup, needed, f"{needed.pack[0]:,} tokens", model.native, [
-        *plans.data_lines(args, setup, model.native, order, lengths), samples_line(table, *split),
-        *lines], left)
+    needed = memory(model, plans.setup_of(args, ranks), table.lengths[split[0]],
+                    table.targets[split[0]], order, kept)
+    plans.print_plan(args, needed, model.native, [
+        metrics.model_text(model, args.use_lora), samples_line(table, *split), *lines], left)

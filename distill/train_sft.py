@@ -172,9 +172,10 @@ def empty_model(folder):
 model, parts = empty_model(folder)
 if args.auto or dry:
     from distill import plan
-    if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
-                                 table.targets[train_ids], kept):
-        model, parts = empty_model(folder)
+    if args.auto:
+        plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids],
+                    kept)
+        model, parts = empty_model(folder)      # with the chosen recomputation
 varying = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
 args.compile = dist.choose_compile(world, args, varying)
 

@@ -305,7 +305,7 @@ def reset_buffers(model, device):
 
 
 def weight_parts(folder, config_dict=None):
-    """{name in Higgs3: [Slice]} of a folder's model weights, without the codec's. UserError where
+    """{name in Higgs3: [slice]} of a folder's model weights, without the codec's. UserError where
     the two copies of a table differ: servers would run another model than the trained one."""
     slices = weights.open_model(folder)
     for head, table in HEADS.items():
@@ -323,7 +323,7 @@ def published_names(values):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (Slices, dtype, fold)} of a folder for servers. tensors has the names of
+    """{name in the files: (slices, dtype, fold)} of a folder for servers. tensors has the names of
     Higgs3; added are both heads, and the codec from `codec` (a native folder) or from `folder`."""
     tensors = published_names(tensors)
     for head, table in HEADS.items():

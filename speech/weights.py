@@ -194,14 +194,14 @@ def empty_model(config_dict, dtype, folder=None):
 
 
 def open_model(folder):
-    """{name in the files: Slice} of a folder's model weights. Raises UserError."""
+    """{name in the files: slice} of a folder's model weights. Raises UserError."""
     files = tensor_io.files_of(folder, "model")
     require(files, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     return tensor_io.open_tensors(files)
 
 
 def weight_parts(folder, config):
-    """{native name: [Slice, ...]} of a folder in the native or 2025 layout. config: config.json."""
+    """{native name: [slice, ...]} of a folder in the native or 2025 layout. config: config.json."""
     slices = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [tensor] for name, tensor in slices.items()}
@@ -303,7 +303,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         folds |= {name: quantized.rounded_nf4(folds.get(name)) for name in linears}
     if dtype is None and folds and not tts3:
         dtype = "float32"
-    # {name: (Slices to join, dtype to write, function that adds the adapter's update)}
+    # {name: (slices to join, dtype to write, function that adds the adapter's update)}
     tensors = {}
     for name in names:
         kind = getattr(torch, dtype) if dtype else parts[name][0][:1].dtype

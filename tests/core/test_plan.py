@@ -11,7 +11,6 @@ from core import kernels, memory
 from core.cli import Parser, UserError, parse
 from core.dist import World
 from core.memory import GIB, Memory, Setup
-from core.packing import PackOrder
 from diffusion import plan as block_plan
 from distill import causal_lm, packed_lm
 from distill import plan as chat_plan
@@ -30,15 +29,6 @@ def flags(*words):
         "--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--dry_run", *map(str, words)])
 
 
-def test_packs():
-    """Sums over packs."""
-    order, lengths = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1), np.arange(1, 8)
-    sums = [sum(order.epoch(0).pack(p) + 1) for p in range(3)]
-    assert memory.pack_sums(order, [0, 0], lengths).tolist() == [*sums, *sums]
-    *_, text = memory.data_lines(flags(2), Setup(2, budget=32), torch.nn.Linear(2, 2), order, lengths)
-    assert "3 an epoch, 28 tokens, 2.3 samples a pack; longest sample 7 tokens" in text
-
-
 @pytest.fixture(scope="module")
 def student():
     """The empty PackedLM."""
@@ -51,21 +41,21 @@ def student():
 def test_parts_of_the_memory(student):
     """16 bytes a value, 2 on each of 8 GPUs, none when offloaded; accumulation adds unsharded gradients."""
     step, pack, values = chat_plan.step_of(student), (4096, 2048), 4_022_468_096
-    alone = memory.estimate(step, Setup(1, recompute="all"), pack)
+
+    def estimate(ranks, parallel, **flags):
+        return memory.estimate(step, Setup(ranks, parallel, gradient_checkpointing="all", **flags), pack)
+    alone, sharded = estimate(1, "ddp"), estimate(8, "fsdp")
     assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 4, 8]
     assert alone.parts["copies"] == 0 and alone.parts["fixed"] == GIB
-    sharded = memory.estimate(step, Setup(8, "fsdp", recompute="all"), pack)
     assert sum(sharded.parts[name] for name in ("weights", "gradients", "optimizer")) == 2 * values
     root, layer = 151936 * 2560 + 2560, (values - 151936 * 2560 - 2560) // 36
     assert sharded.parts["copies"] == 2 * (root + 3 * layer) and sharded.parts["fixed"] == 2 * GIB
-    kept = memory.estimate(step, Setup(8, "fsdp", recompute="all", reshard=False), pack)
-    assert kept.parts["copies"] == 2 * values
-    away = memory.estimate(step, Setup(8, "fsdp", recompute="all", offload=True), pack)
+    assert estimate(8, "fsdp", reshard_after_forward=False).parts["copies"] == 2 * values
+    away = estimate(8, "fsdp", cpu_offload=True)
     assert away.parts["weights"] == away.parts["optimizer"] == 0
-    more = memory.estimate(step, Setup(8, "fsdp", recompute="all", accumulation=2), pack)
+    more = estimate(8, "fsdp", gradient_accumulation_steps=2)
     assert more.parts["gradients"] == 4.5 * values and more.peak - sharded.peak > 3.9 * values
-    in_buckets = memory.estimate(step, Setup(2, recompute="all"), pack)        # DDP's, all the time
-    assert in_buckets.peak > alone.peak + GIB
+    assert estimate(2, "ddp").peak > alone.peak + GIB       # DDP's buckets, all the time
 
 
 @pytest.mark.slow
@@ -101,19 +91,15 @@ def tried(args, ranks, lengths):
     ("--bf16 --use_lora", True, {}), ("--fp16 --parallel ddp", False, {}), ("--bf16", False, {"float8": True}),
     ("--bf16 --use_lora", False, {"base_dtype": "nf4"})], ids=str)
 def test_auto_tries_nothing_that_is_refused(words, sharded, more, tmp_path):
-    """The plan says fp16 where it is."""
     args = flags(2, "--auto", "--output_dir", tmp_path, *words.split())
     vars(args).update(more, parallel="ddp")
-    wide, order = "fp16" if "--fp16" in words else "bf16", PackOrder(LENGTHS, samples_per_pack=4)
-    setup = memory.setup_of(args, 2)
-    assert memory.data_lines(args, setup, torch.nn.Linear(2, 2), order, LENGTHS)[0].endswith(f", {wide}")
     assert any(way.fsdp for way in tried(args, 2, LENGTHS)) == sharded
 
 
 def test_a_longer_sample_makes_larger_packs(tmp_path):
     for longest, budget in ((1024, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
         args = flags(8, "--auto", "--output_dir", tmp_path)
-        assert {setup.budget for setup in tried(args, 8, np.array([10] * 1000 + [longest]))} == {budget}
+        assert {setup.max_tokens_per_batch for setup in tried(args, 8, np.array([10] * 1000 + [longest]))} == {budget}
 
 
 def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
@@ -122,8 +108,9 @@ def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
     args.compile = True
 
     def split(ranks, tokens=1024):
-        found = block_plan.setups(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
-        return list(dict.fromkeys((one.batch_size, one.accumulation) for one in found))
+        setup = Setup(ranks, gradient_accumulation_steps=4, per_device_train_batch_size=43)
+        return list(dict.fromkeys((way.per_device_train_batch_size, way.gradient_accumulation_steps)
+                                  for way in block_plan.setups(args, setup, 171, tokens)))
     assert split(1) == [(171, 1), (86, 2), (43, 4), (21, 8), (11, 16), (5, 32), (3, 64)]
     assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]
 

@@ -60,7 +60,6 @@ def trained(make, mode, change):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]), kept
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # float8
 
 
@@ -104,9 +103,7 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
     assert again == loss and torch.equal(recomputed, ours)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU"))])
-def test_gpu_kernels_take_both_products_as_they_lie(device):
+def test_gpu_kernels_take_both_products_as_they_lie(device=os.environ.get("TEST_DEVICE", "cpu")):
     """A weight's copies and the rows, each turned in memory or not; on a CPU only that they lie row by row. In one graph."""
     linear = torch.nn.Linear(64, 48).bfloat16().requires_grad_(False)
     x, grad = torch.randn(64, 32).bfloat16(), torch.randn(48, 32).bfloat16()
@@ -128,7 +125,6 @@ def test_gpus_without_float8_are_refused(monkeypatch):
         dist.check_device(torch.device("cuda"), Namespace(bf16=True, float8=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # nf4
 
 

@@ -1,10 +1,15 @@
 """Memory of a real step, to compare with a plan."""
+import contextlib
 import weakref
+from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from core import memory
 
 
 class LiveBytes(TorchDispatchMode):
@@ -40,12 +45,15 @@ def by_lengths(lengths):
     return attention
 
 
-def real_peak(model, batch, loss, bf16):
-    """Most bytes alive in a step of loss(model, batch), without weights and batch."""
+def check_plan(step, setup, pack, model, batch, loss):
+    """The plan of a step with a CPU's kernels is the peak of a real step of loss(model, batch), without weights and
+    batch, within 3 %."""
+    with mock.patch.object(memory, "gpu_kernels", lambda *_: contextlib.nullcontext()):
+        planned = max(memory.step_bytes(step, setup, pack).values())
     fields = batch if isinstance(batch, tuple) else vars(batch).values()
     known = [*model.parameters(), *model.buffers(), *(v for v in fields if isinstance(v, torch.Tensor))]
-    with LiveBytes(known) as found:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with LiveBytes(known) as real:
+        with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
             value = loss(model, batch)
         value.backward()
-    return found.peak
+    assert planned == pytest.approx(real.peak, rel=0.03)

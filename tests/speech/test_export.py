@@ -247,7 +247,7 @@ def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path):
 
 @pytest.mark.parametrize("where, value", [("base", math.nan), ("adapter", math.inf), ("update", 1e30)])
 def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, value):
-    """By merge, export and generation, with the folder and the name of the tensor."""
+    """By merge and export."""
     name = f"model.layers.1.self_attn.{'k' if where == 'base' else 'q'}_proj.weight"
     model, folder = shutil.copytree(tiny.model, tmp_path / "model"), shutil.copytree(adapter[0], tmp_path / "adapter")
     path = model / "model.safetensors" if where == "base" else folder / "adapter_model.safetensors"
@@ -256,16 +256,11 @@ def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, val
     for name in names[:1 if where == "adapter" else 2]:
         state[name][1, 1] = value
     save_file(state, path, {"format": "pt"})
-    said = "NaN or infinity"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match="NaN or infinity"):
         merge(str(model), folder, tmp_path / "out")
     if where == "base":
-        with pytest.raises(UserError, match=f"{model}.*{said}"):
+        with pytest.raises(UserError, match=f"{model}.*NaN or infinity"):
             merge(str(model), None, tmp_path / "out", None, layout="2025")
-    if where != "update":
-        config = json.loads((model / "config.json").read_text())
-        with pytest.raises(UserError, match=f"{path.parent}.*{said}"):
-            load_model(model, config, folder, torch.float32, torch.device("cpu"))
     assert not (tmp_path / "out").exists()
 
 

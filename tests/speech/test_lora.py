@@ -57,13 +57,10 @@ def test_targets_are_exactly_these_layers(tiny, targets, expected):
     assert layer.r["default"] == 4 and layer.scaling["default"] == 2.0
 
 
-@pytest.mark.parametrize("targets, named", [
-    ("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("", "''")])
+@pytest.mark.parametrize("targets, named", [("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("", "''")])
 def test_target_that_matches_nothing_is_named(tiny, targets, named):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"{named} matches no linear layer; use all-linear or out of: "):
         lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
-    assert f"--lora_target_modules {named} matches no linear layer" in str(error.value)
-    assert "use all-linear or out of: " in str(error.value)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -94,25 +91,25 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
             found = outputs(inputs)
         return [*found, *torch.autograd.grad(found, [inputs, *weights], grads)]
 
-    def seeded(call, *inputs):
-        torch.manual_seed(1)
-        return call(*inputs)
-
     def one_by_one(inputs):
-        return [seeded(layer, inputs) for layer in layers]
+        found = []
+        for layer in layers:
+            torch.manual_seed(1)
+            found.append(layer(inputs))
+        return found
 
     def together(inputs):
-        return seeded(adapters.outputs, inputs, *layers)
+        torch.manual_seed(1)
+        return adapters.outputs(inputs, *layers)
 
-    found = {"together": run(together), "one by one": run(one_by_one)}
+    found = run(together), run(one_by_one)
     for layer in layers:
         layer.__class__ = Linear
     expected = run(one_by_one)
-    for way, ours in found.items():
+    for ours in found:
         for tensor, wanted in zip(ours, expected, strict=True):
-            assert tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
             largest = max([1.0, *wanted.abs().flatten().tolist()])
-            torch.testing.assert_close(tensor, wanted, rtol=0, atol=(0.02 if bf16 else 1e-6) * largest, msg=way)
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=(0.02 if bf16 else 1e-6) * largest)
     layer = layers[0]
     layer.__class__ = adapters.AddingLinear
     with net.disable_adapter():
@@ -154,6 +151,5 @@ def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, other)
     state, name = load_file(tmp_path / "adapter_model.safetensors"), "base_model.model.model.layers.1.self_attn.k_proj.lora_A"
     del state[f"{name}.weight"]
     save_file(state | {f"{name}.{key}": value for key, value in other.items()}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"{tmp_path}.*{name}"):
         adapters.load_adapters(adapted(tiny), tmp_path)
-    assert str(tmp_path) in str(error.value) and name in str(error.value)
