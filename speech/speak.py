@@ -30,8 +30,8 @@ from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
-from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          load_codec, open_bytes, open_sound, pad_wave, read_codes)
+from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec,
+                          open_sound)
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
                                   audible_text, mark_trained, normalise, normalise_requests,
                                   system_parts, trim_turn)
@@ -146,13 +146,11 @@ def spoken_text(sample):
 
 
 def clip_codes(clip, ids, codec, bandwidth):
-    """(T, 8) int64 codes of a clip that a prompt contains. Saved codes are used unchanged."""
-    if clip.path.endswith(SAVED):
-        codes = read_codes(clip.path)[1].astype(np.int64)
-        check_codes(codes, clip.offset, ids.num_codebooks, ids.stream_bos)
-        return codes
-    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-    return encode_clip(codec, pad_wave(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
+    """(T, 8) int16 codes of a clip that a prompt contains. Saved codes are used unchanged."""
+    (result,) = decode_clips([clip])
+    if isinstance(result, str):
+        raise ValueError(result)
+    return encode_clip(codec, result[2], bandwidth, ids.num_codebooks)
 
 
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
@@ -175,10 +173,10 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                     codes[clip] = clip_codes(clip, ids, codec, bandwidth)
             clip = target
             if target.path and not target.path.endswith(SAVED):     # judges need it afterwards
-                with open_bytes(target.path) as file, open_sound(file) as sound:
+                with open(target.path, "rb") as file, open_sound(file) as sound:
                     if sound.frames / sound.samplerate <= (target.offset or 0):
                         raise ValueError(f"ends before its offset of {target.offset} s")
-        except (ValueError, torch.OutOfMemoryError) as error:
+        except (OSError, ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
         reference_codes = [codes[clip] for clip in references]

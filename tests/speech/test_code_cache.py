@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from core import packing, watchdog
 from core.cli import UserError
-from speech.codes import CodeReader, codec_fingerprint, file_keys, look_up, write_shard
+from speech.codes import CodeReader, codec_fingerprint, file_key, look_up, write_shard
 from speech.conversations import Clip
 
 
@@ -21,7 +21,7 @@ def fill(folder, values):
         (folder / f"{i}.wav").write_bytes(b"x" * i)
     keys = [bytes([65 + i] * 16) for i in range(len(values))]
     write_shard(folder, {key: (codes, [np.nan] * 5) for key, codes in zip(keys, values)},
-                dict(zip([file_keys([clip])[0][-1] for clip in clips], keys)))
+                dict(zip(map(file_key, clips), keys)))
     return clips
 
 
@@ -36,9 +36,9 @@ def cache(tmp_path):
 
 def read_all(folder, clips):
     """(numbers of clips that are not found, codes of the others by number)."""
-    shards, where, _, missing = look_up(folder, clips)
-    reader = CodeReader(folder, shards)
-    return list(missing), {i: reader.codes(*row.tolist()) for i, row in enumerate(where) if row[0] >= 0}
+    known = look_up(folder, clips)
+    reader = CodeReader(folder, known.shards)
+    return known.missing(), {i: reader.codes(*row.tolist()) for i, row in enumerate(known.where) if row[0] >= 0}
 
 
 def test_codes_survive_the_way_through_a_shard(tmp_path):
@@ -84,7 +84,7 @@ def test_no_flipped_bit_of_a_shard_changes_a_code(cache):
 
 def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache):
     folder, shard, clips, codes = cache
-    shards, found, *_ = look_up(folder, clips)
+    _, shards, found, *_ = look_up(folder, clips)
     data = bytearray(shard.read_bytes())
     data[bytes(data).index(codes[3].tobytes())] ^= 1
     shard.write_bytes(data)
