@@ -30,8 +30,7 @@ from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
-from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec,
-                          open_sound)
+from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
                                   audible_text, mark_trained, normalise, normalise_requests,
                                   system_parts, trim_turn)
@@ -171,12 +170,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             for clip in references:
                 if clip not in codes:
                     codes[clip] = clip_codes(clip, ids, codec, bandwidth)
-            clip = target
-            if target.path and not target.path.endswith(SAVED):     # judges need it afterwards
-                with open(target.path, "rb") as file, open_sound(file) as sound:
-                    if sound.frames / sound.samplerate <= (target.offset or 0):
-                        raise ValueError(f"ends before its offset of {target.offset} s")
-        except (OSError, ValueError, torch.OutOfMemoryError) as error:
+        except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
         reference_codes = [codes[clip] for clip in references]
@@ -372,10 +366,10 @@ def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
     read_prompts, with the codes of its take as the clip. records: contents of the JSON files."""
     def item(content):
-        if not isinstance(content, Clip):
-            return {"type": "text", "text": content}
-        return {"type": "audio", "audio_url": content.path, "offset": content.offset,
-                "duration": content.duration}
+        if isinstance(content, Clip):
+            return {"type": "audio", "audio_url": content.path, "offset": content.offset,
+                    "duration": content.duration}
+        return {"type": "text", "text": content}
 
     rows = []
     for sample, record in zip(samples, records, strict=True):
@@ -552,31 +546,24 @@ def write_sample(folder, prompt, codes, ended_by, wave, **facts):
 MAX_PROMPTS = 64    # for a few prompts; generate_tts.py speaks any number
 
 
-def load(args, tokenizer, ids, config, codec_dir, world):
-    """Speaker of --sample_prompts, on every rank. Checks and encodes the prompts, so mistakes in
-    them show before training starts. Raises UserError."""
-    settings = sampling(config, args.sample_seconds)
-
-    def encode_prompts():
-        samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
-        require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
-                f"{len(samples)} prompts; at most {MAX_PROMPTS} (generate_tts.py has no limit)")
-        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        room = weights.module(config).positions(config) - settings.max_new_tokens
-        return prepare(samples, tokenizer, ids, codec, bandwidth, room)
-
-    return Speaker(dist.rank0(world, encode_prompts), settings, ids, codec_dir, world.device, args)
-
-
-@dataclass
 class Speaker:
-    """Speaks the prompts of a run. settings: from sampling(). args: the trainer's flags."""
-    prompts: list
-    settings: object
-    ids: object
-    codec_dir: Path
-    device: torch.device
-    args: object
+    """Speaks the prompts of a run."""
+
+    def __init__(self, args, tokenizer, ids, config, codec_dir, world):
+        """On every rank. args: the trainer's flags. Checks and encodes the prompts, so mistakes in
+        them show before training starts. Raises UserError."""
+        self.args, self.ids, self.codec_dir, self.device = args, ids, codec_dir, world.device
+        self.settings = sampling(config, args.sample_seconds)
+
+        def encode_prompts():
+            samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
+            require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
+                    f"{len(samples)} prompts; at most {MAX_PROMPTS} (generate_tts.py has no limit)")
+            codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+            room = weights.module(config).positions(config) - self.settings.max_new_tokens
+            return prepare(samples, tokenizer, ids, codec, bandwidth, room)
+
+        self.prompts = dist.rank0(world, encode_prompts)
 
     def speak(self, world, model, step, log, autocast):
         """Return {eval/...: float} of the prompts as spoken by model, a weights.module().packed.

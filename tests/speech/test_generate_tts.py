@@ -279,28 +279,12 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     voice = "--reference_audio", tmp_path / "noise.wav", "--reference_text"
     assert "noise.wav: is not readable audio" in refuse("--text", "a", *voice, "b")
     assert "--reference_audio and --reference_text go together" in refuse("--text", "a", *voice, "  ")
-    assert "has no text to speak" in refuse("--text", "[SPEAKER0] [SPEAKER1]", "--split_text", 9)
     assert "texts.csv: is a table" in refuse("--prompts", written(tmp_path / "texts.csv", ["a"]))
     np.save(tmp_path / "bad.npy", np.full((9, 8), 1024))        # the first prompt must not leave them as good codes
     codes = {"role": "assistant", "content": {"type": "audio", "audio_url": "bad.npy"}}
     rows = [{"messages": [{"role": "user", "content": "b"}, codes, {"role": "user", "content": "a"}]}] * 2
     error = refuse("--prompts", written(tmp_path / "codes.json", rows))
     assert "2 problems" in error and error.count("bad.npy: ") == 2
-
-
-def test_overwriting_spares_what_is_read(refuse, tmp_path):
-    """A take whose voice the next one is to have; a list of prompts, and clips in it, as --max_cer leaves them."""
-    out = tmp_path / "out"
-    out.mkdir()
-    soundfile.write(out / "0000.wav", 0.1 * np.random.default_rng(0).standard_normal(24000), 24000)
-    clip = {"role": "assistant", "content": {"type": "audio", "audio_url": str(out / "0000.wav")}}
-    rows = [{"messages": [{"role": "user", "content": "b"}, clip, {"role": "user", "content": "a"}]}]
-    voice = "--text", "a", "--reference_text", "b", "--reference_audio", out / "0000.wav"
-    listed = "--prompts", written(tmp_path / "prompts.json", rows)
-    best = "--prompts", written(out / "best.jsonl", rows[0])
-    for flags in (voice, listed, best):
-        assert f"--overwrite would delete {out / '0000.wav'}, which is read" in refuse(*flags, "--overwrite")
-        assert (out / "0000.wav").exists()
 
 
 @pytest.mark.slow
