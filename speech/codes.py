@@ -63,10 +63,8 @@ def decode_clips(clips):
     except (OSError, ValueError) as error:
         return [str(error)] * len(clips)
     for key, clip in zip(keys, clips):
-        start = round((clip.offset or 0) * rate)
-        stop = start + round(clip.duration * rate) if clip.duration else None
         try:
-            wave, measures = resample(samples[start:stop], rate, clip.offset, clip.duration)
+            wave, measures = resample(cut(samples, rate, clip), rate)
         except ValueError as error:
             results.append(str(error))
             continue
@@ -87,8 +85,8 @@ def read_file(path, whole):
             return digest, FRAME_RATE, read_codes(data)
         with open_sound(data) as file:
             rate, promised, log = file.samplerate, file.frames, file.extra_info
-            if whole:
-                check_seconds(max(promised / rate, 1))      # before it is decoded
+            if whole:       # before it is decoded
+                check_seconds(max(promised / rate, 1))
             blocks = [np.empty(0, np.float32)]
             # from the start: seeking in an mp3 may be off by a frame
             while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
@@ -144,34 +142,41 @@ def read_codes(file):
     return codes.astype(np.int16)
 
 
-def resample(samples, rate, offset=None, duration=None):
+def cut(samples, rate, clip):
+    """The samples of a Clip. ValueError if they are too many or too few."""
+    start = round((clip.offset or 0) * rate)
+    samples = samples[start:start + round(clip.duration * rate) if clip.duration else None]
+    short = (clip.duration or 0) - len(samples) / rate
+    if len(samples) and short > CUT_TOLERANCE_S:
+        raise ValueError(f"ends {short:.2f} s before the cut from {clip.offset:g} to "
+                         f"{clip.offset + clip.duration:g} s: times of another recording, or not "
+                         "seconds")
+    check_seconds(len(samples) / rate)
+    return samples
+
+
+def check_seconds(seconds):
+    if seconds > LONGEST_CLIP_S:
+        raise ValueError(f"lasts {seconds:.0f} s, {LONGEST_CLIP_S} are decoded: cut it")
+    if round(seconds * SAMPLE_RATE) < MIN_SAMPLES:
+        raise ValueError(f"is too short: {seconds:.3f} s; a clip needs 0.04 s")
+
+
+def resample(samples, rate):
     """((m,) float32 waveform at 24 kHz, (5,) float32 MEASURES) of a cut. Codes stay as they are."""
     import soxr
-    seconds, where = len(samples) / rate, f" from offset {offset} s" if offset else ""
-    check_seconds(seconds, offset, duration)
+    seconds = len(samples) / rate
     if samples.ndim == 2:
         return samples, np.array([seconds, *[np.nan] * 4], np.float32)
     loudness = np.abs(samples)
     if not loudness.max() <= LOUDEST:       # or NaN
-        raise ValueError(f"peaks at {loudness.max():.3g}{where}, not about 1: it has another scale")
+        raise ValueError(f"peaks at {loudness.max():.3g}, not about 1: it has another scale")
     if samples.min() == samples.max():
-        raise ValueError(f"is silent: every sample{where} is {samples[0]:g}")
+        raise ValueError(f"is silent: every sample is {samples[0]:g}")
     measures = [seconds, loudness.max(), np.sqrt(np.mean(np.square(samples, dtype=np.float64))),
                 np.mean(loudness >= 0.999), samples.mean(dtype=np.float64)]
     wave = soxr.resample(samples, rate, SAMPLE_RATE, quality="HQ")
     return np.ascontiguousarray(wave, np.float32), np.array(measures, np.float32)
-
-
-def check_seconds(there, offset=None, duration=None):
-    """ValueError if a file has too many or too few seconds, `there`, for a cut."""
-    where = f" from offset {offset} s" if offset else ""
-    if there > LONGEST_CLIP_S:
-        raise ValueError(f"lasts {there:.0f} s{where}, {LONGEST_CLIP_S} are decoded: cut it")
-    if duration and there and duration - there > CUT_TOLERANCE_S:
-        raise ValueError(f"ends {duration - there:.2f} s before the cut from {offset:g} to "
-                         f"{offset + duration:g} s: times of another recording, or not seconds")
-    if round(there * SAMPLE_RATE) < MIN_SAMPLES:
-        raise ValueError(f"is too short: {there:.3f} s{where}; a clip needs 0.04 s")
 
 
 # ---- The codec
@@ -375,7 +380,8 @@ def ensure_codes(world, clips, encoding):
         """(cache folder, [jobs of each rank]); jobs are None if the run has to stop. A job is
         {number: Clip} of a file from which clips are encoded."""
         nonlocal known
-        known = look_up(folder := encoding.folder(), clips)
+        folder = encoding.folder()
+        known = look_up(folder, clips)
         if not known.missing():
             return folder, []
         checkpoint.prepare_folder(encoding.cache_dir, "--code_cache")
@@ -391,7 +397,7 @@ def ensure_codes(world, clips, encoding):
         for i in known.missing():
             jobs.setdefault(clips[i].path, {})[i] = clips[i]
         # largest first: ranks would wait for one that starts a long file last
-        order = sorted(jobs, key=lambda path: (-os.path.getsize(path), path))
+        order = sorted(jobs, key=os.path.getsize, reverse=True)
         return folder, [[jobs[path] for path in order[rank::world.size]]
                         for rank in range(world.size)]
 
@@ -471,17 +477,11 @@ def header_frames(clip):
     """Codec frames of a Clip, read from the file header only; other damage is found later."""
     with open(clip.path, "rb") as file:
         if clip.path.endswith(SAVED):
-            rate, stop = FRAME_RATE, len(read_codes(file))
-        else:
-            with open_sound(file) as sound:
-                rate, stop = sound.samplerate, sound.frames
-    start = round((clip.offset or 0) * rate)
-    if clip.duration:
-        stop = min(stop, start + round(clip.duration * rate))
-    samples = (2 * max(0, stop - start) * SAMPLE_RATE + rate) // (2 * rate)   # soxr rounds half up
-    check_seconds(samples / SAMPLE_RATE, clip.offset, clip.duration)
-    filled = clip.filled and not clip.path.endswith(SAVED)
-    return codec_frames(max(samples, SHORTEST_REFERENCE * filled))
+            return len(cut(read_codes(file), FRAME_RATE, clip))
+        with open_sound(file) as sound:
+            rate, samples = sound.samplerate, cut(range(sound.frames), sound.samplerate, clip)
+    n = (2 * len(samples) * SAMPLE_RATE + rate) // (2 * rate)       # soxr rounds half up
+    return codec_frames(max(n, SHORTEST_REFERENCE * clip.filled))
 
 
 def plan_codes(clips, encoding):

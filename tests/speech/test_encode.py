@@ -92,10 +92,10 @@ def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels
     (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised.*wav, flac, mp3 and ogg are read"),
     (np.zeros(900), (None, None), "is too short: 0.037 s; a clip needs 0.04 s"),
     (np.array([0.1, np.nan] * 4800), (None, None), "peaks at nan"),
-    (np.zeros(24000), (1.5, None), "is too short: 0.000 s from offset 1.5 s"),
-    (np.zeros(24000), (0.5, 0.03), "is too short: 0.030 s from offset 0.5 s"),
-    (np.r_[sine(440, 24000), np.full(24000, -0.25)], (1.0, None), "is silent: every sample from offset 1.0 s is -0.25"),
-    (32768 * sine(440, 24000), (0.5, 0.2), "peaks at 1.64e.04 from offset 0.5 s")])
+    (np.zeros(24000), (1.5, None), "is too short: 0.000 s"),
+    (np.zeros(24000), (0.5, 0.03), "is too short: 0.030 s"),
+    (np.r_[sine(440, 24000), np.full(24000, -0.25)], (1.0, None), "is silent: every sample is -0.25"),
+    (32768 * sine(440, 24000), (0.5, 0.2), "peaks at 1.64e.04")])
 def test_undecodable_audio_gives_the_reason(tmp_path, content, cut, said):
     path = tmp_path / "a.wav"
     if isinstance(content, bytes):
@@ -211,8 +211,8 @@ def test_an_unusable_clip_takes_no_other_with_it(filled, tiny, tmp_path):
     good = clips_of(tiny)[0]
     path = write_audio(tmp_path / "a.wav", np.r_[sine(440, 24000), np.zeros(24000)])
     clips = [Clip(str(path), 0.2, 0.5), Clip(str(path), 1.2, 0.5), good, Clip(str(path), 9.0, 1.0)]
-    said = {1: f"{path}: is silent: every sample from offset 1.2 s is 0",
-            3: f"{path}: is too short: 0.000 s from offset 9.0 s; a clip needs 0.04 s"}
+    said = {1: f"{path}: is silent: every sample is 0",
+            3: f"{path}: is too short: 0.000 s; a clip needs 0.04 s"}
     for num_proc in (0, 2):
         how = Encoding(tiny.codec, tmp_path / "codes", 8, num_proc)
         folder, shards, where, _, bad = ensure_codes(WORLD, clips, how)
