@@ -116,11 +116,7 @@ def evaluate(folder, samples, by, settings):
         row["real_time_factor"] = facts.get("real_time_factor")
         like = reference or target
         if by.embed and like:
-            for clip in {(audio,), like} - voices.keys():
-                voices[clip] = judges.voice(judges.read_audio(*clip), HZ, by.embed)
-                if voices[clip] is None:
-                    notes.append(f"{clip[0]}: too short for its voice to be judged")
-            row["speaker_similarity"] = judges.cosine(voices[audio,], voices[like])
+            row["speaker_similarity"] = judges.similarity(wave, HZ, like, by.embed, voices)
         if by.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
         rows.append(row)
@@ -143,13 +139,12 @@ def mean(values):
 
 
 def table(runs):
-    """Lines of the table, one per metric; several runs show differences from the first."""
-    heads = [run["name"] for run in runs] + ["difference"] * (len(runs) - 1)
+    """Lines of the table, one per metric."""
+    heads = [run["name"] for run in runs]
     width = max(12, *map(len, heads))
     lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
     for key, unit in METRICS.items():
-        first, *others = values = [run["metrics"][key] for run in runs]
-        values += [None if None in (first, value) else value - first for value in others]
+        values = [run["metrics"][key] for run in runs]
         shown = "".join(f" {'-' if value is None else format(value, '.4f'):>{width}}"
                         for value in values)
         if any(value is not None for value in values):

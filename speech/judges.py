@@ -2,7 +2,7 @@
 
     heard = judges.recognise_pocketsphinx(waves, 24000, grammar="#JSGF ... = (one | two)+;")
     errors, words = judges.word_errors(["one two", "two"], heard)
-    voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
+    likeness = judges.similarity(waves[0], 24000, ("voice.wav",), judges.load_judges(...).embed, {})
 
 Waves are (n,) float32 mono in -1..1. Each model is imported, or reported missing, at first use;
 training needs none.
@@ -223,14 +223,16 @@ def load_x_vectors(path, device):
     return embed
 
 
-def voice(wave, rate, embed):
-    """embed(wave) with load_x_vectors' embed; None for a wave shorter than SHORTEST_VOICE_S."""
-    return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
-
-
-def cosine(a, b):
-    """Speaker similarity of two voice()s, or None. Compare it with that of real recordings."""
-    return None if a is None or b is None else float(a @ b)
+def similarity(wave, rate, clip, embed, voices):
+    """Cosine of the voices of a wave and of a clip, the arguments of read_audio; None if one is
+    shorter than SHORTEST_VOICE_S. Compare it with that of real recordings. voices: {clip: its
+    embedding}, filled here."""
+    def embedding(wave, rate):
+        return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
+    if clip not in voices:
+        voices[clip] = embedding(read_audio(*clip), 24000)
+    spoken, wanted = embedding(wave, rate), voices[clip]
+    return None if spoken is None or wanted is None else float(spoken @ wanted)
 
 
 def dnsmos(wave, rate):

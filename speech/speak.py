@@ -353,12 +353,9 @@ def listen(prompts, waves, listeners):
         rates, _ = judges.word_rates(texts, transcripts, listeners.language)
         facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
     for prompt, wave, row in zip(prompts, waves, facts) if listeners.embed else ():
-        clip = prompt.references[-1] if prompt.references else prompt.target
-        if clip not in voices:
-            voices[clip] = clip and judges.voice(judges.read_audio(
-                clip.path, clip.offset, clip.duration), SAMPLE_RATE, listeners.embed)
-        spoken = judges.voice(wave, SAMPLE_RATE, listeners.embed)
-        row["speaker_similarity"] = judges.cosine(spoken, voices[clip])
+        if clip := prompt.references[-1] if prompt.references else prompt.target:
+            row["speaker_similarity"] = judges.similarity(
+                wave, SAMPLE_RATE, (clip.path, clip.offset, clip.duration), listeners.embed, voices)
     return facts
 
 

@@ -42,14 +42,13 @@ def read_all(folder, clips):
 
 
 def test_codes_survive_the_way_through_a_shard(tmp_path):
-    """All values of a codebook, in C and in Fortran order, alone and joined: safetensors writes raw memory."""
+    """All values of a codebook, also in Fortran order: safetensors writes raw memory."""
     values = np.arange(1024 * 8, dtype=np.int16).reshape(1024, 8) % 1024
-    for number, codes in enumerate(([values], [np.asfortranarray(values)], [values[:3], np.asfortranarray(values)[5:9]],
-                                    [values[::2, ::-1]], [])):
+    for number, codes in enumerate(([values[:3], np.asfortranarray(values), values[::2, ::-1]], [])):
         clips = fill(tmp_path / str(number), codes)
         missing, found = read_all(tmp_path / str(number), [*clips, Clip(__file__)])
         assert missing == [len(codes)]
-        assert all(found[i].dtype == np.int16 and (found[i] == one).all() for i, one in enumerate(codes))
+        assert all(found[i].dtype == np.int16 and (found[i] == expected).all() for i, expected in enumerate(codes))
 
 
 def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
@@ -96,6 +95,3 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
                         collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again"):
         list(packing.iterate(loader))
-    shard.unlink()
-    with pytest.raises(UserError, match=f"{shard}: is damaged .No such file"):
-        CodeReader(folder, shards).codes(*found[2].tolist())

@@ -109,7 +109,8 @@ def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_pa
     args = SimpleNamespace(output_dir=tmp_path, keep="", keep_weight=1, keep_every=1, seed=0, max_tokens_per_batch=0,
                            per_device_train_batch_size=1)
     np.savez(tmp_path / keep.FILE, fingerprint="f", codes_0=answer)
-    keeper = keep.Keeper([prompt], None, ids, args, "f")
+    keeper = object.__new__(keep.Keeper)
+    vars(keeper).update(prompts=[prompt], ids=ids, args=args, fingerprint="f")
     keeper.speak(World(), model, contextlib.nullcontext)
     wanted = ids.assemble(np.array([*tokens, ids.audio_placeholder_id]), np.array([False] * 4 + [True]), [reference, answer])
     assert wanted.keys() < keeper.samples[0].keys() and not np.array_equal(reference, answer)

@@ -113,19 +113,6 @@ def test_tokenising_piece_by_piece_is_tokenising_the_whole_text(tokenizer, ids, 
     assert stream(sample, tokenizer, ids)[0] == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
-def test_normalised_tokens_are_those_of_boson_text_in_the_native_template(tiny, tmp_path, tokenizer, ids):
-    """--normalize_text on: the template round what boson's generation.py feeds; off: round the file's own text."""
-    (tmp_path / "x").write_bytes(b"audio")
-    asked, spoken = "你好，世界（20°C）\n\n [laugh]  ok", "你好, 世界 20 degrees Celsius\n<SE>[Laughter]</SE> ok."
-    entry = {"messages": [turn("system", "Speak."), turn("user", asked), turn("assistant", 0)]}
-    (tmp_path / "data.json").write_text(json.dumps([entry]))
-    for normalize, words in ((True, spoken), (False, asked)):
-        sample, = read_samples(tmp_path / "data.json", [], normalize=normalize)
-        text = native_text(tiny, [entry["messages"][0], turn("user", words), entry["messages"][2]])
-        assert words in text and stream(sample, tokenizer, ids)[0] == tokenizer(text, add_special_tokens=False)[
-            "input_ids"]
-
-
 def test_scene_with_audio_is_that_of_the_native_template(tiny, tmp_path, tokenizer, ids):
     (tmp_path / "x").write_bytes(b"audio")
     conversation = [turn("system", "Speak."), turn("scene", "A hall."), turn("scene", "SPEAKER0:", 0, "SPEAKER1:", 0),
