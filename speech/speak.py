@@ -31,8 +31,8 @@ from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
-from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
-                                  audible_text, mark_trained, normalise, normalise_requests,
+from speech.conversations import (SCENE, BadSample, Clip, Sample, Turn, audible_text,
+                                  canonical_turns, mark_trained, normalise, normalise_requests,
                                   system_parts, trim_turn)
 from speech.dataset import TableBuilder, read_samples
 
@@ -91,10 +91,8 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
     training."""
     reference, samples = [], []
     if reference_audio:
-        try:
-            clip = Clip(Paths(Path.cwd()).find(reference_audio))
-        except BadSample as error:
-            raise UserError(error)
+        clip = Clip(os.path.abspath(reference_audio))
+        require(os.path.isfile(clip.path), f"--reference_audio {reference_audio}: no such file")
         reference = [Turn("user", [reference_text], None)] * bool(reference_text)
         reference += [Turn("assistant", [clip], None)]
     for name, text in named_texts:
@@ -144,14 +142,6 @@ def spoken_text(sample):
     return (answer.text or request).strip()
 
 
-def clip_codes(clip, ids, codec, bandwidth):
-    """(T, 8) int16 codes of a clip that a prompt contains. Saved codes are used unchanged."""
-    (result,) = decode_clips([clip])
-    if isinstance(result, str):
-        raise ValueError(result)
-    return encode_clip(codec, result[2], bandwidth, ids.num_codebooks)
-
-
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. numbers: for the
     names (default: 0, 1, ...). UserError lists every prompt that is too long or has bad audio."""
@@ -169,7 +159,10 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         try:
             for clip in references:
                 if clip not in codes:
-                    codes[clip] = clip_codes(clip, ids, codec, bandwidth)
+                    (result,) = decode_clips([clip])
+                    if isinstance(result, str):
+                        raise ValueError(result)
+                    codes[clip] = encode_clip(codec, result[2], bandwidth, ids.num_codebooks)
         except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
