@@ -40,8 +40,8 @@ def voice():
     return native, ids, codec, speak.sampling(native.config, 4.0, temperature=1.0, ras_window=0), prepare
 
 
-def test_what_does_not_end_is_spoken_again(voice, monkeypatch):
-    """Without any judge: until it ends, or the takes are used up; what has ended is left alone."""
+def test_speech_that_does_not_end_is_spoken_again(voice, monkeypatch):
+    """Without a judge, until it ends or the takes are used up."""
     native, ids, codec, settings, prepare = voice
     prompts, asked = prepare(speak.text_prompts([(text, text) for text in TEXTS], False), None), []
     ends = {TEXTS[0]: ["eos"], TEXTS[1]: ["length", "length", "eos"], TEXTS[2]: ["length"] * 4}
@@ -57,7 +57,7 @@ def test_what_does_not_end_is_spoken_again(voice, monkeypatch):
 
 
 def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
-    """Then the likest; a faultless one ends the search, unless likeness is asked for."""
+    """Then the most similar; a take without errors ends the search, unless similarity is measured."""
     native, ids, codec, settings, prepare = voice
     prompts = prepare(speak.text_prompts([(text, text) for text in TEXTS[:1]], False), None)
     heard, likes = ["one", TEXTS[0], TEXTS[0], "two two two two"], [0.9, 0.2, 0.7, 1.0]
@@ -75,12 +75,12 @@ def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
     ("One. Two! Three?", 9, ["One. Two!", "Three?"]),
     ("One two, three four five.", 12, ["One two,", "three four", "five."]),
     ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]), ("你好。再见。谢谢。", 7, ["你好。再见。", "谢谢。"])])
-def test_texts_are_cut_behind_sentences_else_between_words(text, most, expected):
+def test_texts_are_cut_after_sentences_else_between_words(text, most, expected):
     assert [part for _, part in speak.split_text(text, most)] == expected
 
 
-def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
-    """Through codes, not through sound: the prompt's rows are those of the part before, bit by bit."""
+def test_each_part_is_spoken_after_the_codes_of_the_one_before(voice):
+    """The prompt's rows are exactly those codes: they do not pass through sound."""
     native, ids, codec, settings, prepare = voice
     seen = []
 
@@ -109,13 +109,12 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
         ("", "<|emotion:elation|><|prosody:pitch_low|>Three."), ("", "<|emotion:fear|><|prosody:pitch_low|>Four five.")]),
     ("<|prosody:pitch_low|><|prosody:speed_fast|>One two. Three.", [
         ("", "<|prosody:pitch_low|><|prosody:speed_fast|>One two."), ("", "<|prosody:pitch_low|><|prosody:speed_fast|>Three.")])])
-def test_marks_hold_for_all_the_parts_that_they_held_for(text, expected):
-    """Nothing is lost, and no part goes on with another speaker or in another mood; a pause is of one spot."""
+def test_marks_are_repeated_in_all_parts_that_they_apply_to(text, expected):
+    """A pause is not repeated."""
     assert speak.split_text(text, 12) == expected and speak.split_text(text, 200) == [("", text)]
 
 
-def test_a_speaker_goes_on_behind_his_own_last_part():
-    """Each part continues from the one before it of the same speaker."""
+def test_a_part_continues_from_the_same_speakers_last_part():
     asked = []
 
     def say(prompts, turn):
@@ -203,8 +202,8 @@ def test_takes_that_are_understood_and_ended_are_learnt(tmp_path):
     assert not speak.good_rows(samples, found, 0.1, 10)         # too short to be trained
 
 
-def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path):
-    """The same tokens before it, a voice to take in them, and the very codes: none went through sound."""
+def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
+    """The same prompt, with its reference, and the same codes."""
     samples, draw = asked(tmp_path), np.random.default_rng(3)
     spoken = [draw.integers(0, 256, (9 + i, 8)) for i in range(3)]
     for i, codes in enumerate(spoken):
@@ -228,8 +227,8 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
         assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
 
 
-def test_a_take_is_trained_as_it_was_spoken(tmp_path):
-    """Not normalised if it was spoken so, in a row of best.jsonl or next to its sound; other rows are."""
+def test_a_take_is_normalised_in_training_only_if_it_was_in_speaking(tmp_path):
+    """In a row of best.jsonl, and next to its sound."""
     text = speak.text_prompts([("", "Wait (please)")], False)
     for setting, wanted in (("off", "Wait (please)"), ("on", "Wait please.")):
         about = [about | {"normalize_text": setting} for about in records((0.0, "eos"))]
