@@ -139,8 +139,8 @@ _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
     # an option that is off imports nothing
-    lambda: args.sample_prompts and import_module("speech.speak").load(*setting),
-    lambda: args.keep and import_module("speech.keep").load(*setting),
+    lambda: args.sample_prompts and import_module("speech.speak").Speaker(*setting),
+    lambda: args.keep and import_module("speech.keep").Keeper(*setting),
     lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),

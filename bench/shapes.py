@@ -111,7 +111,7 @@ def fill_cache(folder):
         frames = round(float(path.name.split("-")[1]) * codes.FRAME_RATE)
         key = codes.key_of(clip := Clip(str(path)), False, path.name)
         encoded[key] = rng.integers(0, codes.CODES, (frames, 8), np.int16), [np.nan] * 5
-        files[codes.file_keys([clip])[0][-1]] = key
+        files[codes.file_key(clip)] = key
     codes.write_shard(cache, encoded, files)
 
 

@@ -37,6 +37,7 @@ VOICE_BOOK, NEW_VOICE = 3, 1    # the codebook that determines the voice, and th
 RESAMPLES = 2000        # bootstrap samples of the sentences, for intervals
 MAX_WER = 0.2           # of the adapter
 MIN_VOICE = 0.9         # share of frames with the new voice's code
+FEWER = "fewer word errors than the base with the new voice's code"
 
 
 def draw(count, seed):
@@ -96,14 +97,13 @@ def judge_all(before, after):
 
 
 def criteria(after, gain):
-    """[(name, measure of judge(), passed, requirement)] for the adapter's judge(). gain: interval()
-    of the errors that the adapter saves against the control."""
-    return [("word errors", "wer", after["wer"] <= MAX_WER, f"at most {MAX_WER:.0%}"),
-            ("fewer than the base in the new voice", None, gain[0] > 0,
-             f"95 % interval {gain[0]:.1%} to {gain[1]:.1%}, to be above 0"),
-            ("frames with the new voice's code", "voice", after["voice"] >= MIN_VOICE,
-             f"at least {MIN_VOICE:.0%}"),
-            ("ended by end-of-stream", "stop_rate", after["stop_rate"] == 1, "all")]
+    """{requirement: whether it holds} for the adapter's judge(). gain: interval() of the errors
+    that the adapter saves against the control."""
+    return {f"word errors at most {MAX_WER:.0%}": after["wer"] <= MAX_WER,
+            FEWER: gain[0] > 0,
+            f"at least {MIN_VOICE:.0%} of frames with the new voice's code":
+                after["voice"] >= MIN_VOICE,
+            "all ended by end-of-stream": after["stop_rate"] == 1}
 
 
 def main(before, after):
@@ -112,20 +112,19 @@ def main(before, after):
     spoken = [read_spoken(folder) for folder in (before, after)]
     texts, judged = spoken[0][0], judge_all(*spoken)
     base, control, trained = judged
-    low, high = interval(texts, trained["errors"])
     gain = interval(texts, np.array(control["errors"]) - trained["errors"])
-    print(f"{trained['sentences']} sentences, {trained['words']} words, in no training text; heard "
-          'by pocketsphinx. "same, code": the base with the new voice\'s code, untrained')
-    print(f"{'':40}" + "".join(f"{head:>12}" for head in ("base", "same, code", "adapter")))
-    failed = []
-    for name, measure, passed, requirement in criteria(trained, gain):
-        values = "".join(f"{format(row[measure], '.1%') if measure else '':>12}" for row in judged)
-        print(f"{name:<40}{values}   {requirement}" + ("" if passed else "  <- FAILED"))
-        failed += [name] * (not passed)
-    clauses = [f"FAILED: {', '.join(failed)}"] if failed else []
-    clauses += [f"{metrics.speech_clause(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
-                f"{metrics.percent(trained['voice'])} of the frames have the new voice's code",
-                f"{metrics.percent(trained['stop_rate'])} ended by themselves"]
+    print(f"{trained['sentences']} sentences, {trained['words']} words, in no training text; "
+          "recognised by pocketsphinx")
+    for name, row in zip(("base", "base with the new voice's code", "adapter"), judged):
+        print(f"{name:<31} word errors {row['wer']:6.1%} | new voice {row['voice']:6.1%} | ended "
+              f"{row['stop_rate']:6.1%}")
+    print(f"word errors saved by training: 95 % interval {gain[0]:.1%} to {gain[1]:.1%}")
+    failed = [name for name, passed in criteria(trained, gain).items() if not passed]
+    low, high = interval(texts, trained["errors"])
+    clauses = [f"FAILED: {', '.join(failed)}"] * bool(failed) + [
+        f"{metrics.speech_clause(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
+        f"{metrics.percent(trained['voice'])} of the frames have the new voice's code",
+        f"{metrics.percent(trained['stop_rate'])} ended by themselves"]
     for folder, row in ((before, base), (after, trained)):
         evaluation = {"name": Path(folder).name, "settings": {"recogniser": "pocketsphinx"},
                       "metrics": {name: value for name, value in row.items() if name != "errors"}}

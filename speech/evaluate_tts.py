@@ -42,8 +42,6 @@ p.flag("--batch_size", 8, "samples per batch of Whisper")
 def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size")
     choices.check_judges(args)
-    require(len({Path(folder).resolve() for folder in args.folders}) == len(args.folders),
-            "the same folder is given twice")
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
@@ -97,18 +95,9 @@ def find_audio(facts, role, path):
     raise UserError(f'{path}: "{role}_audio" {name} is not there; looked here and in {path.parent}')
 
 
-def check_same_prompts(folders):
-    """Raise UserError unless all folders hold the same prompts, which comparisons require.
-    folders: {folder: samples}."""
-    # normalised, since only one of the checkpoints may normalise texts
-    texts = [{audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
-             for samples in folders.values()]
-    for folder, others in zip(folders, texts):
-        differing = sorted(name for name in texts[0].keys() | others.keys()
-                           if texts[0].get(name) != others.get(name))
-        require(not differing,
-                f"{''.join(differing[:1])} is not the same in {folder} and {args.folders[0]} "
-                f"({len(differing)} such samples); generate both from one list")
+def prompts_of(samples):
+    """{name: text} of samples; normalised, since only one of the checkpoints may do that."""
+    return {audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
 
 
 # ---- Judging
@@ -127,11 +116,7 @@ def evaluate(folder, samples, by, settings):
         row["real_time_factor"] = facts.get("real_time_factor")
         like = reference or target
         if by.embed and like:
-            for clip in {(audio,), like} - voices.keys():
-                voices[clip] = judges.voice(judges.read_audio(*clip), HZ, by.embed)
-                if voices[clip] is None:
-                    notes.append(f"{clip[0]}: too short for its voice to be judged")
-            row["speaker_similarity"] = judges.cosine(voices[audio,], voices[like])
+            row["speaker_similarity"] = judges.similarity(wave, HZ, like, by.embed, voices)
         if by.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
         rows.append(row)
@@ -154,16 +139,12 @@ def mean(values):
 
 
 def table(runs):
-    """Lines of the table, one per metric; several runs show differences from the first."""
-    paths, n = [Path(run["name"]).resolve().parts for run in runs], 1
-    while len({path[-n:] for path in paths}) < len(set(paths)):     # the shortest that differ
-        n += 1
-    heads = ["/".join(path[-n:]) for path in paths] + ["difference"] * (len(runs) - 1)
+    """Lines of the table, one per metric."""
+    heads = [run["name"] for run in runs]
     width = max(12, *map(len, heads))
     lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
     for key, unit in METRICS.items():
-        first, *others = values = [run["metrics"][key] for run in runs]
-        values += [None if None in (first, value) else value - first for value in others]
+        values = [run["metrics"][key] for run in runs]
         shown = "".join(f" {'-' if value is None else format(value, '.4f'):>{width}}"
                         for value in values)
         if any(value is not None for value in values):
@@ -172,12 +153,12 @@ def table(runs):
 
 
 dist.single_process()
-require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device == "auto":
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
 folders = {folder: read_samples(folder) for folder in args.folders}
-check_same_prompts(folders)
-for folder in args.folders:
+for folder, samples in folders.items():
+    require(prompts_of(samples) == prompts_of(folders[args.folders[0]]),
+            f"{folder} and {args.folders[0]} have other prompts: generate both from one list")
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
                         args.language, args.batch_size, args.device)

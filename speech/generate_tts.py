@@ -131,19 +131,16 @@ def earlier_results():
 def read_texts():
     if args.prompts and args.prompts.lower().endswith(choices.CHATML):
         return speak.read_prompts(args.prompts, normalize)
-    lines = [(f"--text {text!r}", text) for text in args.text or ()]
-    lines = speak.read_lines(args.prompts) if args.prompts else lines
-    for name, text in lines if args.split_text else ():
+    lines = speak.read_lines(args.prompts) if args.prompts else [
+        (f"--text {text!r}", text) for text in args.text]
+    for name, text in lines if args.split_text and args.reference_audio else ():
         speakers = {speaker for speaker, _ in speak.split_text(text, args.split_text)}
-        require(speakers, f"{name}: has no text to speak")
-        require(len(speakers) == 1 or not args.reference_audio, f"{name}: its speakers would all "
-                "get --reference_audio's voice: drop --split_text")
+        require(len(speakers) == 1, f"{name}: its speakers would all get --reference_audio's voice")
     return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                               scene=args.scene)
 
 
 world = dist.init()
-require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device != "auto":
     world.device = torch.device(args.device)
 device, main_rank = world.device, world.is_main
@@ -156,11 +153,6 @@ require(args.reference_text or not args.reference_audio or tts3,
 normalize, why = conversations.setting_to_speak(
     args.normalize_text or ("off" if tts3 else None), folder, args.adapter)
 samples = read_texts()
-read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
-        for clip in turn.clips} | {Path(args.prompts or "").resolve()}
-overwritten = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
-require(not overwritten, f"--overwrite would delete {min(overwritten, default='')}, which is read: "
-        "give another --output_dir")
 config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
 ids = module.token_ids(tokenizer, config)
 codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)

@@ -2,7 +2,7 @@
 
     heard = judges.recognise_pocketsphinx(waves, 24000, grammar="#JSGF ... = (one | two)+;")
     errors, words = judges.word_errors(["one two", "two"], heard)
-    voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
+    likeness = judges.similarity(waves[0], 24000, ("voice.wav",), judges.load_judges(...).embed, {})
 
 Waves are (n,) float32 mono in -1..1. Each model is imported, or reported missing, at first use;
 training needs none.
@@ -80,11 +80,9 @@ def word_errors(references, hypotheses, language=None, split=str.split):
 def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: all errors over all words). None if
     there are no words."""
-    splits = {"wer": str.split, "cer": lambda text: text.replace(" ", "")}
-
     def rates(references, hypotheses):
         values = {}
-        for name, split in splits.items():
+        for name, split in ("wer", str.split), ("cer", lambda text: text.replace(" ", "")):
             errors, length = word_errors(references, hypotheses, language, split)
             values[name] = errors / length if length else None
         return values
@@ -132,21 +130,18 @@ def recognise_command(waves, rate, names=None, notes=None, command="", time_limi
             soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
         try:
             process = lifetime.start([*shlex.split(command), *paths], encoding="utf-8",
-                                     errors="replace", stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE)
+                                     errors="replace", stdout=subprocess.PIPE)
         except (OSError, ValueError) as error:
             raise UserError(f"{where} cannot be started ({error})")
         try:
-            output, messages = process.communicate(timeout=time_limit)
+            output, _ = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
             raise UserError(f"{where} has not heard {len(paths)} files in {time_limit:g} s")
         finally:        # its child processes may outlive it
             lifetime.end(process)
     lines = output.splitlines()
-    if process.returncode or len(lines) != len(paths):
-        last = (messages.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise UserError(f"{where} status {process.returncode}, {len(lines)} lines for {len(paths)} "
-                        f"files; last message: {last}")
+    require(process.returncode == 0 and len(lines) == len(paths),
+            f"{where} status {process.returncode}, {len(lines)} lines for {len(paths)} files")
     return [line.strip() for line in lines]
 
 
@@ -200,16 +195,14 @@ def recognise_transformers(waves, rate, names, notes, recogniser, language=None,
             wave = np.pad(batch[0], (0, max(0, target // 2 - len(batch[0]))))
             inputs = extractor(wave, sampling_rate=target, return_tensors="pt")
         inputs = inputs.to(model.device)
-        if not model.can_generate():
+        if model.can_generate():
+            try:
+                ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
+            except ValueError as error:     # for one, an unknown language
+                raise UserError(f"--asr_model: {first_line(error)}")
+            heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
+        else:
             heard += tokenizer.batch_decode(model(**inputs).logits.argmax(-1))
-            continue
-        try:
-            ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
-        except ValueError as error:
-            if not language:
-                raise
-            raise UserError(f"--language {language}: {first_line(error)}")
-        heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
     return heard
 
 
@@ -230,14 +223,16 @@ def load_x_vectors(path, device):
     return embed
 
 
-def voice(wave, rate, embed):
-    """embed(wave) with load_x_vectors' embed; None for a wave shorter than SHORTEST_VOICE_S."""
-    return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
-
-
-def cosine(a, b):
-    """Speaker similarity of two voice()s, or None. Compare it with that of real recordings."""
-    return None if a is None or b is None else float(a @ b)
+def similarity(wave, rate, clip, embed, voices):
+    """Cosine of the voices of a wave and of a clip, the arguments of read_audio; None if one is
+    shorter than SHORTEST_VOICE_S. Compare it with that of real recordings. voices: {clip: its
+    embedding}, filled here."""
+    def embedding(wave, rate):
+        return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
+    if clip not in voices:
+        voices[clip] = embedding(read_audio(*clip), 24000)
+    spoken, wanted = embedding(wave, rate), voices[clip]
+    return None if spoken is None or wanted is None else float(spoken @ wanted)
 
 
 def dnsmos(wave, rate):

@@ -6,7 +6,6 @@ base is the model with its adapters switched off, so memory holds one model. No 
 needed.
 """
 import hashlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,38 +25,31 @@ FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # longest speech of a row
 
 
-def load(args, tokenizer, ids, config, codec_dir, world):
-    """Keeper of --keep, on every rank, before the base has spoken. UserError lists all unusable
-    rows."""
-    longest = args.max_length or weights.module(config).positions(config)
-    longest = min(longest, args.max_tokens_per_batch or longest)
-    # a small pack keeps half of its room for the prompt
-    settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
-
-    def prepare():
-        samples = speak.read_prompts(args.keep, args.normalize_text == "on")
-        for sample in samples:      # a recording in the file is replaced by the base's speech
-            sample.turns[-1].parts[-1] = Clip("")
-        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        return speak.prepare(samples, tokenizer, ids, codec, bandwidth,
-                             longest - settings.max_new_tokens)
-
-    prompts, digest = dist.rank0(world, prepare), hashlib.sha256(str(args.seed).encode())
-    for prompt in prompts:
-        digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
-    return Keeper(prompts, settings, ids, args, digest.hexdigest()[:16])
-
-
-@dataclass
 class Keeper:
-    """Rows that the base has spoken, and their schedule. settings: from speak.sampling."""
-    prompts: list
-    settings: object
-    ids: object
-    args: object            # the trainer's flags
-    # hash of the rows, their references and the seed; rank 0 appends that of the base
-    fingerprint: str
-    samples: list = field(default_factory=list)     # from labels.assemble
+    """Rows that the base has spoken, and their schedule."""
+
+    def __init__(self, args, tokenizer, ids, config, codec_dir, world):
+        """On every rank, before the base has spoken. args: the trainer's flags. UserError lists all
+        unusable rows."""
+        self.args, self.ids = args, ids
+        longest = args.max_length or weights.module(config).positions(config)
+        longest = min(longest, args.max_tokens_per_batch or longest)
+        # a small pack keeps half of its room for the prompt
+        self.settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
+
+        def prepare():
+            samples = speak.read_prompts(args.keep, args.normalize_text == "on")
+            for sample in samples:      # a recording in the file is replaced by the base's speech
+                sample.turns[-1].parts[-1] = Clip("")
+            codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+            return speak.prepare(samples, tokenizer, ids, codec, bandwidth,
+                                 longest - self.settings.max_new_tokens)
+
+        self.prompts = dist.rank0(world, prepare)
+        digest = hashlib.sha256(str(args.seed).encode())
+        for prompt in self.prompts:
+            digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
+        self.fingerprint = digest.hexdigest()[:16]      # rank 0 appends that of the base
 
     def extend_fingerprint(self, base):
         """Text that must match on resume; base: the base model's fingerprint. On rank 0."""
@@ -98,7 +90,6 @@ class Keeper:
         path, empty = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
             try:
-                require(path.is_file(), "is not a file")
                 with np.load(path) as saved:        # each array of a zip file has a checksum
                     if str(saved["fingerprint"]) == self.fingerprint:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]

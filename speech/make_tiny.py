@@ -200,8 +200,7 @@ def make_model3(out_dir, codec):
              "tie_word_embeddings": True}
     config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"],
               "audio_token_id": -100, "model_type": v3.MODEL_TYPE, "audio_encoder_config": audio,
-              "text_config": text,
-              "audio_tokenizer_config": codec.config.to_dict()}
+              "text_config": text, "audio_tokenizer_config": codec.config.to_dict()}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -110,10 +110,9 @@ def is_running():
 
 
 def link_best(step):
-    link, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
-    require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
+    temporary = out / f".best.tmp-{uuid.uuid4().hex}"
     temporary.symlink_to(f"checkpoint-{step}")
-    os.replace(temporary, link)
+    os.replace(temporary, out / "best")
 
 
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
@@ -144,8 +143,7 @@ while following:
             break
     if following:
         time.sleep(POLL_S)
-require(known, f"{out}: holds no checkpoint")
-require(best is not None, f"{out}: no checkpoint was measured by {name}")
+require(best is not None, f"{out}: holds no checkpoint with {name}")
 base, value = known.get(0), form.format(known[best])
 base_value = "" if base is None else f"; the base {form.format(base)}"
 if base is not None and sign * known[best] >= sign * base:

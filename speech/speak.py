@@ -30,10 +30,9 @@ from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import weights    # first: it explains a torchaudio that breaks transformers
-from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
-                          load_codec, open_bytes, open_sound, pad_wave, read_codes)
-from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
-                                  audible_text, mark_trained, normalise, normalise_requests,
+from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
+from speech.conversations import (SCENE, BadSample, Clip, Sample, Turn, audible_text,
+                                  canonical_turns, mark_trained, normalise, normalise_requests,
                                   system_parts, trim_turn)
 from speech.dataset import TableBuilder, read_samples
 
@@ -92,10 +91,8 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
     training."""
     reference, samples = [], []
     if reference_audio:
-        try:
-            clip = Clip(Paths(Path.cwd()).find(reference_audio))
-        except BadSample as error:
-            raise UserError(error)
+        clip = Clip(os.path.abspath(reference_audio))
+        require(os.path.isfile(clip.path), f"--reference_audio {reference_audio}: no such file")
         reference = [Turn("user", [reference_text], None)] * bool(reference_text)
         reference += [Turn("assistant", [clip], None)]
     for name, text in named_texts:
@@ -145,16 +142,6 @@ def spoken_text(sample):
     return (answer.text or request).strip()
 
 
-def clip_codes(clip, ids, codec, bandwidth):
-    """(T, 8) int64 codes of a clip that a prompt contains. Saved codes are used unchanged."""
-    if clip.path.endswith(SAVED):
-        codes = read_codes(clip.path)[1].astype(np.int64)
-        check_codes(codes, clip.offset, ids.num_codebooks, ids.stream_bos)
-        return codes
-    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-    return encode_clip(codec, pad_wave(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
-
-
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. numbers: for the
     names (default: 0, 1, ...). UserError lists every prompt that is too long or has bad audio."""
@@ -172,12 +159,10 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         try:
             for clip in references:
                 if clip not in codes:
-                    codes[clip] = clip_codes(clip, ids, codec, bandwidth)
-            clip = target
-            if target.path and not target.path.endswith(SAVED):     # judges need it afterwards
-                with open_bytes(target.path) as file, open_sound(file) as sound:
-                    if sound.frames / sound.samplerate <= (target.offset or 0):
-                        raise ValueError(f"ends before its offset of {target.offset} s")
+                    (result,) = decode_clips([clip])
+                    if isinstance(result, str):
+                        raise ValueError(result)
+                    codes[clip] = encode_clip(codec, result[2], bandwidth, ids.num_codebooks)
         except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
@@ -361,12 +346,9 @@ def listen(prompts, waves, listeners):
         rates, _ = judges.word_rates(texts, transcripts, listeners.language)
         facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
     for prompt, wave, row in zip(prompts, waves, facts) if listeners.embed else ():
-        clip = prompt.references[-1] if prompt.references else prompt.target
-        if clip not in voices:
-            voices[clip] = clip and judges.voice(judges.read_audio(
-                clip.path, clip.offset, clip.duration), SAMPLE_RATE, listeners.embed)
-        spoken = judges.voice(wave, SAMPLE_RATE, listeners.embed)
-        row["speaker_similarity"] = judges.cosine(spoken, voices[clip])
+        if clip := prompt.references[-1] if prompt.references else prompt.target:
+            row["speaker_similarity"] = judges.similarity(
+                wave, SAMPLE_RATE, (clip.path, clip.offset, clip.duration), listeners.embed, voices)
     return facts
 
 
@@ -374,10 +356,10 @@ def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
     read_prompts, with the codes of its take as the clip. records: contents of the JSON files."""
     def item(content):
-        if not isinstance(content, Clip):
-            return {"type": "text", "text": content}
-        return {"type": "audio", "audio_url": content.path, "offset": content.offset,
-                "duration": content.duration}
+        if isinstance(content, Clip):
+            return {"type": "audio", "audio_url": content.path, "offset": content.offset,
+                    "duration": content.duration}
+        return {"type": "text", "text": content}
 
     rows = []
     for sample, record in zip(samples, records, strict=True):
@@ -554,31 +536,24 @@ def write_sample(folder, prompt, codes, ended_by, wave, **facts):
 MAX_PROMPTS = 64    # for a few prompts; generate_tts.py speaks any number
 
 
-def load(args, tokenizer, ids, config, codec_dir, world):
-    """Speaker of --sample_prompts, on every rank. Checks and encodes the prompts, so mistakes in
-    them show before training starts. Raises UserError."""
-    settings = sampling(config, args.sample_seconds)
-
-    def encode_prompts():
-        samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
-        require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
-                f"{len(samples)} prompts; at most {MAX_PROMPTS} (generate_tts.py has no limit)")
-        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        room = weights.module(config).positions(config) - settings.max_new_tokens
-        return prepare(samples, tokenizer, ids, codec, bandwidth, room)
-
-    return Speaker(dist.rank0(world, encode_prompts), settings, ids, codec_dir, world.device, args)
-
-
-@dataclass
 class Speaker:
-    """Speaks the prompts of a run. settings: from sampling(). args: the trainer's flags."""
-    prompts: list
-    settings: object
-    ids: object
-    codec_dir: Path
-    device: torch.device
-    args: object
+    """Speaks the prompts of a run."""
+
+    def __init__(self, args, tokenizer, ids, config, codec_dir, world):
+        """On every rank. args: the trainer's flags. Checks and encodes the prompts, so mistakes in
+        them show before training starts. Raises UserError."""
+        self.args, self.ids, self.codec_dir, self.device = args, ids, codec_dir, world.device
+        self.settings = sampling(config, args.sample_seconds)
+
+        def encode_prompts():
+            samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
+            require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
+                    f"{len(samples)} prompts; at most {MAX_PROMPTS} (generate_tts.py has no limit)")
+            codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+            room = weights.module(config).positions(config) - self.settings.max_new_tokens
+            return prepare(samples, tokenizer, ids, codec, bandwidth, room)
+
+        self.prompts = dist.rank0(world, encode_prompts)
 
     def speak(self, world, model, step, log, autocast):
         """Return {eval/...: float} of the prompts as spoken by model, a weights.module().packed.

@@ -133,9 +133,6 @@ def native_config(config):
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        # other variants differ in their weights, which check_weights reports
-        require(not config.get("audio_embed_avg"),
-                "config.json has audio_embed_avg, which the native class does not implement")
         text = config.get("text_config", {})
         native = HiggsAudioV2Config(
             **{key: text[key] for key in TEXT_KEYS if key in text},
@@ -304,11 +301,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     if dtype is None and folds and not tts3:
         dtype = "float32"
     # {name: (slices to join, dtype to write, function that adds the adapter's update)}
-    tensors = {}
-    for name in names:
-        kind = getattr(torch, dtype) if dtype else parts[name][0][:1].dtype
-        tensors[name] = parts[name], kind, folds.get(name)
-    kinds = sorted({str(kind).removeprefix("torch.") for _, kind, _ in tensors.values()})
+    tensors = {name: (parts[name], getattr(torch, dtype) if dtype else parts[name][0][:1].dtype,
+                      folds.get(name)) for name in names}
     if tts3:
         tensors = version.whole_files(tensors, folder, codec)
     else:
@@ -324,9 +318,15 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     files, total = plan.filename_to_tensors, sum(sizes.values())
     with checkpoint.new_folder(output_dir, total) as building:
         for file, inside in files.items():
-            written = {name: read(*tensors[name]) for name in inside}
-            for name, tensor in written.items():    # an update may overflow
-                require(tensor_io.is_finite(tensor),
+            written = {}
+            for name in inside:
+                slices, kind, fold = tensors[name]
+                pieces = [piece[:] for piece in slices]
+                tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                tensor = fold(tensor.float()) if fold else tensor
+                written[name] = tensor.to(kind).contiguous()
+                # an update may overflow
+                require(tensor_io.is_finite(written[name]),
                         f"{source}, with its adapter: {name} holds NaN or infinity")
             tensor_io.save(written, building / file)
         if len(files) > 1:
@@ -339,15 +339,12 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             version.save_config(model, tokenizer, building, folder, codec)
         if setting := conversations.saved_setting(adapter or folder):
             conversations.save_setting(building / conversations.SETTINGS, setting)
-        if not (building / "README.md").exists():       # a model card, which the hub requires
-            on_hub = str(source).count("/") == 1 and not Path(source).exists()
-            base = f"base_model: {source}\n" if on_hub else ""
-            (building / "README.md").write_text(
-                f"---\nlicense: other\n{base}pipeline_tag: text-to-speech\n---\n\n"
-                f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
-                f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
+        (building / "README.md").write_text(        # a model card, which the hub requires
+            "---\nlicense: other\npipeline_tag: text-to-speech\n---\n\n"
+            f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
+            f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
-            f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {cli.plural(len(files), 'file')}",
+            f"{total / 1e9:.3f} GB in {cli.plural(len(files), 'file')}",
             *([version.LICENCE] if version.LICENCE else []),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
 
@@ -359,14 +356,9 @@ def find_folds(model, adapter):
     from core import adapters
     whole = module(model.config).WHOLE_MODULES
     net = adapters.add_saved_lora(model, adapter, whole=whole)
-    stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
-    tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
-    known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", *tables.values())
-    unknown = [name for name in stored if not name.endswith(known)]
-    require(not unknown, f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this "
-            f"has {min(unknown, default='')}")
     # on the meta device this compares names and shapes and copies nothing
     adapters.load_adapters(net, adapter)
+    stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
@@ -380,19 +372,12 @@ def find_folds(model, adapter):
             return weight
         return update
 
-    def replace(table):
-        return lambda weight: stored[table][:].float().clone()
-    folds = {name: replace(table) for name, table in tables.items() if table in stored}
-    for name, layer in net.get_base_model().named_modules():
-        if hasattr(layer, "lora_A"):
-            folds[f"{name}.weight"] = fold(name, layer.scaling["default"])
+    folds = {f"{name}.weight": fold(name, layer.scaling["default"])
+             for name, layer in net.get_base_model().named_modules() if hasattr(layer, "lora_A")}
+    for name in whole:      # trained in full: the table replaces the base's
+        if table := stored.get(f"base_model.model.{name}.weight"):
+            folds[f"{name}.weight"] = lambda weight, table=table: table[:].float().clone()
     return folds
-
-
-def read(slices, dtype, fold):
-    """Read a tensor from its Slices, apply fold, if given, in fp32, and convert it to dtype."""
-    tensor = torch.cat([piece[:] for piece in slices]) if len(slices) > 1 else slices[0][:]
-    return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
 
 
 def original_config(native, tokenizer, dtype):

@@ -56,7 +56,7 @@ def fill_cache(cache, tiny):
     encoded, files = {}, {}
     for path in sorted((tiny.root / "speech").glob("*.wav")):
         key = codes.key_of(clip := Clip(str(path)), False, path.name)
-        files[codes.file_keys([clip])[0][-1]] = key
+        files[codes.file_key(clip)] = key
         encoded[key] = draw.integers(0, 1024, (soundfile.info(path).frames // 960, 8), np.int16), [np.nan] * 5
     codes.write_shard(folder, encoded, files)
     return cache

@@ -60,12 +60,10 @@ class LoraServer:
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, text, *headers = server.answer(self.path, json.loads(body or "null"))
+                status, text = server.answer(self.path, json.loads(body or "null"))
                 self.send_response(status)
-                for name, value in headers:
-                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(text.encode("latin-1" if headers else "utf-8"))
+                self.wfile.write(text.encode())
             do_GET = do_POST
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
-from speech.codes import FRAME_RATE
+from speech.codes import FRAME_RATE, decode_clips
 from speech.conversations import Clip, Turn
 from speech.labels import IGNORE, token_ids, total_loss
 from speech.weights import native_config
@@ -26,6 +26,15 @@ def native(folder):
         if "norm" in name:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model.eval()
+
+
+def decode_audio(path, cuts=((None, None),)):
+    """[waveform (n,) at 24 kHz] of cuts of a file: (offset, duration) in seconds. ValueError."""
+    results = decode_clips([Clip(str(path), *cut) for cut in cuts])
+    for result in results:
+        if isinstance(result, str):
+            raise ValueError(result)
+    return [wave for _, _, wave, _ in results]
 
 
 def clip(name, frames):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from core import packing, watchdog
 from core.cli import UserError
-from speech.codes import CodeReader, codec_fingerprint, file_keys, look_up, write_shard
+from speech.codes import CodeReader, codec_fingerprint, file_key, look_up, write_shard
 from speech.conversations import Clip
 
 
@@ -21,7 +21,7 @@ def fill(folder, values):
         (folder / f"{i}.wav").write_bytes(b"x" * i)
     keys = [bytes([65 + i] * 16) for i in range(len(values))]
     write_shard(folder, {key: (codes, [np.nan] * 5) for key, codes in zip(keys, values)},
-                dict(zip([file_keys([clip])[0][-1] for clip in clips], keys)))
+                dict(zip(map(file_key, clips), keys)))
     return clips
 
 
@@ -36,20 +36,19 @@ def cache(tmp_path):
 
 def read_all(folder, clips):
     """(numbers of clips that are not found, codes of the others by number)."""
-    shards, where, _, missing = look_up(folder, clips)
-    reader = CodeReader(folder, shards)
-    return list(missing), {i: reader.codes(*row.tolist()) for i, row in enumerate(where) if row[0] >= 0}
+    known = look_up(folder, clips)
+    reader = CodeReader(folder, known.shards)
+    return known.missing(), {i: reader.codes(*row.tolist()) for i, row in enumerate(known.where) if row[0] >= 0}
 
 
 def test_codes_survive_the_way_through_a_shard(tmp_path):
-    """All values of a codebook, in C and in Fortran order, alone and joined: safetensors writes raw memory."""
+    """All values of a codebook, also in Fortran order: safetensors writes raw memory."""
     values = np.arange(1024 * 8, dtype=np.int16).reshape(1024, 8) % 1024
-    for number, codes in enumerate(([values], [np.asfortranarray(values)], [values[:3], np.asfortranarray(values)[5:9]],
-                                    [values[::2, ::-1]], [])):
+    for number, codes in enumerate(([values[:3], np.asfortranarray(values), values[::2, ::-1]], [])):
         clips = fill(tmp_path / str(number), codes)
         missing, found = read_all(tmp_path / str(number), [*clips, Clip(__file__)])
         assert missing == [len(codes)]
-        assert all(found[i].dtype == np.int16 and (found[i] == one).all() for i, one in enumerate(codes))
+        assert all(found[i].dtype == np.int16 and (found[i] == expected).all() for i, expected in enumerate(codes))
 
 
 def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
@@ -84,7 +83,7 @@ def test_no_flipped_bit_of_a_shard_changes_a_code(cache):
 
 def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache):
     folder, shard, clips, codes = cache
-    shards, found, *_ = look_up(folder, clips)
+    _, shards, found, *_ = look_up(folder, clips)
     data = bytearray(shard.read_bytes())
     data[bytes(data).index(codes[3].tobytes())] ^= 1
     shard.write_bytes(data)
@@ -96,6 +95,3 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
                         collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again"):
         list(packing.iterate(loader))
-    shard.unlink()
-    with pytest.raises(UserError, match=f"{shard}: is damaged .No such file"):
-        CodeReader(folder, shards).codes(*found[2].tolist())

@@ -1,9 +1,7 @@
 """Checkpoints written for others: what transformers, PEFT and boson-ai's 2025 layout, written out here, expect."""
 import json
 import math
-import resource
 import shutil
-import signal
 
 import pytest
 import torch
@@ -160,41 +158,27 @@ def test_2025_config_is_the_published_one(tiny, served):
     assert weights.original_config(real, tokenizer, "bfloat16") == published_config()
 
 
-def test_native_to_2025_to_native_is_bit_equal(tiny, served, tmp_path):
-    merge(str(served), None, tmp_path / "back", None)
-    assert same(tensors(tmp_path / "back"), tensors(tiny.model))
-    was, now = (read(folder, "config.json") for folder in (tiny.model, tmp_path / "back"))
-    unlike = {key for key in was.keys() | now.keys() if was.get(key) != now.get(key)}
-    assert unlike == {"initializer_range", "max_position_embeddings"}       # neither has an effect on what it computes
-
-
 def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):
     merge(str(original), None, tmp_path / "native", None)
-    merge(str(tmp_path / "native"), None, tmp_path / "again", None, layout="2025")
     state = load_file(original / "model.safetensors")
     state = {name: value for name, value in state.items() if "codebook_weights" not in name and "inv_freq" not in name}
     for name, kinds in SPLIT.items():
         state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{kind}.weight") for kind in kinds])
-    again = tensors(tmp_path / "again")
-    assert same(again, state) and {t.dtype for t in again.values()} == {torch.bfloat16}
-    merge(str(original), None, tmp_path / "direct", None, layout="2025")
-    assert same(tensors(tmp_path / "direct"), state)
-    assert read(tmp_path / "direct", "config.json") == read(original, "config.json")       # not rebuilt: its own
-    assert read(tmp_path / "again", "config.json") == read(original, "config.json")        # rebuilt: the same
+    for source in (tmp_path / "native", original):      # the config is rebuilt, or copied
+        merge(str(source), None, out := tmp_path / f"from-{source.name}", None, layout="2025")
+        assert same(tensors(out), state) and {t.dtype for t in state.values()} == {torch.bfloat16}
+        assert read(out, "config.json") == read(original, "config.json")
 
 
-def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
+def test_native_export_of_a_2025_base_can_generate(original, tmp_path):
     """That base ends at <|end_of_text|> and has no repetition guard: speech would run to the limit."""
     merge(str(original), None, tmp_path / "out", "float32")
-    generation = read(tmp_path / "out", "generation_config.json")
     expected = {"eos_token_id": 585, "pad_token_id": 577, "do_sample": True, **RAS}
+    generation = read(tmp_path / "out", "generation_config.json")
     assert generation | expected == generation
-    model = load(tmp_path / "out")
-    config = weights.empty_model(read(original, "config.json"), torch.float32, original).generation_config
-    assert {key: getattr(config, key) for key in expected} == expected      # what the trainer would start from
     prompt = AutoTokenizer.from_pretrained(tmp_path / "out")(
         "<|begin_of_text|><|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>", return_tensors="pt")
-    rows = model.generate(input_ids=prompt.input_ids.repeat(1, 2), max_new_tokens=12)
+    rows = load(tmp_path / "out").generate(input_ids=prompt.input_ids.repeat(1, 2), max_new_tokens=12)
     assert rows.shape[2] == 8 and (rows[0, 0] == 1024).all()
 
 
@@ -226,13 +210,11 @@ def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
 
 @pytest.mark.parametrize("kind, said", [({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
                                         ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
-def test_adapters_that_are_more_than_lora_are_refused_by_name(tiny, tmp_path, kind, said):
-    """Made by PEFT; its files, not its configuration alone, would be folded in wrongly or in part."""
+def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, said):
+    """They would be folded in wrongly or in part."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"adapter_config.json: the adapter has {said}, which is not supported"):
         merge(str(tiny.model), folder, tmp_path / "out")
-    assert str(error.value).startswith(f"{folder / 'adapter_config.json'}: the adapter has {said}, which is not supp")
-    assert not (tmp_path / "out").exists()
 
 
 def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path):
@@ -245,22 +227,20 @@ def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path):
     assert (logits(ours, data) - logits(load(tiny.model), data)).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("where, value", [("base", math.nan), ("adapter", math.inf), ("update", 1e30)])
-def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, value):
-    """By merge and export."""
-    name = f"model.layers.1.self_attn.{'k' if where == 'base' else 'q'}_proj.weight"
+@pytest.mark.parametrize("where, value", [("base", math.nan), ("update", 1e30)])
+def test_weights_that_are_not_finite_are_refused(tiny, adapter, tmp_path, where, value):
+    """An update may also overflow."""
     model, folder = shutil.copytree(tiny.model, tmp_path / "model"), shutil.copytree(adapter[0], tmp_path / "adapter")
-    path = model / "model.safetensors" if where == "base" else folder / "adapter_model.safetensors"
-    names = [name] if where == "base" else [f"base_model.model.{name[:-6]}lora_{half}.weight" for half in "AB"]
+    name, path = "model.layers.1.self_attn.q_proj", folder / "adapter_model.safetensors"
+    names = [f"base_model.model.{name}.lora_{half}.weight" for half in "AB"]
+    if where == "base":
+        names, path = [f"{name}.weight"], model / "model.safetensors"
     state = load_file(path)
-    for name in names[:1 if where == "adapter" else 2]:
+    for name in names:
         state[name][1, 1] = value
     save_file(state, path, {"format": "pt"})
     with pytest.raises(UserError, match="NaN or infinity"):
         merge(str(model), folder, tmp_path / "out")
-    if where == "base":
-        with pytest.raises(UserError, match=f"{model}.*NaN or infinity"):
-            merge(str(model), None, tmp_path / "out", None, layout="2025")
     assert not (tmp_path / "out").exists()
 
 
@@ -278,35 +258,7 @@ def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, 
     assert not torch.equal(got[f"model.{name}.weight"].bfloat16().float(), got[f"model.{name}.weight"])
 
 
-def refused(*args, **more):
-    with pytest.raises(UserError) as error:
-        merge(*args, **more)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_an_adapter_may_be_the_current_folder(tiny, adapter, tmp_path, monkeypatch):
-    monkeypatch.chdir(adapter[0])
-    merge(str(tiny.model), ".", tmp_path / "out")
-    monkeypatch.chdir(tmp_path)
-    assert "--adapter .: no such folder" in refused(str(tiny.model), ".", tmp_path / "other")
-
-
-def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
-    """A real limit on file sizes stands for the full disk."""
-    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 10**6, limits[1]))
-        said = refused(str(tiny.model), None, tmp_path / "out", None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert said.startswith(f"--output_dir {tmp_path / 'out'}: cannot be written (")
-    assert not list(tmp_path.iterdir())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders that are read: every weight is there, or the run stops
+# ---- Folders that are read: every weight is there, or the run stops
 
 
 def open_model(folder):
@@ -335,26 +287,22 @@ def test_original_config_gives_the_released_native_config():
     assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
 
 
-UP, NORM, ODD = "model.layers.1.audio_mlp.up_proj.weight", "model.norm.weight", "model.layers.0.audio_attn.q_proj.weight"
-KEYS, HEAD = "model.layers.1.self_attn.k_proj.weight", "text_lm_head.weight"
-# (weights that are put in, None: taken out; what is said)
-BROKEN = [({UP: None, NORM: None}, ["2 missing keys", UP, NORM]), ({ODD: torch.ones(2, 2)}, ["1 unexpected key", ODD]),
-          ({KEYS: torch.ones(32, 128)}, ["1 mismatched key", f"{KEYS} (32, 128) instead of (64, 128)"]),
-          ({HEAD: None}, ["1 missing key", HEAD])]
+UP, KEYS, HEAD = "model.layers.1.audio_mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight", "text_lm_head.weight"
+ODD = "model.layers.0.audio_attn.q_proj.weight"
+# (weights that are added, or removed if None; words of the message)
+BROKEN = [({UP: None, HEAD: None}, ["2 missing keys", UP, HEAD]), ({ODD: torch.ones(2, 2)}, ["1 unexpected key", ODD]),
+          ({KEYS: torch.ones(32, 128)}, ["1 mismatched key", f"{KEYS} (32, 128) instead of (64, 128)"])]
 
 
-@pytest.mark.parametrize("layout", ["native", "2025"])
-@pytest.mark.parametrize("change, parts", BROKEN)
-def test_checkpoint_that_does_not_fit_stops_with_the_weights_names(tiny, served, tmp_path, change, parts, layout):
+@pytest.mark.parametrize("change, words", BROKEN)
+def test_a_checkpoint_that_does_not_fit_stops_with_the_names(tiny, tmp_path, change, words):
     """transformers only prints a report, and trains on random weights."""
-    folder = shutil.copytree(served if layout == "2025" else tiny.model, tmp_path / "model")
-    theirs = {native: old for old, native in NAMES.items()} | {ODD: ODD.removeprefix("model.")}
-    change = {theirs[name] if layout == "2025" else name: value for name, value in change.items()}
+    folder = shutil.copytree(tiny.model, tmp_path / "model")
     state = {name: value for name, value in (tensors(folder) | change).items() if value is not None}
     save_file(state, folder / "model.safetensors")
     with pytest.raises(UserError) as error:
         open_model(folder)
-    assert all(part in str(error.value) for part in [str(folder), *parts]) and "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in [str(folder), *words]) and "\n" not in str(error.value)
 
 
 def test_codebook_size_without_the_stream_tokens_is_refused(tiny, tmp_path):

@@ -15,10 +15,10 @@ import soundfile
 
 from core.cli import UserError
 from speech import convert, v3
-from speech.codes import decode_audio
 from speech.conversations import MULTISPEAKER_SYSTEM
 from speech.dataset import read_samples
 from speech.speak import text_prompts
+from tests.helpers.spoken import decode_audio
 from tests.helpers.trainer import ROOT
 
 
@@ -329,7 +329,7 @@ def test_parquet_with_arrays_and_paths(tmp_path):
         pyarrow.parquet.write_table(pyarrow.table({"audio": [audio], "text": ["Hi."]}), tmp_path / f"{name}.parquet")
     (sample,), _ = read(tmp_path / "arrays.parquet")
     found = sample.turns[-1].clips[0]
-    assert len(decode_audio(found.path, [(found.offset, found.duration)])[1][0]) == 12000
+    assert len(decode_audio(found.path, [(found.offset, found.duration)])[0]) == 12000
     assert spoken(read(tmp_path / "paths.parquet")[0]) == [("b.wav", "Hi.")]
 
 
@@ -423,10 +423,10 @@ def tar_of(path, members):
 def assert_sounds(sample, data):
     """The clip of a sample is the sound in the bytes of a file, to half a step of 16 bits."""
     clip = sample.turns[-1].clips[0]
-    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
+    wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[0]
     with tempfile.NamedTemporaryFile(suffix=".wav") as file:
         Path(file.name).write_bytes(data)
-        theirs = decode_audio(file.name, [(None, None)])[1][0]
+        theirs = decode_audio(file.name)[0]
     assert len(wave) == len(theirs) == 12000 and np.abs(wave - theirs).max() < 1e-4
 
 

@@ -7,6 +7,7 @@ import torch
 
 from core.checkpoint import sha256
 from launch import judge_demo
+from launch.judge_demo import FEWER
 from speech import speak, weights
 from speech.codes import load_codec
 from speech.labels import token_ids
@@ -14,7 +15,6 @@ from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
 SENTENCES = 16
-FEWER = "fewer than the base in the new voice"
 MAX_WER = 0.25      # of fewer sentences than the demo has
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,7 +47,7 @@ def judged(spoken):
 def failed(judged, after, texts):
     """The criteria that `after`, a judgement, does not pass in the adapter's place."""
     gain = judge_demo.interval(texts, np.array(judged[1]["errors"]) - after["errors"])
-    return {what for what, _, passed, _ in judge_demo.criteria(after, gain) if not passed}
+    return {name for name, passed in judge_demo.criteria(after, gain).items() if not passed}
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_the_adapter_passes_and_the_base_with_the_code_of_the_new_voice_does_not
     texts = spoken["base"][0]
     assert failed(judged, judged[2], texts) <= {FEWER}       # so few sentences leave its interval wide
     assert failed(judged, judged[1], texts) == {FEWER}
-    assert "frames with the new voice's code" in failed(judged, judged[0], texts)
+    assert "at least 90% of frames with the new voice's code" in failed(judged, judged[0], texts)
 
 
 @pytest.mark.parametrize("saved, passes", [([1] * 30, True), ([3] * 4 + [0] * 26, True), ([2, -1] * 4 + [0] * 22, False)])

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from speech.dataset import TableBuilder
 from speech.conversations import Sample
-from speech.dataset import read_samples
+from speech.dataset import TableBuilder, read_samples
 from speech.labels import (IGNORE, TokenIds, conversation_pieces, decays, delay_labels, delay_rows, flops_per_pack,
                            total_loss)
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
@@ -114,19 +113,6 @@ def test_tokenising_piece_by_piece_is_tokenising_the_whole_text(tokenizer, ids, 
     assert stream(sample, tokenizer, ids)[0] == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
-def test_normalised_tokens_are_those_of_boson_text_in_the_native_template(tiny, tmp_path, tokenizer, ids):
-    """--normalize_text on: the template round what boson's generation.py feeds; off: round the file's own text."""
-    (tmp_path / "x").write_bytes(b"audio")
-    asked, spoken = "你好，世界（20°C）\n\n [laugh]  ok", "你好, 世界 20 degrees Celsius\n<SE>[Laughter]</SE> ok."
-    entry = {"messages": [turn("system", "Speak."), turn("user", asked), turn("assistant", 0)]}
-    (tmp_path / "data.json").write_text(json.dumps([entry]))
-    for normalize, words in ((True, spoken), (False, asked)):
-        sample, = read_samples(tmp_path / "data.json", [], normalize=normalize)
-        text = native_text(tiny, [entry["messages"][0], turn("user", words), entry["messages"][2]])
-        assert words in text and stream(sample, tokenizer, ids)[0] == tokenizer(text, add_special_tokens=False)[
-            "input_ids"]
-
-
 def test_scene_with_audio_is_that_of_the_native_template(tiny, tmp_path, tokenizer, ids):
     (tmp_path / "x").write_bytes(b"audio")
     conversation = [turn("system", "Speak."), turn("scene", "A hall."), turn("scene", "SPEAKER0:", 0, "SPEAKER1:", 0),
@@ -155,19 +141,12 @@ def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_tu
     assert "<|eom_id|>" in tokenizer.decode(stream(untrained, tokenizer, ids)[0])
 
 
-@pytest.mark.parametrize("weight, wanted", [(1.0, 6 / 12 + 8 / 4), (0.25, 6 / 12 + 0.25 * 8 / 4), (0.0, 6 / 12)])
-def test_the_loss_is_a_mean_over_global_counts(weight, wanted):
-    audio = torch.tensor([1.0, 2.0, 3.0])
-    assert total_loss(audio, 12, torch.tensor(8.0), 4, weight).item() == pytest.approx(wanted)
-
-
-def test_one_target_counts_once():
-    """Of text or of audio: the limit that keeps an empty count from dividing by zero is 1."""
-    assert total_loss(torch.tensor([3.0]), 1, torch.tensor(8.0), 1, 1.0).item() == 11
-
-
-def test_a_batch_without_targets_has_no_loss():
-    assert total_loss(torch.zeros(8), 0, torch.tensor(0.0), 0, 1.0).item() == 0
+@pytest.mark.parametrize("audio, n_audio, text, n_text, weight, wanted", [
+    ([1.0, 2.0, 3.0], 12, 8.0, 4, 1.0, 6 / 12 + 8 / 4), ([1.0, 2.0, 3.0], 12, 8.0, 4, 0.25, 6 / 12 + 0.25 * 8 / 4),
+    ([1.0, 2.0, 3.0], 12, 8.0, 4, 0.0, 6 / 12), ([3.0], 1, 8.0, 1, 1.0, 11), ([0.0] * 8, 0, 0.0, 0, 1.0, 0)])
+def test_the_loss_is_a_mean_over_global_counts(audio, n_audio, text, n_text, weight, wanted):
+    """A single target counts once; without targets the loss is 0."""
+    assert total_loss(torch.tensor(audio), n_audio, torch.tensor(text), n_text, weight).item() == pytest.approx(wanted)
 
 
 def test_matrices_decay_but_no_norms_and_no_embeddings():

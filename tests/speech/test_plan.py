@@ -9,12 +9,12 @@ import torch
 from core.memory import Setup
 from speech import v2
 from speech import plan as speech_plan
-from speech.codes import (codec_config, codec_frames, decode_audio, encode_clip, header_frames,
-                          load_codec)
+from speech.codes import codec_frames, encode_clip, header_frames, load_codec
 from speech.conversations import Clip
 from speech.dataset import split_validation
 from tests.helpers.live_bytes import by_lengths, check_plan
 from tests.helpers.small_speech import pack_of, small_model
+from tests.helpers.spoken import decode_audio
 from tests.helpers.trainer import brief
 from tests.speech import test_bad_input
 
@@ -48,26 +48,24 @@ def codec(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("extension, rate", [("wav", 16000), ("flac", 44100), ("ogg", 22050), ("mp3", 44100)])
 def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, extension, rate):
-    config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(rate)
     for seconds in (0.05, *rng.uniform(0.2, 2.0, 3)):
         path = tmp_path / f"{seconds}.{extension}"
         soundfile.write(path, 0.1 * rng.standard_normal((round(seconds * rate), 2)), rate)
         cuts = [(None, None), (0.0, 0.043)]
         cuts += [(seconds / 3, None), (0.007, seconds / 2), (0.0, seconds + 0.2)] if seconds > 0.1 else []
-        _, waves = decode_audio(path, cuts)
+        waves = decode_audio(path, cuts)
         encoded = [len(encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
-        assert [header_frames(Clip(str(path), *cut), config, 8) for cut in cuts] == encoded
+        assert [header_frames(Clip(str(path), *cut)) for cut in cuts] == encoded
 
 
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
     """The number of frames changes within 960 samples: all lengths around a few frames are tried."""
-    config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(0)
     for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:
         if samples >= 960:
             wave = 0.1 * rng.standard_normal(samples, np.float32)
-            assert codec_frames(samples, config) == len(encode_clip(codec[0], wave, codec[1], 8))
+            assert codec_frames(samples) == len(encode_clip(codec[0], wave, codec[1], 8))
 
 
 def line_of(output, start):

@@ -17,10 +17,9 @@ def spoken(text="The river was calm.", speaker=0):
 
 
 @pytest.mark.parametrize("text, heard, words, characters", [
-    ("the cat sat", "The cat sat.", (0, 3), (0, 9)), ("the cat sat", "the bat sat", (1, 3), (1, 9)),
-    ("the cat sat", "the cat", (1, 3), (3, 9)), ("the cat sat", "the the cat sat", (1, 3), (3, 9)),
-    ("the cat sat", "cat sat the", (2, 3), (6, 9)), ("the cat sat", "", (3, 3), (9, 9)),
-    ("one", "one two three", (2, 1), (8, 3)), ("", "noise", (1, 0), (5, 0)), ("notebook", "note book", (2, 1), (0, 8))])
+    ("the cat sat", "The bat sat.", (1, 3), (1, 9)), ("the cat sat", "the the cat", (2, 3), (4, 9)),
+    ("the cat sat", "", (3, 3), (9, 9)), ("one", "one two three", (2, 1), (8, 3)), ("", "noise", (1, 0), (5, 0)),
+    ("notebook", "note book", (2, 1), (0, 8))])
 def test_error_counts_by_hand(text, heard, words, characters):
     assert judges.word_errors([text], [heard]) == words
     assert judges.word_errors([text], [heard], split=lambda text: text.replace(" ", "")) == characters
@@ -29,10 +28,8 @@ def test_error_counts_by_hand(text, heard, words, characters):
 
 
 @pytest.mark.parametrize("language, text, expected", [
-    (None, "Hello, World!", "hello world"), (None, "[laughter] Straße, 3.5 <SE>", "straße 3 5"),
-    (None, "one two", "one two"), ("en", "one two", "12"),
-    ("en", "Mr. Smith's uh twenty-one cats", "mister smith is 21 cats"),
-    ("zh", "你好，世界。", "你 好 世 界"), ("de", "Äpfel für 3 Euro", "äpfel für 3 euro")])
+    (None, "[laughter] Straße, one 3.5 <SE>", "straße one 3 5"), ("zh", "你好，世界。", "你 好 世 界"),
+    ("en", "Mr. Smith's uh twenty-one cats", "mister smith is 21 cats")])
 def test_text_is_compared_by_whispers_rules(language, text, expected):
     assert judges.normaliser(language)(text).split() == expected.split()
 

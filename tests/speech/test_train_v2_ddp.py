@@ -132,59 +132,44 @@ def test_losses_in_the_log_add_up(shared, name):
 
 
 @pytest.fixture(scope="module")
-def poisoned(tiny, tmp_path_factory):
+def poisoned(tiny):
     """(flags for six samples of which number 4 says "~", options for a run whose embedding of "~" is NaN)."""
-    root = tmp_path_factory.mktemp("poisoned")
-    samples = tiny.samples()[:6]
-    for sample in samples:
-        for part in (part for turn in sample["messages"] if turn["role"] != "system" for part in turn["content"]):
-            if part["type"] == "audio":
-                part["audio_url"] = str(tiny.root / part["audio_url"])
+    samples, data = tiny.samples()[:6], tiny.root / "poisoned.json"
     samples[4]["messages"][-1]["content"][0]["text"] += " ~"
     samples[4]["messages"][1]["content"][-1]["text"] += " ~"
-    (root / "train.json").write_text(json.dumps(samples))
-    return ("--train_data_file", root / "train.json", "--disable_eval", "--per_device_train_batch_size", 1,
+    data.write_text(json.dumps(samples))
+    return ("--train_data_file", data, "--disable_eval", "--per_device_train_batch_size", 1,
             "--num_train_epochs", 2), bad_token(tiny.model)
 
 
 def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
     flags, options = poisoned
     run = forked(*flags, **options)
-    skipped = re.findall(r"^step (\d+): gradient norm is not finite, step skipped .*?with a non-finite loss: (.*)$",
-                         run.output, re.M)
-    assert len(skipped) == 2                                    # once an epoch
-    names = [name for _, name in skipped]
-    assert names[0] == names[1] and ";" not in names[0]
-    assert names[0].endswith("train.json sample 5 (sample_00000004)"), names[0]      # people count from 1
-    assert "2 steps skipped" in run.output
-    assert run.metrics("train/bad_steps")[12] == 2
+    skipped = dict(re.findall(
+        r"^step (\d+): gradient norm is not finite, step skipped .*?with a non-finite loss: (.*)$", run.output, re.M))
+    assert len(skipped) == 2 and all(re.search(r"^[^;]*poisoned.json sample 5 \(sample_00000004\)$", name)
+                                     for name in skipped.values())      # once an epoch; people count from 1
+    assert "2 steps skipped" in run.output and run.metrics("train/bad_steps")[12] == 2
     state = load_file(run.output_dir / "checkpoint-12" / "trainer_state" / "optimizer.safetensors")
     assert {int(tensor) for name, tensor in state.items() if name.endswith(".step")} == {10}
-    trained = tensors(run)
-    assert all(torch.isfinite(tensor).all() for tensor in trained.values())
-    for line in (run.output_dir / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=not_json)
-    good = [step for step in range(1, 13) if str(step) not in dict(skipped)]
+    assert all(torch.isfinite(tensor).all() for tensor in tensors(run).values())
+    assert "NaN" not in (run.output_dir / "metrics.jsonl").read_text()      # it is not JSON
     losses = run.metrics("train/loss")
-    assert all(0 < losses[step] < 100 for step in good)
-    # a step without a loss claims none: 0 would pull means and pictures down
+    assert all(0 < losses[step] < 100 for step in range(1, 13) if str(step) not in skipped)
+    # a step without a loss logs none: 0 would pull means down
     assert all(value is None or value > 1 for value in losses.values())
 
 
-def test_validation_without_a_number_is_never_the_best(poisoned, forked, tmp_path):
-    """A NaN that became the best loss would stay it for ever: nothing is smaller."""
+def test_validation_without_a_number_is_never_the_best(poisoned, forked, tiny):
+    """A NaN as the best loss would stay: nothing is smaller."""
     flags, options = poisoned
-    held_out = tmp_path / "eval.json"
+    held_out = tiny.root / "eval.json"
     held_out.write_text(json.dumps(unheard(json.loads(flags[1].read_text()))))
     run = forked("--eval_data_file", held_out, "--use_lora", "--max_steps", 2, "--eval_steps", 1, "--save_steps", 1,
                  **options)
     assert list(run.metrics("eval/loss").values()) == [None, None]
-    state = json.loads((run.output_dir / "checkpoint-2" / "trainer_state" / "state.json").read_text())
+    state = state_of(run.output_dir / "checkpoint-2")
     assert state["best_step"] is None and state["best_loss"] is None
-
-
-def not_json(name):
-    raise AssertionError(f"metrics.jsonl has a {name}, which is not JSON")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ import json
 import shutil
 
 import pytest
-import soundfile
 import torch
 from safetensors.torch import load_file
 
@@ -66,11 +65,6 @@ def test_any_split_trains_the_same(runs):
                           "fsdp"))
 
 
-def test_the_table_is_one_parameter(runs):
-    named = weights_of(runs(1, "--per_device_train_batch_size", 4))
-    assert v3.AUDIO_TABLE in named and not named.keys() & v3.HEADS.keys()
-
-
 def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path):
     adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
                    "--lora_dropout", 0).output_dir / "checkpoint-4"
@@ -85,13 +79,14 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     prompt, rows = higgs3.prompt(higgs3.load(tiny3.model)[1], [5, 6]), higgs3.delay(torch.arange(80).view(10, 8))
     torch.testing.assert_close(higgs3.forced_logits(higgs3.load(tmp_path / "merged")[0], prompt, None, rows),
                                higgs3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
-    full = runs(1, "--per_device_train_batch_size", 4).output_dir / "checkpoint-4"
-    merge(str(full), None, tmp_path / "served", None, shard_bytes=10**6, codec=str(tiny3.codec))
+    full = runs(1, "--per_device_train_batch_size", 4)
+    trained = weights_of(full)
+    assert v3.AUDIO_TABLE in trained and not trained.keys() & v3.HEADS.keys()       # one parameter for both
+    merge(str(full.output_dir / "checkpoint-4"), None, tmp_path / "served", None, shard_bytes=10**6, codec=str(tiny3.codec))
     index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == released.keys()
     served, _ = higgs3.load(tmp_path / "served")
-    assert all(torch.equal(value, weights_of(runs(1, "--per_device_train_batch_size", 4))[name])
-               for name, value in v3.weight_names(served).items())
+    assert all(torch.equal(value, trained[name]) for name, value in v3.weight_names(served).items())
 
 
 TABLE = ("--use_lora", "--train_audio_table", "--lora_dropout", 0)
@@ -121,24 +116,10 @@ def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs,
 
 
 def test_a_clip_too_short_to_end_is_refused_or_dropped(pool, tiny3, tmp_path):
-    samples, short = tiny3.samples(), tmp_path / "short.wav"
-    wave, rate = soundfile.read(tiny3.root / samples[0]["messages"][-1]["content"][-1]["audio_url"])
-    soundfile.write(short, wave[:rate // 4], rate)
-    samples[0]["messages"][-1]["content"][-1]["audio_url"] = str(short)
-    for sample in samples:      # the file lies elsewhere
-        for message in sample["messages"]:
-            for item in message["content"] if isinstance(message["content"], list) else ():
-                if item["type"] == "audio":
-                    item["audio_url"] = str(tiny3.root / item["audio_url"])
-    (tmp_path / "data.json").write_text(json.dumps(samples))
-    flags = ("--train_data_file", tmp_path / "data.json", "--max_steps", 1)
-    assert f"{short}: gives 7 codec frames; this model needs 8 (0.32 s)" in refusal(pool, tiny3, tmp_path / "a", *flags)
-    run = train_forked(pool, tiny3, tmp_path / "b", *flags, "--drop_bad", "audio")
-    assert "dropped: 1 audio" in run.output
-
-
-def refusal(pool, tiny, output_dir, *flags):
-    run = train_forked(pool, tiny, output_dir, *flags, ok=False)
-    error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
-    assert run.status == 1
-    return error
+    samples, data = tiny3.samples(), tiny3.root / "short.json"
+    samples[0]["messages"][-1]["content"][-1] |= {"offset": 0.0, "duration": 0.25}
+    data.write_text(json.dumps(samples))
+    flags = ("--train_data_file", data, "--max_steps", 1)
+    refused = train_forked(pool, tiny3, tmp_path / "a", *flags, ok=False)
+    assert refused.status == 1 and "gives 7 codec frames; this model needs 8 (0.32 s)" in refused.output
+    assert "dropped: 1 audio" in train_forked(pool, tiny3, tmp_path / "b", *flags, "--drop_bad", "audio").output
