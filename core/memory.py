@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 from core import checkpoint, dist, json_files, kernels, metrics
 from core.cli import UserError, plural, local_ranks, named_flags, require
 from core.packing import PackOrder
-from core.problems import collect
 
 GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
@@ -464,11 +463,11 @@ def data_lines(args, setup, model, order, lengths):
             f"{lengths.max():,} tokens"]
 
 
-def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=()):
-    """Print a headline and the plan of a run; UserError lists every limit that it exceeds.
+def print_plan(args, setup, needed, pack, model, lines, steps, flops=0):
+    """Print a headline and the plan of a run; UserError if it exceeds the memory or the disk.
 
     needed: Memory. pack: the size of the largest one as text. model: as trained. lines: text to
-    print. steps: to go. flops: of the run, 0: unknown. checks: more functions that raise UserError.
+    print. steps: to go. flops: of the run, 0: unknown.
     """
     limit = gpu_memory(args)
     gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"
@@ -490,5 +489,5 @@ def print_plan(args, setup, needed, pack, model, lines, steps, flops=0, checks=(
         most = min(most, args.save_total_limit + 2)
     print(f"disk       {size(saved)} a checkpoint, at most {most} at once")
     more = most - len(checkpoint.list_checkpoints(args.output_dir))
-    collect(True, lambda: check_memory(needed, args), *checks,
-            lambda: check_disk(args.output_dir, saved * more, plural(more, 'checkpoint')))
+    check_memory(needed, args)
+    check_disk(args.output_dir, saved * more, plural(more, "checkpoint"))

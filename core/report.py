@@ -71,17 +71,15 @@ def evaluation_table(evaluations):
 
 
 def chart(title, curves):
-    """<figure> of {label: [(step, value)]}; a line of text if all values are equal."""
+    """<figure> of {label: [(step, value)]}."""
     steps, values = zip(*(point for curve in curves.values() for point in curve))
     first, last, low, high = min(steps), max(steps), min(values), max(values)
-    if low == high:
-        return f"<figcaption>{escape(title)}: {low:.4g} at every step</figcaption>"
 
     def x(step):
         return round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1)
 
     def y(value):
-        return round(10 + (high - value) / (high - low) * (HEIGHT - 40), 1)
+        return round(10 + (high - value) / (high - low or 1) * (HEIGHT - 40), 1)
     parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
              f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
     parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
@@ -91,9 +89,6 @@ def chart(title, curves):
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
         line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
-        parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
-                  f'{step:,}: {value:.5g}</title></circle>'
-                  for step, value in curve if len(curve) <= 60]
         legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
     return (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg role="img" '
             f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>')
@@ -108,9 +103,8 @@ def charts(rows):
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
             curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    figures = [chart(title, lines) for title, lines in curves.items()]
-    figures.sort(key=lambda html: html.startswith("<figcaption>"))     # lines of text come last
-    return figures and f'<div class="grid">{"".join(figures)}</div>'
+    figures = "".join(chart(title, lines) for title, lines in curves.items())
+    return figures and f'<div class="grid">{figures}</div>'
 
 
 def read_samples(folder, label):
@@ -169,10 +163,9 @@ def write_report(run, rows, folders):
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))
-    output, temporary = run / "report.html", run / ".report.html.tmp"
-    temporary.unlink(missing_ok=True)       # it may be a link to another file
-    temporary.write_bytes(page.encode("utf-8", errors="replace"))
-    temporary.replace(output)       # readers see the old page or the new one
+    output = run / "report.html"
+    output.unlink(missing_ok=True)      # it may be a link to another file
+    output.write_text(page, encoding="utf-8", errors="replace")
     print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
           f"{n_samples} samples, {len(evaluations)} evaluations")
 
@@ -186,8 +179,7 @@ if __name__ == "__main__":
     path = args.output_dir / "metrics.jsonl"
     try:
         require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
-        rows, wrong = metrics.read_rows(path)
-        require(not wrong, f"{path}: {wrong}; repair or remove them")
+        rows = metrics.read_metrics(path)
         write_report(args.output_dir, rows, args.samples)
         if args.check_fell:     # compares the means of the first and the last fifth
             losses = [value for _, value in metrics.curve(rows, "train/loss")]

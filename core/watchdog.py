@@ -23,6 +23,7 @@ from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, 
 from core.lifetime import SIGNALS, end_with_trainer, stop_requested
 
 BLOCKED_SIGNALS = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
+MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
 _disarmed = threading.Event()
 
 
@@ -61,21 +62,10 @@ def exit_stopped(world, output_dir, why):
     """Leave the marker for the launcher and exit with status 0. Called on every rank."""
     disarm()
     if world.is_main:
-        leave_marker(output_dir, str(why))
+        write_text(Path(output_dir) / MARKER, f"{why}\n")
         print(f"stopped    {why}")
     finish()
     sys.exit(0)
-
-
-def clear_marker(output_dir):
-    """Remove the marker of an earlier run and its stop request."""
-    for name in ("requeue", "stop"):
-        (Path(output_dir) / name).unlink(missing_ok=True)
-
-
-def leave_marker(output_dir, text):
-    """Write OUTPUT_DIR/requeue, which makes the launcher start this run again."""
-    write_text(Path(output_dir) / "requeue", text + "\n")
 
 
 def stop_asked(output_dir):

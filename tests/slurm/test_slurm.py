@@ -233,7 +233,7 @@ def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(su
     assert "requeueing" not in cancelled.log
 
     assert wrong.end() == ("FAILED", 0), wrong.log
-    said = "error: --no_such_flag: no such flag"
+    said = "error: unrecognized arguments: --no_such_flag"
     assert wrong.log.count(f"\n{said}") == 1, wrong.log         # by rank 0 alone
     assert wrong.log.count(f"traceback : {said}") == 1, wrong.log       # and once more by torchrun
     assert wrong.show("ExitCode") != "0:0"
