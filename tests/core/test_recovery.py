@@ -275,7 +275,7 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
         seen = last_step(out)
         job.signal(signal.SIGUSR1, job.ranks[1])
     job.end(0, 0)
-    # the step under way may be two further than the log, and one more is allowed
+    # the step that runs may be two after the logged one, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     why = f"asked to stop by a signal to another rank at step {newest(out)}"
     assert marker(out) == f"{why}\n" and "Traceback" not in job.text()
