@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from safetensors.torch import load_file
 if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
-from core import dist, quantized
-from core.cli import UserError
+from core import quantized
 from distill import causal_lm
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.merging import merge
