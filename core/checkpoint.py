@@ -80,16 +80,13 @@ def write_json(path, value):
 
 
 def remove_named(folder, *patterns):
-    """Delete entries whose whole name matches a pattern -> [names of those that are gone]."""
-    gone = []
+    """Delete entries whose whole name matches a pattern."""
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
         if any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:       # a link is removed, not its target
                 path.unlink(missing_ok=True)
-            gone.append(path.name)
-    return gone
 
 
 def move_aside(path, why, suffix="damaged"):
@@ -112,8 +109,7 @@ def claim_output(output_dir):
     """Prepare and lock a run's output folder, and remove what a killed run left in it."""
     prepare_folder(output_dir)
     lock_folder(output_dir)
-    if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
-        print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
+    remove_named(output_dir, TEMPORARY, UNFINISHED)
 
 
 @contextlib.contextmanager

@@ -116,9 +116,9 @@ def read_samples(folder, label):
     for path in waves[:SAMPLES]:
         notes = path.with_suffix(".json")
         sample = cli.remove_secrets(json_files.read_object(notes)) if is_inside(notes) else {}
-        facts = [(name, sample[name]) for name in FACTS if sample.get(name) is not None]
+        facts = {name: sample[name] for name in FACTS if sample.get(name) is not None}
         words = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-                 for name, value in facts]
+                 for name, value in facts.items()]
         sound = base64.b64encode(path.read_bytes()).decode()
         yield path.stem, str(sample.get("text", "")), (
             f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="metadata" '
@@ -127,7 +127,7 @@ def read_samples(folder, label):
 
 
 def samples_html(run, folders):
-    """(number of samples, HTML) of a run's steps and of --samples, a row per prompt. UserError."""
+    """HTML of a run's samples and of --samples, a row per prompt. UserError."""
     steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural_key(path.name))
     steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
@@ -138,7 +138,7 @@ def samples_html(run, folders):
     for folder in sorted(labels, key=lambda folder: not labels[folder].startswith(BEFORE)):
         for prompt, text, cell in read_samples(folder, labels[folder]):
             rows.setdefault((prompt, text), []).append(cell)
-    return sum(map(len, rows.values())), "".join(
+    return "".join(
         f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
         f'<div class="grid">{"".join(rows[name, text])}</div>'
         for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
@@ -149,7 +149,7 @@ def samples_html(run, folders):
 
 def write_report(run, rows, folders):
     """Write the page of a run and print a line about it. folders: of --samples. UserError."""
-    evaluations, (n_samples, samples) = read_evaluations(run), samples_html(run, folders)
+    evaluations = read_evaluations(run)
     saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
     config = run / cli.CONFIG
     flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
@@ -159,15 +159,15 @@ def write_report(run, rows, folders):
     parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
              f"{', '.join(sorted(saved, key=natural_key)) or 'none yet'}",
              "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
-             "Samples": samples, "Evaluation": evaluations and evaluation_table(evaluations)}
+             "Samples": samples_html(run, folders),
+             "Evaluation": evaluations and evaluation_table(evaluations)}
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))
     output = run / "report.html"
     output.unlink(missing_ok=True)      # it may be a link to another file
     output.write_text(page, encoding="utf-8", errors="replace")
-    print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
-          f"{n_samples} samples, {len(evaluations)} evaluations")
+    print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 
 
 if __name__ == "__main__":

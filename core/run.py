@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from core import checkpoint, cli, dist, metrics, watchdog
+from core import checkpoint, cli, dist, lifetime, metrics, watchdog
+
+MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
 
 
 def start(args):
@@ -29,7 +31,7 @@ def start(args):
             print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
         dist.rank0(world, checkpoint.claim_output, folder)
         if world.is_main:       # of an earlier run
-            for name in (watchdog.MARKER, "stop"):
+            for name in (MARKER, "stop"):
                 (Path(folder) / name).unlink(missing_ok=True)
         if "tensorboard" in args.report_to:
             dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
@@ -39,11 +41,18 @@ def start(args):
 
     def report_or_stop(kind, error, trace):
         if issubclass(kind, watchdog.Stopped):      # raised on all ranks, before the first step
-            watchdog.exit_stopped(world, args.output_dir, error)
+            watchdog.disarm()
+            if world.is_main:
+                checkpoint.write_text(Path(args.output_dir) / MARKER, f"{error}\n")
+                print(f"stopped    {error}")
+            dist.finish()
+            sys.exit(0)
         report(kind, error, trace)
 
     sys.excepthook = report_or_stop
-    watchdog.exit_if_asked(world, args.output_dir)      # a signal may have come during the imports
+    # a signal may have come during the imports
+    if asked := [name for name in dist.all_gather(world, lifetime.stop_requested()) if name]:
+        raise watchdog.Stopped(f"asked to stop by {asked[0]} before the first step")
     return world, watch, folder
 
 
@@ -95,7 +104,7 @@ def end(args, watch, checkpoints, log, step, total_steps, stopping, result):
         if stopping:
             why = (watchdog.stop_asked(args.output_dir)
                    or "asked to stop by a signal to another rank") + f" at step {step}"
-            checkpoint.write_text(Path(args.output_dir) / watchdog.MARKER, f"{why}\n")
+            checkpoint.write_text(Path(args.output_dir) / MARKER, f"{why}\n")
             print(f"stopped    {why} of {total_steps}; checkpoint saved; rerun the same command to "
                   "resume")
         else:

@@ -17,13 +17,11 @@ from pathlib import Path
 
 from torch._utils import ExceptionWrapper
 
-from core.checkpoint import write_text
 from core.cli import first_line, print_error
-from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
+from core.dist import FAILED, GRACE_S, all_max, claim_error_report
 from core.lifetime import SIGNALS, end_with_trainer, stop_requested
 
 BLOCKED_SIGNALS = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
-MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
 _disarmed = threading.Event()
 
 
@@ -50,22 +48,6 @@ def disarm():
     for thread in threading.enumerate():
         if thread.name == "watchdog":       # in a call to the store it would abort the exit
             thread.join(GRACE_S)
-
-
-def exit_if_asked(world, output_dir):
-    """exit_stopped if any rank was asked to stop before the first step. Collective."""
-    if asked := [name for name in all_gather(world, stop_requested()) if name]:
-        exit_stopped(world, output_dir, f"asked to stop by {asked[0]} before the first step")
-
-
-def exit_stopped(world, output_dir, why):
-    """Leave the marker for the launcher and exit with status 0. Called on every rank."""
-    disarm()
-    if world.is_main:
-        write_text(Path(output_dir) / MARKER, f"{why}\n")
-        print(f"stopped    {why}")
-    finish()
-    sys.exit(0)
 
 
 def stop_asked(output_dir):

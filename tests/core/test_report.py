@@ -70,7 +70,7 @@ def test_the_page(tmp_path):
     (tmp_path / "victim").write_text("whole")
     os.symlink(tmp_path / "victim", run / "report.html")
     done = make_report(run, "--samples", tmp_path / "after", tmp_path / "before")
-    assert done.returncode == 0 and "44 lines of metrics, 18 samples, 2 evaluations\n" in done.stdout, done.stderr
+    assert done.returncode == 0 and "44 lines of metrics\n" in done.stdout, done.stderr
     assert (tmp_path / "victim").read_text() == "whole"
     page = (run / "report.html").read_text()
     assert "<script" not in page and "hush" not in page
