@@ -18,6 +18,7 @@ from core import lifetime
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 RANK0_REPORT_S = 5          # seconds that other ranks wait while rank 0 reports the same mistake
 SHOWN = 20              # problems in an error
@@ -191,7 +192,14 @@ def parse(parser, check=None, argv=None):
     words, status = sys.argv[1:] if argv is None else list(argv), 2
     lifetime.end_with_torchrun()        # before the imports, which take seconds
     if argv is None:
-        prepare_process()
+        faulthandler.enable(2)      # a crash in native code prints the stack of each thread
+        # a log file shows each line at once
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+        sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
+    # common launch lines write max_split_size_mb=128, but torch wants a colon
+    if "=" in (value := os.environ.get(ALLOCATOR, "")):
+        os.environ[ALLOCATOR] = value.replace("=", ":")
+        notice(f"{ALLOCATOR}={value} is read as {os.environ[ALLOCATOR]}")
     accept_old_names(parser)
     try:
         known = parser._option_string_actions
@@ -212,19 +220,6 @@ def parse(parser, check=None, argv=None):
     elif planned is not False and os.environ.get("RANK", "0") != "0":
         sys.exit(0)     # one process plans for all
     return args
-
-
-def prepare_process():
-    """Set up a script's process before its imports."""
-    faulthandler.enable(2)      # a crash in native code prints the stack of each thread
-    # a log file shows each line at once
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    sys.argv = remove_secrets(sys.argv)      # W&B stores the command line of a run
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    # common launch lines write max_split_size_mb=128, but torch wants a colon
-    if "=" in (value := os.environ.get(name, "")):
-        os.environ[name] = value.replace("=", ":")
-        notice(f"{name}={value} is read as {os.environ[name]}")
 
 
 def accept_old_names(parser):

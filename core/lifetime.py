@@ -6,7 +6,6 @@ another parent. Standard library only.
 """
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import threading
@@ -28,13 +27,6 @@ def catch_signals():
 def stop_requested():
     """Name of the first signal that asked this process to stop, or None."""
     return _requested[0] if _requested else None
-
-
-def end_with_trainer():
-    """Call this in a loader process, which the trainer's main thread has forked."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:    # the trainer has already ended
-        os._exit(1)
 
 
 def end_with_torchrun():

@@ -51,8 +51,6 @@ def read_evaluations(run):
     evaluations = []
     for path in filter(Path.is_file, sorted(run.rglob("evaluation.json"))):
         evaluation = cli.remove_secrets(json_files.read_object(path))
-        require(isinstance(evaluation.get("metrics"), dict),
-                f"{path}: has no metrics; see evaluate_tts.py")
         evaluations.append(evaluation | {"name": str(evaluation.get("name", path.parent.name))})
     return sorted(evaluations, key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
 
@@ -190,5 +188,4 @@ if __name__ == "__main__":
             print(f"train/loss {first:.3f} -> {last:.3f} {how}")
             sys.exit(how != "fell")
     except (OSError, UserError) as error:
-        name = getattr(error, "filename", None)
-        cli.fail(f"{name}: {error.strerror}" if name else error)
+        cli.fail(error)

@@ -26,8 +26,7 @@ def start(args):
         if world.is_main:
             gpu = world.device.type == "cuda"
             name = torch.cuda.get_device_name(world.device) if gpu else "CPU"
-            kind = "bf16 autocast" if args.bf16 else (
-                "fp16 autocast" if getattr(args, "fp16", False) else "fp32")
+            kind = "bf16" if args.bf16 else "fp16" if getattr(args, "fp16", False) else "fp32"
             print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
         dist.rank0(world, checkpoint.claim_output, folder)
         if world.is_main:       # of an earlier run

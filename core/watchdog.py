@@ -6,6 +6,7 @@ the run's store. If a rank exceeds its time limit, the slowest ranks are named a
 stacks, and all ranks exit with status 1 before the process group's limit. A frozen process is
 noticed in any phase, after the limit of a step.
 """
+import ctypes
 import json
 import multiprocessing.queues
 import os
@@ -19,7 +20,7 @@ from torch._utils import ExceptionWrapper
 
 from core.cli import first_line, print_error
 from core.dist import FAILED, GRACE_S, all_max, claim_error_report
-from core.lifetime import SIGNALS, end_with_trainer, stop_requested
+from core.lifetime import PR_SET_PDEATHSIG, SIGNALS, stop_requested
 
 BLOCKED_SIGNALS = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
 _disarmed = threading.Event()
@@ -31,7 +32,9 @@ class Stopped(Exception):
 
 def init_loader(worker_id):
     """worker_init_fn of every DataLoader: the process ignores signals and ends with the trainer."""
-    end_with_trainer()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:    # the trainer has already ended
+        os._exit(1)
     # pass an item that cannot be sent (/dev/shm is full) as an error: the trainer waits for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
         (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))

@@ -130,7 +130,7 @@ def test_settings_of_the_shell_win():
     done = subprocess.run(["bash", "-euc", text], text=True, capture_output=True, env=environment())
     assert done.stdout == "1 1 none max_split_size_mb=128,expandable_segments=True\n"
     done = subprocess.run(
-        [sys.executable, "-c", "import os; from core import cli; cli.prepare_process(); "
+        [sys.executable, "-c", "import os; from core import cli; cli.parse(cli.Parser('')); "
          "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"], cwd=ROOT, text=True, capture_output=True,
         env=environment() | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb=128,expandable_segments=True"})
     assert done.stdout.splitlines()[-1] == "max_split_size_mb:128,expandable_segments:True", done
