@@ -134,7 +134,7 @@ def report_error(kind, error, trace):
             wait_for_torchrun()
     elif isinstance(error, OSError) and error.filename:
         text = error_text(f"error: {error.filename2 or error.filename} cannot be read or written "
-                          f"({error.strerror or error})")
+                          f"({error.strerror})")
     elif kind is not KeyboardInterrupt:
         text = "".join(traceback.format_exception(kind, error, trace))
         text = error_text(f"rank {rank} failed:\n{text.rstrip()}")
@@ -192,6 +192,8 @@ def error_names_file(path):
     try:
         yield
     except OSError as error:
+        if error.errno is None:     # of safetensors and numpy: N requested, M written
+            raise UserError(f"{path} cannot be written ({error})")
         error.filename, error.filename2 = str(path), None
         raise
 

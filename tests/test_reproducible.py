@@ -47,10 +47,8 @@ TOLERANCE = 1e-4
 
 
 def fill_cache(cache, tiny):
-    """Random codes for every frame of the tiny model's clips; the folder.
-
-    A codec's own can differ between two processors where two codewords are near; that has moved a loss by 6e-5.
-    """
+    """Random codes for the tiny model's clips; the folder. A codec's own differ between two processors where two
+    codewords are near."""
     folder, draw = cache / codes.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
     encoded, files = {}, {}
@@ -64,7 +62,6 @@ def fill_cache(cache, tiny):
 
 @pytest.fixture(scope="module")
 def inputs(tiny, tmp_path_factory):
-    """{main: flags that name its model and data}"""
     folder = tmp_path_factory.mktemp("inputs")
     student = chats.student(folder / "student")
     return {"tests.helpers.trainer.speech_main": ("--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
@@ -93,7 +90,6 @@ def fingerprint(words):
 
 
 def hashes(folder):
-    """{file: SHA-256} of the weights and moments of every checkpoint."""
     return {str(path.relative_to(folder)): checkpoint.sha256(path)
             for path in sorted(Path(folder).glob("checkpoint-*/**/*.safetensors"))}
 

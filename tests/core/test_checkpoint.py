@@ -1,6 +1,4 @@
-"""core.checkpoint: damaged checkpoints are found; deletion is safe; a save is killed before each of its changes to
-the disk. Kills and resumes of whole runs: test_recovery.py.
-"""
+"""core.checkpoint: damage is found, deletion is safe, a save is killed before each of its changes to the disk."""
 import hashlib
 import json
 import os
@@ -26,7 +24,6 @@ THEIRS = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-
 
 
 def make(folder):
-    """A checkpoint of one weight file."""
     files = {"model.safetensors": b"weights", "trainer_state/state.json": json.dumps(STATE).encode()}
     (folder / "trainer_state").mkdir(parents=True)
     for name, data in files.items():
@@ -37,10 +34,8 @@ def make(folder):
 
 
 def save(out, step, begun=lambda model: None, **more):
-    """A checkpoint as a trainer saves it, in this process; of those before, only the best one and the last stay.
-
-    begun(model): called while it is written. more: of CheckpointManager.save.
-    """
+    """Save as a trainer does; of earlier checkpoints only the best and the last stay. begun(model): called while it is
+    written."""
     checkpoint.claim_output(out)
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, step)
@@ -211,10 +206,8 @@ def killed(out, step, change):
 @pytest.mark.race
 @pytest.mark.parametrize("again", [False, True], ids=["new", "passed over"])
 def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
-    """Of checkpoints 1 (the best), 2 and the new 3 the newest is whole, and the next save leaves nothing behind.
-
-    again: a damaged checkpoint 3 is there, which the resume has passed over.
-    """
+    """Of checkpoints 1 (the best), 2 and the new 3 the newest is whole, and the next save leaves nothing. again: the
+    resume has passed over a damaged checkpoint 3."""
     first = tmp_path / "first"
     save(first, 1)
     save(first, 2)

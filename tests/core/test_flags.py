@@ -108,7 +108,7 @@ def test_only_a_plan_ends_at_once_on_other_ranks(monkeypatch):
 
 
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
-    """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
+    """Without derived numbers: they would be refused with those they come from."""
     words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel", "fsdp",
              "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
     args = cli.parse(*script_flags(), [*REQUIRED, *words])
@@ -117,7 +117,6 @@ def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
 
 
 def settled(total, before=None, validates=True, **given):
-    """(args that set_intervals has filled in, its lines)."""
     args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | given)
     return args, cli.set_intervals(args, total, before or {}, validates).splitlines()
 

@@ -17,22 +17,25 @@ from tests.test_house import MODULES
 pytestmark = pytest.mark.race
 
 RANK = """
-import sys, time
+import os, threading, time
 from core import lifetime
-lifetime.POLL_S = float(sys.argv[2])
+lifetime.POLL_S = 3     # in which each rank looks, even on a busy machine
 lifetime.end_with_torchrun()
 print("here", flush=True)
-time.sleep(float(sys.argv[1]))
-print("to its end", flush=True)
+def speak():
+    while True:
+        os.write(1, b"step 8/10000 ")
+        os.write(2, b"sendBytes failed\\n")
+        time.sleep(0.01)
+threading.Thread(target=speak, daemon=True).start()
+time.sleep(1000)
 """
 LAUNCHER = """
 import os, subprocess, sys, time
 for rank in range(3):
-    subprocess.Popen(sys.argv[1:], env=os.environ | {"LOCAL_RANK": str(rank)})
+    subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=os.environ | {"LOCAL_RANK": str(rank)})
 time.sleep(1000)
 """
-LONG = "1000"       # seconds that a rank would live
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
 
 
 @pytest.fixture
@@ -65,17 +68,7 @@ def test_every_loader_ends_with_its_trainer():
 @pytest.mark.slow
 def test_ranks_end_with_torchrun_and_one_of_them_says_so_last(start):
     """Last, although threads go on printing, as c10d's do when torchrun, which hosts the store, is gone."""
-    noisy = RANK.replace("time.sleep(", """
-import os, threading
-def speak():
-    while True:
-        os.write(1, b"step 8/10000 ")
-        os.write(2, b"sendBytes failed\\n")
-        time.sleep(0.01)
-threading.Thread(target=speak, daemon=True).start()
-time.sleep(""")
-    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", noisy, LONG, "3",
-                   **TORCHRUN)       # seconds in which each rank looks, even on a busy machine
+    parent = start(sys.executable, "-c", LAUNCHER, RANK, TORCHELASTIC_RUN_ID="none")
     wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
     os.kill(max(in_sessions(parent.pid)), signal.SIGSTOP)    # one of them, whose thread cannot look
     parent.kill()
@@ -120,7 +113,6 @@ def test_signals_from_the_fork_of_a_loader_on_take_no_loader_away(start, tiny, t
 
 
 def rank_of(job, rank):
-    """Pid of a rank under torchrun."""
     for pid in children(job.pid):
         with contextlib.suppress(OSError):
             if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

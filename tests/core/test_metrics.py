@@ -37,7 +37,6 @@ def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
 
 
 def test_tensorboard_gets_numbers_and_speech(tmp_path):
-    """A second start continues the same run."""
     for start in (0, 2):
         record = MetricsLog(tmp_path, tmp_path / "logs", ["tensorboard"], {"seed": 1}, start, "project")
         for step in (1, 2) if start == 0 else (3,):

@@ -1,7 +1,5 @@
-"""Faults of a cluster in real runs of two ranks: processes are killed, signalled and stopped; disks fill up.
-
-A kill costs at most the steps since the last checkpoint and changes no bit of the final weights. Ranks are forked from
-multiprocessing's server, which has done the imports, each in its own session. With torchrun: test_lifetime.py.
+"""Faults of a cluster in real runs of two ranks: processes are killed, signalled and stopped; disks fill up. A kill
+costs at most the steps since the last checkpoint and changes no bit of the final weights.
 """
 import contextlib
 import json
@@ -37,7 +35,6 @@ LIMIT = ("--collective_timeout", LIMIT_S)
 
 
 def forked(argv, env, log, cwd):
-    """Body of a rank that the fork server starts."""
     os.setsid()
     os.chdir(cwd)
     os.environ.update(env)
@@ -82,7 +79,6 @@ def tiny(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server():
-    """multiprocessing context whose processes are forks of one that has imported the trainer."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.imports"])
     with pytest.MonkeyPatch.context() as patch:
@@ -92,8 +88,6 @@ def server():
 
 
 class Job:
-    """A trainer running in the background, one forked process a rank; rank 0 hosts the store."""
-
     def __init__(self, server, tiny, output_dir, flags, **env):
         self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
         self.processes, argv = [], trainer_arguments(tiny, output_dir, *flags)
@@ -105,7 +99,6 @@ class Job:
         self.ranks = [process.pid for process in self.processes]
 
     def pids(self):
-        """Every living process of the job: ranks, loaders."""
         return in_sessions(*self.ranks)
 
     def signal(self, number, *pids):
@@ -114,7 +107,6 @@ class Job:
                 os.kill(pid, number)
 
     def statuses(self):
-        """Exit statuses of the ranks, None while one runs."""
         return [process.exitcode for process in self.processes]
 
     def wait_for(self, ready):
@@ -139,7 +131,6 @@ class Job:
             self.signal(signal.SIGCONT, *self.ranks)
 
     def kill_all(self):
-        """SIGKILL until nothing is left."""
         while pids := self.pids():
             random.shuffle(pids)
             self.signal(signal.SIGKILL, *pids)
@@ -151,7 +142,6 @@ class Job:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def seen(self, step):
-        """True once metrics.jsonl has this step or a later one."""
         return last_step(self.output_dir) >= step
 
     def assert_error(self, words, most=1):
@@ -162,7 +152,6 @@ class Job:
 
 
 def is_stopped(pid):
-    """True once no thread of a process runs any more."""
     tasks = Path(f"/proc/{pid}/task").glob("*/stat")
     with contextlib.suppress(OSError):      # of a thread that has just ended
         return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
@@ -188,7 +177,6 @@ def whole(server, tiny, tmp_path_factory):
 
 
 def steps_of(output_dir):
-    """Steps of the checkpoints there, oldest first."""
     return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
 
 
@@ -197,14 +185,12 @@ def newest(output_dir):
 
 
 def growing(output_dir):
-    """Newest step of an unfinished checkpoint; 0 if there is none."""
     return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
                 if "deleted" not in path.name), default=0)
 
 
 def last_step(output_dir):
-    path = output_dir / "metrics.jsonl"
-    rows = metrics.read_metrics(path) if path.exists() else []
+    rows = metrics.read_metrics(output_dir / "metrics.jsonl")
     return rows[-1]["step"] if rows else 0
 
 
@@ -214,7 +200,6 @@ def marker(output_dir):
 
 
 def assert_all_whole(output_dir):
-    """Every checkpoint folder has exactly the files of its manifest, undamaged."""
     for _, path in checkpoint.list_checkpoints(output_dir):
         assert not checkpoint.find_damage(path), f"{path}: {checkpoint.find_damage(path)}"
         listed = set(json.loads((path / "manifest.json").read_text())["files"]) | {"manifest.json"}
@@ -235,11 +220,8 @@ def assert_same_end(output_dir, whole):
 
 
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
-    """One rank is killed, then both, at a random moment between the creation of a checkpoint's folder and its rename.
-
-    Then the newest checkpoint is damaged, and the last start resumes from the one before. test_checkpoint.py kills a
-    save before each of its changes to the disk.
-    """
+    """One rank is killed, then both, at random moments before the rename. Then the newest checkpoint is damaged, and the
+    last start resumes from the one before."""
     print(f"TEST_SEED={SEED}")
     draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
     for whom in ("rank 1", "all"):
@@ -300,7 +282,6 @@ def speech(tiny, tmp_path_factory):
 
 
 def encoded(job):
-    """How many clips this run had to encode, by its progress bar."""
     return max(int(total) for total in re.findall(r"encoding audio:.*?/(\d+) \[", job.text()))
 
 
@@ -339,7 +320,6 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path):
                                          (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the others have "
                                              r"waited for \d+ s")])
 def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
-    """One rank is frozen while a checkpoint is written: the other one names it and ends."""
     out = tmp_path / "out"
     job = launch(out, *FSDP, "--save_steps", 1, "--max_steps", 10_000, *LIMIT, SLOW_DISK_S=1)
     job.wait_for(lambda: growing(out) == 1 and job.seen(2))
@@ -373,7 +353,6 @@ def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path
 
 
 def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk):
-    """All ranks exit with status 1 after one line that names the checkpoint."""
     out = disk(200)
     job = launch(out, *FSDP, "--save_steps", 2)
     job.wait_for(lambda: newest(out) >= 2)

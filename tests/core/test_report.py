@@ -51,7 +51,6 @@ def make_samples(folder):
 
 
 def make_report(*args, python=()):
-    """report.py as a user runs it."""
     return subprocess.run([sys.executable, *python, ROOT / "core" / "report.py", *map(str, args)], cwd=ROOT, text=True,
                           capture_output=True, timeout=PATIENCE_S)
 

@@ -30,7 +30,6 @@ def own(folder, results, barrier=None):
 
 
 def owner_process(folder):
-    """(process, its child) that owns the folder."""
     results = FORK.Queue()
     process = FORK.Process(target=own, args=(folder, results))
     process.start()

@@ -18,7 +18,6 @@ def rows(run, after=0, without=CLOCK):
 
 
 def newest(run):
-    """Folder of the newest checkpoint."""
     return checkpoint.list_checkpoints(run.output_dir)[-1][1]
 
 
@@ -29,7 +28,6 @@ def tensors(run, stem="model"):
 
 
 def moments(run):
-    """{name: tensor} of AdamW's memory."""
     return tensors(run, f"{checkpoint.STATE}/optimizer")
 
 

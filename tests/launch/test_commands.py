@@ -174,7 +174,6 @@ def test_batch_settings_of_block_diffusion(settings, wanted):
 
 @pytest.mark.parametrize("settings, problems", [({"GPUS": "3"}, 512), ({"GLOBAL_BATCH_SIZE": "1024"}, 1024)])
 def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
-    """So no preset limits the number of GPUs."""
     args, _ = bd3lm(**settings)
     assert args.auto and args.global_batch_size == problems and args.per_device_train_batch_size is None
     assert args.scale_lr_from_batch == (512 if problems == 1024 else 0)

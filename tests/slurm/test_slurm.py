@@ -1,8 +1,7 @@
-"""The launchers on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
-
-The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on
-the CPU. What a run is compared with is one outside of Slurm that nobody disturbed: same bits.
+"""The launchers on a real Slurm of two nodes on this machine (tests/helpers/slurm/cluster.sh): to the end, through a
+lost node, the time limit, an error and scancel. Each ends with the bits of an undisturbed run.
 """
+import contextlib
 import fcntl
 import functools
 import os
@@ -54,7 +53,6 @@ class Job:
         return self.log_file.read_text() if self.log_file.exists() else ""
 
     def show(self, name):
-        """A field of scontrol show job."""
         text = subprocess.run(["scontrol", "show", "job", self.id], text=True, capture_output=True).stdout
         found = re.search(rf"\b{name}=(\S*)", text)
         return found[1] if found else ""
@@ -64,19 +62,15 @@ class Job:
         subprocess.run(change, check=True)
 
     def processes(self):
-        """{pid: environment} of every process of this job."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):
                 values = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if f"SLURM_JOB_ID={self.id}".encode() in values:
-                found[int(folder.name)] = dict(value.decode().split("=", 1) for value in values if b"=" in value)
+                if f"SLURM_JOB_ID={self.id}".encode() in values:
+                    found[int(folder.name)] = dict(value.decode().split("=", 1) for value in values if b"=" in value)
         return found
 
     def trainers(self):
-        """{pid: environment} of the processes that have a rank, their loaders included."""
         return {pid: environment for pid, environment in self.processes().items() if "LOCAL_RANK" in environment}
 
     def freeze(self):
@@ -89,10 +83,8 @@ class Job:
 
     def signal_frozen(self, number):
         for pid in self.frozen:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass
 
     def freeze_after(self, step):
         wait_until(lambda: (self.out / f"checkpoint-{step}").exists() or "done  " in self.log, f"checkpoint {step}")
@@ -162,7 +154,6 @@ def assert_undisturbed(job, undisturbed):
 
 
 def resumed_at(job):
-    """Steps at which the starts of a job began, in order."""
     return [int(step) for step in re.findall(r"^start +step (\d+)", job.log, re.M)]
 
 
@@ -180,11 +171,9 @@ def assert_resumed_and_undisturbed(job, undisturbed):
 
 
 def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
-    """On two nodes, which train what one does."""
     job = submit(sbatch=["--time=60", "--signal=B:USR1@590"])      # minutes, seconds
 
     def ranks_seen():
-        """Of the trainers and their loaders, once there are two of them."""
         found = {(e["SLURMD_NODENAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in job.trainers().values()}
         return len(found) >= 2 and found
     places = wait_until(ranks_seen, "two trainers", every=0.2)
@@ -290,7 +279,6 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
 
 
 def test_a_launcher_finds_the_repository_from_slurms_copy(cluster, tmp_path):
-    """Submitted from another folder."""
     job = Job(tmp_path / "job", launcher=LAUNCHER.replace("tts", "tts_h200x8"), sbatch=["--chdir=/tmp"], DRY_RUN="1",
               NPROC_PER_NODE="8", OMP_NUM_THREADS="", TRAIN_DATA=__file__)
     assert job.end() == ("COMPLETED", 0), job.log
