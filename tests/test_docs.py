@@ -82,7 +82,6 @@ def slug(heading):
 def test_links_lead_somewhere():
     anchors = {page: {slug(line.lstrip("#")) for line in without_blocks(text).splitlines() if line.startswith("#")}
                for page, text in TEXTS.items()}
-    number = 0
     for page, text in TEXTS.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if target.startswith("http"):
@@ -93,8 +92,6 @@ def test_links_lead_somewhere():
             if anchor and not path.endswith(".py"):     # of lines: test_links_to_lines
                 name = file.resolve().relative_to(ROOT).as_posix()
                 assert anchor in anchors[name], f"{page}: {name} has no heading #{anchor}"
-            number += 1
-    assert number > 40
 
 
 # {words of a link in README: pattern of the line of code that it leads to}

@@ -270,15 +270,12 @@ def speech(tiny, tmp_path_factory):
     """(train.json, number of clips): three copies of tiny's clips with different content, none encoded yet."""
     root, samples = tmp_path_factory.mktemp("speech"), []
     for copy in range(1, 4):
-        for sample in json.loads(tiny.train_json.read_text()):
-            for part in (part for turn in sample["messages"] if turn["role"] != "system" for part in turn["content"]):
-                if part["type"] == "audio":
-                    source = tiny.root / part["audio_url"]
-                    part["audio_url"] = f"{copy}-{source.name}"
-                    (root / part["audio_url"]).write_bytes(source.read_bytes() + bytes(copy))   # behind the samples
-            samples.append(sample)
+        (root / str(copy)).mkdir()
+        for wave in (tiny.root / "speech").glob("*.wav"):
+            (root / str(copy) / wave.name).write_bytes(wave.read_bytes() + bytes(copy))       # after the samples
+        samples += json.loads(tiny.train_json.read_text().replace('"speech/', f'"{copy}/'))
     (root / "train.json").write_text(json.dumps(samples))
-    return root / "train.json", len(list(root.glob("*.wav")))
+    return root / "train.json", len(list(root.rglob("*.wav")))
 
 
 def encoded(job):

@@ -82,6 +82,24 @@ def launches(folder):
 
 
 @pytest.fixture
+def script(tmp_path):
+    """script(text) -> path of a small trainer."""
+    def write(text):
+        (tmp_path / "trainer.py").write_text(text)
+        return str(tmp_path / "trainer.py")
+    return write
+
+
+@pytest.fixture
+def light(tmp_path):
+    """A PATH whose torchrun starts one trainer without importing torch."""
+    (tmp_path / "light").mkdir()
+    (tmp_path / "light" / "torchrun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\npython "$@"\n')
+    (tmp_path / "light" / "torchrun").chmod(0o755)
+    return f"{tmp_path}/light:{os.environ['PATH']}"
+
+
+@pytest.fixture
 def start(tmp_path):
     """start(*args, **settings) runs train_tts.sh, or slurm.sh where a TRAINER of ours takes none of its flags."""
     with launches(tmp_path) as run:
@@ -137,17 +155,6 @@ def test_a_node_without_gpus_is_refused_but_for_a_dry_run():
     assert done.returncode == 1 and done.stderr == (
         f"train_tts: error: {socket.gethostname()} has 0 GPUs, 1 are needed (MIN_GPUS=0 trains on CPUs)\n")
     assert launch("train_tts.sh", TRAIN_DATA=__file__, MIN_GPUS="", DRY_RUN="1").returncode == 0
-
-
-def test_arguments_of_srun(tmp_path):
-    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    done = launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=__file__, PATH=f"{tmp_path}:{os.environ['PATH']}",
-                  SLURM_JOB_ID="3007", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n1",
-                  SRUN_ARGS="--container-image=/i.sqsh --container-mounts=/data")
-    words, _ = printed_command(done)
-    assert words[words.index("bash") - 2:words.index("bash")] == [
-        "--container-image=/i.sqsh", "--container-mounts=/data"]
 
 
 # -- status and signals -----------------------------------------------------------------------------------------------
