@@ -485,8 +485,7 @@ def set_accumulation(args, world_size, parser, usual=0):
 def check_drop_bad(args, checks):
     """Turn args.drop_bad into the tuple of checks whose samples are dropped."""
     names = {name for value in args.drop_bad or () for name in value.split(",") if name}
-    for name in names - {*checks}:
-        raise UserError(f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+    require(names <= {*checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
     if args.drop_too_long:
         names.add("too_long")
     args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])

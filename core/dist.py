@@ -180,10 +180,7 @@ def wait_for_torchrun(seconds=GRACE_S):
     """Wait for torchrun, which ends this rank by SIGTERM when another one has failed."""
     with contextlib.suppress(ValueError):       # only a main thread may set handlers
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        with contextlib.suppress(Exception):        # torch's, if a loader ends meanwhile
-            time.sleep(left)
+    time.sleep(seconds)
 
 
 @contextlib.contextmanager

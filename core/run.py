@@ -24,8 +24,7 @@ def start(args):
                           args.auto or args.parallel != "ddp",      # --auto may choose to shard
                           getattr(args, "cpu_offload", False))
         if world.is_main:
-            gpu = world.device.type == "cuda"
-            name = torch.cuda.get_device_name(world.device) if gpu else "CPU"
+            name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
             kind = "bf16" if args.bf16 else "fp16" if getattr(args, "fp16", False) else "fp32"
             print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
         dist.rank0(world, checkpoint.claim_output, folder)

@@ -42,5 +42,5 @@ def test_the_flag():
         args = parser.parse_args(words.split())
         cli.check_drop_bad(args, CHECKS)
         assert args.drop_bad == dropped
-    with pytest.raises(UserError, match="--drop_bad long: no such check; there are invalid, too_long"):
+    with pytest.raises(UserError, match="--drop_bad: there are the checks invalid, too_long"):
         cli.check_drop_bad(parser.parse_args(["--drop_bad", "long"]), CHECKS)
