@@ -58,8 +58,7 @@ class Job:
         return found[1] if found else ""
 
     def limit(self, minutes):
-        change = ["scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}"]
-        subprocess.run(change, check=True)
+        subprocess.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}"], check=True)
 
     def processes(self):
         found = {}
@@ -73,22 +72,15 @@ class Job:
     def trainers(self):
         return {pid: environment for pid, environment in self.processes().items() if "LOCAL_RANK" in environment}
 
-    def freeze(self):
-        """Stop every trainer where it stands, so that nothing depends on how fast this machine is."""
-        self.frozen = list(self.trainers())
-        self.signal_frozen(signal.SIGSTOP)
-
-    def thaw(self):
-        self.signal_frozen(signal.SIGCONT)
-
-    def signal_frozen(self, number):
-        for pid in self.frozen:
+    def signal_trainers(self, number):
+        for pid in self.trainers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def freeze_after(self, step):
+        """Stop every trainer, so that nothing depends on how fast this machine is."""
         wait_until(lambda: (self.out / f"checkpoint-{step}").exists() or "done  " in self.log, f"checkpoint {step}")
-        self.freeze()
+        self.signal_trainers(signal.SIGSTOP)
         assert "done  " not in self.log, "the run was over before it could be disturbed: more STEPS are needed"
 
     def end(self):
@@ -157,19 +149,6 @@ def resumed_at(job):
     return [int(step) for step in re.findall(r"^start +step (\d+)", job.log, re.M)]
 
 
-def assert_resumed_and_undisturbed(job, undisturbed):
-    """After a lost node. Slurm may send it the old start's kill a minute late: to a slow new one, which means one start
-    more, or to one whose training has just ended, which makes the job a failed one.
-    """
-    state, restarts = job.end()
-    done, _, after = job.log.rpartition("done       step")
-    late = done and "n2: TERM: asking what runs" in after
-    assert (state == "COMPLETED" or late) and restarts >= 1, job.log
-    starts = resumed_at(job)
-    assert len(starts) == 1 + restarts and 20 <= starts[1] < STEPS and starts[1] % 10 == 0
-    assert_undisturbed(job, undisturbed)
-
-
 def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     job = submit(sbatch=["--time=60", "--signal=B:USR1@590"])      # minutes, seconds
 
@@ -184,7 +163,7 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     undisturbed()       # meanwhile
     wait_until(lambda: "USR1: asking what runs to save and stop" in job.log, "Slurm's warning")
     job.limit(60)
-    job.thaw()
+    job.signal_trainers(signal.SIGCONT)
     state, restarts = job.end()
     assert state == "COMPLETED" and restarts >= 1, job.log
     saved = [int(step) for step in re.findall(r"asked to stop by SIGUSR1 at step (\d+); requeueing", job.log)]
@@ -204,8 +183,16 @@ def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     job.freeze_after(20)
     cluster("kill", "n2")
     cluster("up", "n2")
-    job.thaw()
-    assert_resumed_and_undisturbed(job, undisturbed)
+    job.signal_trainers(signal.SIGCONT)
+    # Slurm may send the old start's kill a minute late: to a slow new one, which means one start more, or to one whose
+    # training has just ended, which makes the job a failed one
+    state, restarts = job.end()
+    done, _, after = job.log.rpartition("done       step")
+    late = done and "n2: TERM: asking what runs" in after
+    assert (state == "COMPLETED" or late) and restarts >= 1, job.log
+    starts = resumed_at(job)
+    assert len(starts) == 1 + restarts and 20 <= starts[1] < STEPS and starts[1] % 10 == 0
+    assert_undisturbed(job, undisturbed)
     assert "train_tts: a node was lost; requeueing the job" in job.log
 
 
