@@ -255,9 +255,8 @@ if device.type == "cuda":       # try the largest pack now, or it may fail hours
     try:
         forward_backward(batch.to(device), 1, 1, True)
     except torch.OutOfMemoryError:
-        raise cli.UserError(f"the largest pack, {len(batch.input_ids)} tokens, does not fit into "
-                            "the GPU's memory; what helps: --auto, --gradient_checkpointing, "
-                            "smaller batches, --parallel fsdp")
+        raise cli.UserError(f"the largest pack, {len(batch.input_ids)} tokens, exceeds the GPU's "
+                            "memory; what helps: --auto, smaller batches, --parallel fsdp")
     model.zero_grad(set_to_none=True)       # discard the trial's gradients
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:

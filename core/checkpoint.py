@@ -321,8 +321,7 @@ def find_newest(output_dir, resume):
     listed = list_checkpoints(output_dir)
     # else new checkpoints would mix with old ones, and --resume auto would be ambiguous
     require(resume != "none" or not listed,
-            f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
-            "them away, or use --resume auto")
+            f"--resume none, but {output_dir} holds checkpoints: give another --output_dir")
     for path in [Path(resume)] if named else [path for _, path in reversed(listed)]:
         if problem := find_damage(path):
             require(not named, f"--resume {path}: {problem}")

@@ -415,8 +415,7 @@ def check_trainer(args, world_size, parser):
         require(usual or args.use_lora, f"--{name} needs --use_lora")
     limit = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > limit and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {plural(local_ranks(world_size), 'rank')} on "
-               f"{usable_cpus()} CPUs, so {limit} each")
+        notice(f"--num_workers {args.num_workers}: {limit} a rank, of {usable_cpus()} CPUs")
         args.num_workers = limit
 
 
@@ -475,8 +474,7 @@ def set_accumulation(args, world_size, parser, usual=0):
         per_micro_step = args.per_device_train_batch_size * world_size
         require(samples % per_micro_step == 0,
                 f"--global_batch_size {samples} is not a multiple of {per_micro_step}, "
-                f"--per_device_train_batch_size times {plural(world_size, 'rank')}; or give "
-                "--gradient_accumulation_steps")
+                f"--per_device_train_batch_size times {plural(world_size, 'rank')}")
         args.gradient_accumulation_steps = max(1, samples // per_micro_step)
     elif args.auto:
         args.global_batch_size = samples

@@ -129,8 +129,7 @@ def samples_html(run, folders):
     steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural_key(path.name))
     steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
-        require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it; give a folder "
-                "of generate_tts.py")
+        require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     labels, rows = {path: path.name.replace("-", " ") for path in steps}, {}
     labels |= {path: path.resolve().name for path in folders}
     for folder in sorted(labels, key=lambda folder: not labels[folder].startswith(BEFORE)):

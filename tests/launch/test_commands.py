@@ -114,7 +114,7 @@ def test_the_flags_of_ms_swift(monkeypatch, capsys):
     assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # which leaves those alone
     assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
                                                                                    "adamw_torch_fused")
-    assert (args.num_workers, args.preprocess_num_proc) == (16, 32) and "32: 8 ranks" in capsys.readouterr().out
+    assert (args.num_workers, args.preprocess_num_proc) == (16, 32) and "32: 16 a rank" in capsys.readouterr().out
     assert (args.use_lora, args.lora_target_modules, args.lora_rank, args.lora_alpha) == (True, "all-linear", 16, 64)
     assert (args.report_to, args.logging_steps, args.gradient_accumulation_steps) == (["tensorboard"], 5, 8)
     done = launch("train_tts_h200x8.sh", "--gradient_accumulation_steps", "4", DRY_RUN="1", MIN_GPUS="0",
