@@ -49,10 +49,9 @@ def test_tensorboard_gets_numbers_and_speech(tmp_path):
     assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3}) and board.Tags()["audio"] == ["samples/0"]
 
 
-def test_a_validation_that_is_due_again_stands_there_once(tmp_path):
-    """Its run was killed before the next checkpoint said that it is done."""
+@pytest.mark.parametrize("eval_due, kept", [(False, 3), (True, 2)])
+def test_a_validation_that_is_due_again_is_there_once(tmp_path, eval_due, kept):
     rows = [{"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}]
-    for eval_due, kept in ((False, 3), (True, 2)):
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
-        assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]

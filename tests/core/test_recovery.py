@@ -132,7 +132,6 @@ class Job:
 
     def kill_all(self):
         while pids := self.pids():
-            random.shuffle(pids)
             self.signal(signal.SIGKILL, *pids)
             time.sleep(0.02)
         for process in self.processes:
