@@ -185,10 +185,9 @@ def safe_flags(args):
 
 
 def parse(parser, check=None, argv=None):
-    """Parse a command line (default: the process's) -> Args. check(args, world_size): raises
-    UserError. A mistake prints one line on rank 0 and exits, with status 2 if parsing failed and 1
-    if check() did. From here on this process ends with its torchrun, and in a trainer's run SIGTERM
-    and SIGUSR1 are only recorded, for lifetime.stop_requested()."""
+    """Parse a command line (default: the process's) -> Args. check(args, world_size): UserError.
+    A mistake prints one line on rank 0 and exits, with status 2, or 1 if check() found it. From
+    here on this process ends with its torchrun, and a trainer only records SIGTERM and SIGUSR1."""
     words, status = sys.argv[1:] if argv is None else list(argv), 2
     lifetime.end_with_torchrun()        # before the imports, which take seconds
     if argv is None:
@@ -491,8 +490,8 @@ def check_drop_bad(args, checks):
 
 def set_intervals(args, total_steps, before, validates, **own):
     """Derive intervals that no flag sets from the length of the run; return lines that show them.
-    before: flags of the checkpoint to resume, or {}, as a resumed run keeps its intervals. own:
-    {flag: steps}, other defaults of a trainer. validates: False if there is nothing to validate."""
+    before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
+    steps}, other defaults. validates: False if there is nothing to validate."""
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}
     for flag, steps in usual.items():
