@@ -3,6 +3,7 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
+import contextlib
 import faulthandler
 import importlib.util
 import json
@@ -79,7 +80,8 @@ def print_error(text):
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         last = text.splitlines()[-1].strip()
         extra = {"py_callstack": last, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": last, "extraInfo": extra}}))
+        with contextlib.suppress(OSError):      # the process must end, also with a full disk
+            Path(path).write_text(json.dumps({"message": {"message": last, "extraInfo": extra}}))
 
 
 def fail(message, status=1):
