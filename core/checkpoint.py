@@ -147,8 +147,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
     """Lock a folder until the returned file is closed, or the process ends.
 
     UserError that names the flag if another process still holds the lock after wait_s seconds
-    (None: WAIT_S, or LEASE_S in a job that Slurm requeued). waiting: called meanwhile; may raise.
-    """
+    (None: WAIT_S, or LEASE_S in a job that Slurm requeued). waiting: called meanwhile."""
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
         _held[path].close()

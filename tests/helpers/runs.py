@@ -12,7 +12,6 @@ CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short
 
 
 def rows(run, after=0, without=CLOCK):
-    """Lines of metrics.jsonl behind a step."""
     lines = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key not in without} for line in lines if line["step"] > after]
 

@@ -34,8 +34,6 @@ if MISSING or os.geteuid() != 0:
 
 
 class Job:
-    """A job of train_tts.sh (or another launcher) on the tiny model."""
-
     def __init__(self, folder, *args, launcher=LAUNCHER, sbatch=(), **settings):
         folder.mkdir()
         self.out, self.log_file = folder / "out", folder / "job.log"
