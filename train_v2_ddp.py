@@ -71,7 +71,6 @@ dry = args.dry_run is not None      # one process plans for all ranks
 
 import math
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -79,7 +78,6 @@ import torch
 import lora  # first: it reports a broken torchaudio before transformers fails to import it
 from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
-from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import conversations, weights
 from speech.dataset import samples_line, split_samples, usable_samples
@@ -133,15 +131,19 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-# in this order: a run stops at the first mistake, a dry run lists all; data last, it takes hours
+choices.check_folders(args)
+dist.check_device(device, args)
+model, parts = empty_model(folder, config_dict)
 setting = args, tokenizer, ids, config, codec_dir, world
-_, _, (model, parts), prompts, keep_loss, table = collect(
-    dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
-    lambda: empty_model(folder, config_dict),
-    # an option that is off imports nothing
-    lambda: args.sample_prompts and import_module("speech.speak").Speaker(*setting),
-    lambda: args.keep and import_module("speech.keep").Keeper(*setting),
-    lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
+prompts = keep_loss = None
+if args.sample_prompts:     # an option that is off imports nothing
+    from speech import speak
+    prompts = speak.Speaker(*setting)
+if args.keep:
+    from speech import keep
+    keep_loss = keep.Keeper(*setting)
+# last, as it takes hours
+table = prepare_table(world, tokenizer, ids, args, codec_dir, work_dir)
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
     max_length=args.max_length or config.max_position_embeddings, say=main_rank,
@@ -252,8 +254,11 @@ def forward_backward(batch, n_audio, n_text, sync):
 if device.type == "cuda":       # try the largest pack now, or it may fail hours into the run
     samples = SpeechSamples(table, ids)
     batch = collate([samples[i] for i in order.largest_pack()], ids, args.max_tokens_per_batch)
-    with run.explain_out_of_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
+    try:
         forward_backward(batch.to(device), 1, 1, True)
+    except torch.OutOfMemoryError:
+        raise cli.UserError(f"the largest pack, {len(batch.input_ids)} tokens, exceeds the GPU's "
+                            "memory; what helps: --auto, smaller batches, --parallel fsdp")
     model.zero_grad(set_to_none=True)       # discard the trial's gradients
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
@@ -319,7 +324,6 @@ def save():
 # ---- Loop
 # losses since the last log line, on the device; the host fetches them at log lines only
 unlogged = state["unlogged"] if resume else [0.0] * (n_sums + 2)    # the last two: of keep_loss
-require(len(unlogged) == n_sums + 2, f"{resume}: is of another version; give a new --output_dir")
 sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
 if not main_rank:
     sums.zero_()        # the saved sums are of all ranks
@@ -333,7 +337,7 @@ batches = packing.iterate(make_loader(      # loader processes read ahead
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
-start_step, timer, stopping = step, metrics.StepTimer(device), False
+start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None

@@ -46,8 +46,7 @@ def lines_of(path):
     """Yield the lines, or the rows as dicts, of all files of a data set. UserError."""
     for name in files_of(path):
         with json_files.open_file(name) as file:
-            yield from (json_files.table_rows(name) if name.endswith(".parquet")
-                        else json_files.lines(file, name))
+            yield from json_files.table_rows(name) if name.endswith(".parquet") else file
 
 
 def parse_json(value):

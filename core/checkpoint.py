@@ -6,10 +6,8 @@ every file. The folder is built under a .tmp name, synced and renamed, so a kill
 leaves all older checkpoints intact.
 """
 import contextlib
-import errno
 import fcntl
 import hashlib
-import io
 import json
 import os
 import re
@@ -82,17 +80,13 @@ def write_json(path, value):
 
 
 def remove_named(folder, *patterns):
-    """Delete entries whose whole name matches a pattern -> [names of those that are gone]."""
-    gone = []
+    """Delete entries whose whole name matches a pattern."""
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
         if any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:       # a link is removed, not its target
                 path.unlink(missing_ok=True)
-            if not path.exists():       # NFS keeps open files
-                gone.append(path.name)
-    return gone
 
 
 def move_aside(path, why, suffix="damaged"):
@@ -106,9 +100,7 @@ def prepare_folder(folder, flag="--output_dir"):
     """Make a folder and try to write into it; UserError that names its flag."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:    # permissions and quotas fail here
-            file.write(b"ok")
-            file.flush()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"{flag} {folder}: cannot be written ({error.strerror})")
 
@@ -117,16 +109,13 @@ def claim_output(output_dir):
     """Prepare and lock a run's output folder, and remove what a killed run left in it."""
     prepare_folder(output_dir)
     lock_folder(output_dir)
-    if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
-        print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
+    remove_named(output_dir, TEMPORARY, UNFINISHED)
 
 
 @contextlib.contextmanager
-def new_folder(output_dir, size=0, flag="--output_dir"):
-    """Yields a folder to fill, which is renamed to output_dir once all its files are on disk.
-
-    size: its approximate bytes. UserError if output_dir has files, or the disk is full. A killed
-    process leaves NAME.unfinished-..."""
+def new_folder(output_dir, flag="--output_dir"):
+    """Yields a folder to fill, which is renamed to output_dir once all its files are there.
+    UserError if output_dir has files, or the disk is full. A kill leaves NAME.unfinished-..."""
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
             f"{output_dir}: is there already and not empty; give another name or move it away")
@@ -134,18 +123,10 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
         building.mkdir(parents=True)
-        free = shutil.disk_usage(building).free     # before hours of work, not after
-        require(free >= size, f"{flag} {output_dir}: needs {size / 1e6:,.0f} MB; "
-                              f"{free / 1e6:,.0f} MB are free there")
         yield building
-        for path in [*building.iterdir(), building]:
-            fsync(path)
         building.rename(final)
-        fsync(final.parent)
-    except Exception as error:      # tokenizers raise a bare Exception for a full disk
-        if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
-            raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
-        raise
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -156,7 +137,6 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
 
 WAIT_S = 3              # a restarted run waits for ranks of the last one that are about to end
 LEASE_S = 120           # a file server keeps the locks of a lost node for about 90 s
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _held = {}              # {path of a lock: its open file} of this process
 # else a lock would be held until the last child ends
@@ -167,8 +147,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
     """Lock a folder until the returned file is closed, or the process ends.
 
     UserError that names the flag if another process still holds the lock after wait_s seconds
-    (None: WAIT_S, or LEASE_S in a job that Slurm requeued). waiting: called meanwhile; may raise.
-    """
+    (None: WAIT_S, or LEASE_S in a job that Slurm requeued). waiting: called meanwhile."""
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
         _held[path].close()
@@ -176,9 +155,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
         wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
     end = time.monotonic() + wait_s
     while (lock := try_lock(path)) is None:
-        owner = f"see {path}"
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            owner = one_line(file.read(500).decode(errors="replace").strip())
+        owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
         require(time.monotonic() < end, f"{flag} {folder}: another run is using it ({owner}); end "
                                         f"that one, or give another {flag}")
         if wait_s > WAIT_S:
@@ -188,9 +165,10 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
         time.sleep(0.2)
     _held[path] = lock
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    with contextlib.suppress(OSError):      # another user's file: may be locked, but not written
-        lock.truncate(0)
-        lock.write(f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode())
+    lock.truncate(0)
+    lock.write(f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n")
+    lock.flush()
+    with contextlib.suppress(PermissionError):      # another user's file
         os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
     return lock
 
@@ -200,18 +178,15 @@ def try_lock(path):
     # opening a pipe could hang
     require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
             f"{path}: is not a file; move it away, a run locks a file of this name")
-    # another user's file can be locked even if it cannot be written
-    lock = io.FileIO(path, "a" if os.access(path, os.W_OK) or not os.path.exists(path) else "r")
+    lock = open(path, "a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
             return lock
     except (BlockingIOError, FileNotFoundError):        # locked, or removed since it was opened
         pass
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        notice(f"{path}: this file system has no locks: start no second run in that folder")
+    except OSError as error:        # some network file systems have no locks
+        notice(f"{path}: cannot be locked ({error.strerror}): start no second run in that folder")
         return lock
     lock.close()
     return None
@@ -258,14 +233,13 @@ class CheckpointManager:
         rng = {"torch": torch.get_rng_state()}      # training uses no other generator
         if self.world.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        states = io.BytesIO()       # torch.save to a file has the same error for all disk faults
-        torch.save(dist.all_gather(self.world, rng), states)
+        states = dist.all_gather(self.world, rng)
         share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
         moments = optim.state_tensors(optimizer, model.named_parameters())
         share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
         if self.world.is_main:
             text = json.dumps(state, indent=1)
-            share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(states.getvalue()),
+            share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
                       f"{STATE}/state.json": lambda path: path.write_text(text),
                       **dict.fromkeys(configs, lambda path: None)}        # already written
         # not a daemon: the interpreter waits at exit until the checkpoint is written
@@ -327,10 +301,6 @@ class CheckpointManager:
         # only now that a newer checkpoint is complete
         rotate(self.output_dir, step, self.keep, best_step)
 
-    def latest(self, resume="auto"):
-        """(path, state) of the newest intact checkpoint, or (None, {}). Collective."""
-        return dist.rank0(self.world, find_newest, self.output_dir, resume)
-
     def restore(self, path, model, optimizer):
         """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
         moments = optim.state_tensors(optimizer, model.named_parameters())
@@ -347,19 +317,16 @@ class CheckpointManager:
 def find_newest(output_dir, resume):
     """(path, state) of the newest intact checkpoint or (None, {}). resume: auto | none | FOLDER."""
     named = resume not in ("auto", "none")
-    require(not named or Path(resume).exists(), f"--resume {resume}: no such folder")
     listed = list_checkpoints(output_dir)
     # else new checkpoints would mix with old ones, and --resume auto would be ambiguous
     require(resume != "none" or not listed,
-            f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
-            "them away, or use --resume auto")
+            f"--resume none, but {output_dir} holds checkpoints: give another --output_dir")
     for path in [Path(resume)] if named else [path for _, path in reversed(listed)]:
         if problem := find_damage(path):
             require(not named, f"--resume {path}: {problem}")
             print(f"checkpoint {path} is damaged ({problem}); trying the one before", flush=True)
             continue
         state = json_files.read_object(path / STATE / "state.json")
-        require("step" in state, f"{path}: {STATE}/state.json has no step")
         later = ", ".join(str(step) for step, _ in listed if step > state["step"])
         # else the next --resume auto would continue from the abandoned later ones
         require(not named or not later, f"--resume {path}: later checkpoints are in --output_dir "
@@ -371,12 +338,8 @@ def find_newest(output_dir, resume):
     return None, {}
 
 
-def check_identity(path, state, identity, *keys):
-    """UserError unless a checkpoint has these keys and the `identity` of this run, a dict."""
-    required = "epoch", "first", "identity", "validation", "best_step", "best_loss", *keys
-    missing = [key for key in required if key not in state]
-    require(not missing, f"{path}: is not a checkpoint of this trainer: {STATE}/state.json has no "
-                         f"{', '.join(missing)}")
+def check_identity(path, state, identity):
+    """UserError unless a checkpoint has the `identity` of this run, a dict."""
     for name, value in identity.items():
         before = state["identity"].get(name)
         # a dry run, which encodes no audio, knows only the first part of the data's fingerprint

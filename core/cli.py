@@ -5,9 +5,7 @@ Imports the standard library only, so --help and mistakes are answered before to
 import argparse
 import contextlib
 import faulthandler
-import gc
 import importlib.util
-import io
 import json
 import math
 import os
@@ -19,11 +17,12 @@ from pathlib import Path
 
 from core import lifetime
 
-TRACKERS = ("tensorboard", "wandb")      # of --report_to
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 RANK0_REPORT_S = 5          # seconds that other ranks wait while rank 0 reports the same mistake
+SHOWN = 20              # problems in an error
 
 # {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
 # flag accepts the other name too, but --help does not show it.
@@ -42,11 +41,8 @@ WITHOUT_EFFECT = {
     "--freeze_audio_encoder_proj": ("--freeze_llm", BOOLEAN),
     "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
     "--strategic_logging_steps": ("--freeze_llm", None)}
-# Control characters, line separators, marks of text direction, and halves of surrogate pairs
-HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-                    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
-PASSWORD = re.compile(r"(?<=://)[^/?#\s]*(?=@)")        # http://user:password@host
-SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|"
+# in http://user:password@host?api_key=...
+SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
                      r"(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)
 
 
@@ -65,11 +61,11 @@ def require(condition, message):
 
 def one_line(text, limit=500):
     """str(text) as one line of about `limit` characters without control characters or passwords."""
-    text = PASSWORD.sub("***", str(text))       # before the cut, which may remove the "@"
+    text = SECRETS.sub("***", str(text))        # before the cut, which may remove the "@"
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
-    return HIDDEN.sub(lambda match: repr(match[0])[1:-1], text)
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def error_text(message):
@@ -78,15 +74,14 @@ def error_text(message):
     return "\n  ".join(line.removeprefix("  ") for line in lines)
 
 
-def print_error(text, short=""):
-    """Print why this process exits. torchrun repeats it, or `short` if given, when it ends."""
+def print_error(text):
+    """Print why this process exits. torchrun repeats the last line when it ends."""
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):      # renamed: torchrun fails on an incomplete file
-            Path(f"{path}.new").write_text(json.dumps(
-                {"message": {"message": short or text, "extraInfo": extra}}))
-            os.replace(f"{path}.new", path)
+        last = text.splitlines()[-1].strip()
+        extra = {"py_callstack": last, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):      # the process must end, also with a full disk
+            Path(path).write_text(json.dumps({"message": {"message": last, "extraInfo": extra}}))
 
 
 def fail(message, status=1):
@@ -114,11 +109,11 @@ def plural(number, noun):
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
-def problem_text(lines, shown=20, total=None):
-    """One message with the first `shown` lines and the number of problems, `total` or all lines."""
+def problem_text(lines, total=None):
+    """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
     total = total or len(lines)
-    more = [f"... and {total - shown} more"] if total > shown else []
-    return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:shown], *more])
+    more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
+    return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:SHOWN], *more])
 
 
 def require_package(name, purpose, install=None):
@@ -128,12 +123,12 @@ def require_package(name, purpose, install=None):
 
 
 def remove_secrets(value):
-    """A JSON value whose URLs have lost user names, passwords and keys."""
+    """A JSON value whose URLs have *** for user names, passwords and keys."""
     if isinstance(value, dict):
         return {name: remove_secrets(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [remove_secrets(item) for item in value]
-    return SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value
+    return SECRETS.sub("***", value) if isinstance(value, str) else value
 
 
 # ---- Parsing
@@ -163,8 +158,8 @@ class Parser(argparse.ArgumentParser):
 
     def switch(self, name, help):
         """Add a flag that is off by default. Its forms are --bf16, --bf16 true and --bf16 false."""
-        self.add_argument(name, nargs="?", type=boolean, const=True, default=False,
-                          metavar="true|false", help=help)
+        self.add_argument(name, nargs="?", type=alias(**BOOLEAN), choices=(True, False), const=True,
+                          default=False, metavar="true|false", help=help)
 
     def hide(self, *names):
         """Leave these flags out of --help; they are still accepted."""
@@ -192,22 +187,23 @@ def safe_flags(args):
 
 
 def parse(parser, check=None, argv=None):
-    """Parse a command line (default: the process's) -> Args. check(args, world_size): raises
-    UserError. A mistake prints one line on rank 0 and exits, with status 2 if parsing failed and 1
-    if check() did. From here on this process ends with its torchrun, and in a trainer's run SIGTERM
-    and SIGUSR1 are only recorded, for lifetime.stop_requested()."""
+    """Parse a command line (default: the process's) -> Args. check(args, world_size): UserError.
+    A mistake prints one line on rank 0 and exits, with status 2, or 1 if check() found it. From
+    here on this process ends with its torchrun, and a trainer only records SIGTERM and SIGUSR1."""
     words, status = sys.argv[1:] if argv is None else list(argv), 2
     lifetime.end_with_torchrun()        # before the imports, which take seconds
     if argv is None:
-        prepare_process(words)
+        faulthandler.enable(2)      # a crash in native code prints the stack of each thread
+        # a log file shows each line at once
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+        sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
+    # common launch lines write max_split_size_mb=128, but torch wants a colon
+    if "=" in (value := os.environ.get(ALLOCATOR, "")):
+        os.environ[ALLOCATOR] = value.replace("=", ":")
+        notice(f"{ALLOCATOR}={value} is read as {os.environ[ALLOCATOR]}")
     accept_old_names(parser)
     try:
         known = parser._option_string_actions
-        for word in words:      # before argparse complains of missing flags
-            # "--" ends a list, and a word with a space is a value: --text "-- well"
-            flag = word.split("=")[0]
-            require(flag in known or flag == "--" or flag[:2] != "--" or " " in word,
-                    f"{flag}: no such flag; --help lists all")
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
@@ -227,30 +223,6 @@ def parse(parser, check=None, argv=None):
     return args
 
 
-def prepare_process(words):
-    """Set up a script's process before its imports. words: its command line."""
-    with contextlib.suppress(AttributeError, io.UnsupportedOperation):      # stderr may be no file
-        faulthandler.enable()       # a crash in native code prints the stack of each thread
-    if sys.stdout:      # a log file shows each line at once
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    sys.argv[1:] = map(remove_secrets, words)      # W&B stores the command line of a run
-    gc.disable()        # imports take a quarter less time; dist.init() enables it again
-    sys.excepthook = report_interrupt
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        # common launch lines write max_split_size_mb=128, but torch wants a colon
-        if "=" in (value := os.environ.get(name, "")):
-            os.environ[name] = value.replace("=", ":")
-            notice(f"{name}={value} is read as {os.environ[name]}")
-
-
-def report_interrupt(kind, *error):
-    """sys.excepthook during the imports: Ctrl-C prints one line, on rank 0."""
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, *error)
-    elif os.environ.get("RANK", "0") == "0":
-        print_error("interrupted")
-
-
 def accept_old_names(parser):
     """Let a parser accept the flags of OLD_NAMES and WITHOUT_EFFECT that apply to it."""
     known = parser._option_string_actions
@@ -268,7 +240,7 @@ def accept_old_names(parser):
 
 def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
-    Values stay as written (on, 5e-5, 007); an empty value or null gives no flag. UserError."""
+    Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
     flags = parser._option_string_actions
     finder = Parser("", add_help=False)
     finder.add_argument("--config")
@@ -276,31 +248,22 @@ def read_config(parser, words):
     if not file or "--config" not in flags:
         return []
     import yaml  # comes with transformers
-    require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would block
     try:
-        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
-    except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+    except (OSError, yaml.YAMLError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
-    require(tree is None or isinstance(tree, yaml.MappingNode),
-            f"--config {file}: must be lines of flag: value")
-    file_words, seen = [], set()
-    for key_node, node in tree.value if tree else ():
-        key, value = key_node.value, node.value
-        flag, name = f"--{key}", f"--config {file}: {key}"
-        require(flag in flags and key not in ("config", "help"),
-                f"{name}: no such flag; delete the line (--help lists all flags)")
-        action = flags[flag]
-        require(action.dest not in seen, f"{name} is there twice")      # maybe by its other name
-        seen.add(action.dest)
-        is_list = isinstance(node, yaml.SequenceNode)
-        require(all(isinstance(item, yaml.ScalarNode) for item in (value if is_list else [node])),
-                f"{name} takes a value or a list")
-        if is_list:
-            file_words += [flag, *(item.value for item in value)]
-        elif isinstance(action, argparse.BooleanOptionalAction):
-            require(value.lower() in BOOLEAN, f"{name}: {value} is neither true nor false")
-            file_words.append(flag if BOOLEAN[value.lower()] else f"--no-{key}")
-        elif node.style or value not in ("", "~", "null"):      # a quoted null is a text
+    require(isinstance(values, dict), f"--config {file}: must be lines of flag: value")
+    file_words = []
+    for name, value in values.items():
+        flag = f"--{name}"
+        require(flag in flags and name not in ("config", "help"),
+                f"--config {file}: {name}: no such flag; delete the line (--help lists all flags)")
+        require(not isinstance(value, dict), f"--config {file}: {name} takes a value or a list")
+        if isinstance(value, list):
+            file_words += [flag, *map(str, value)]
+        elif isinstance(flags[flag], argparse.BooleanOptionalAction):
+            file_words.append(f"--no-{name}" if value.lower() in FALSE else flag)
+        elif value not in ("~", "null"):
             file_words.append(f"{flag}={value}")    # one word, as it may begin with a dash
     return file_words
 
@@ -317,20 +280,9 @@ def config_text(args, script):
 # ---- Flags and values
 
 
-def choice(names, wrong):
-    """type= of a flag. names: {lower-case text: value}. wrong: error text, "is neither a nor b"."""
-    def parse_choice(text):
-        if text.lower() not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
-        return names[text.lower()]
-    return parse_choice
-
-
-# true or false as Hugging Face's scripts take them
-boolean = choice(BOOLEAN, "is neither true nor false")
-# of --gradient_checkpointing: its mode, or None
-recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(TRUE, "all")
-                       | dict.fromkeys(FALSE), "is neither all, selective, true nor false")
+def alias(**names):
+    """type= of a flag that also accepts other texts for a value. names: {lower-case text: value}"""
+    return lambda text: names.get(text.lower(), text)
 
 
 def trainer_flags(p):
@@ -359,11 +311,12 @@ def trainer_flags(p):
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
     flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
     flag("--parallel", "ddp", "one replica per GPU, or shards over all GPUs, a node, or N GPUs",
-         type=sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+         metavar="ddp|fsdp|hsdp|hsdp:N")
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
-         "but attention and matmuls)", nargs="?", const="all", type=recomputation, metavar="WHAT")
+         "but attention and matmuls)", nargs="?", const="all", choices=("all", "selective", None),
+         type=alias(**dict.fromkeys(TRUE, "all"), **dict.fromkeys(FALSE)), metavar="WHAT")
     flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
     flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
     flag("--wait_timeout", 21600, argparse.SUPPRESS)    # in data preparation, validation and saves
@@ -372,7 +325,8 @@ def trainer_flags(p):
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
     flag("--logging_steps", 10, "optimizer steps between log lines")
     flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
-    flag("--report_to", ["tensorboard"], f"{', '.join(TRACKERS)}, none", nargs="+", metavar="NAME")
+    flag("--report_to", ["tensorboard"], "tensorboard, wandb, none", nargs="+", metavar="NAME",
+         choices=("tensorboard", "wandb", "none"))
     flag("--wandb_project", "flat-trainers", "project at W&B")
     flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
          type=alias(true="auto", false="none"))
@@ -381,7 +335,7 @@ def trainer_flags(p):
 def packing_flags(p):
     """Add the flags that only the trainers of speech and chats share; defaults as above."""
     flag, switch = p.flag, p.switch
-    flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("bf16", "nf4"))
+    flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("nf4",))
     flag("--preprocess_num_proc", min(8, usable_cpus()), "processes per node that prepare data")
     flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
@@ -397,23 +351,8 @@ def packing_flags(p):
     switch("--float8", "lora, compiled: multiply by frozen weights in float8")
     # dist.choose_compile turns auto into True or False
     flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
-         type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
-         nargs="?", const=True, metavar="auto|true|false")
-
-
-def alias(**names):
-    """type= of a flag that also accepts other tools' names of values. names: {other: ours}."""
-    return lambda text: names.get(text.lower(), text)
-
-
-def sharding(text):
-    """type= of --parallel. DeepSpeed's stage 3 shards the same tensors as FSDP2."""
-    if "zero3" in text.lower():
-        return "fsdp"
-    if not re.fullmatch(r"ddp|fsdp|hsdp(:\d+)?", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp")
-    return text
+         type=alias(**BOOLEAN), choices=("auto", True, False), nargs="?", const=True,
+         metavar="auto|true|false")
 
 
 def usable_cpus():
@@ -466,28 +405,27 @@ def check_trainer(args, world_size, parser):
                  "scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
-    check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
-    args.report_to = [] if args.report_to == ["none"] else args.report_to
+    args.report_to = [name for name in args.report_to if name != "none"]
     for name in args.report_to:
-        require(name in TRACKERS, f"--report_to {name}: there are {', '.join(TRACKERS)} and none")
         require_package(name, f"--report_to {name}")
     check_parallel(args, world_size)
     above_zero(args, "gpu_memory")
-    require(args.auto or args.dry_run is not None or not args.gpu_memory,
-            "--gpu_memory needs --dry_run or --auto")
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)
         require(usual or args.use_lora, f"--{name} needs --use_lora")
     limit = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > limit and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {plural(local_ranks(world_size), 'rank')} on "
-               f"{usable_cpus()} CPUs, so {limit} each")
+        notice(f"--num_workers {args.num_workers}: {limit} a rank, of {usable_cpus()} CPUs")
         args.num_workers = limit
 
 
 def check_parallel(args, world_size):
     """Check --parallel and flags that depend on it; split hsdp:N into parallel and shard_size."""
+    if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2
+        args.parallel = "fsdp"
+    require(re.fullmatch(r"ddp|fsdp|hsdp(:\d+)?", args.parallel),
+            f"--parallel {args.parallel}: there are ddp, fsdp, hsdp, hsdp:N and DeepSpeed's zero3")
     args.parallel, _, size = args.parallel.partition(":")
     args.shard_size = int(size or 0)
     require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
@@ -503,17 +441,15 @@ def check_parallel(args, world_size):
 
 def check_precision(args):
     """Check the flags that --float8, --fp16 and --base_dtype need or exclude."""
-    ddp, kind, nf4 = args.parallel == "ddp", args.base_dtype, args.base_dtype == "nf4"
-    require(not args.float8 or args.compile and args.use_lora and args.bf16 and ddp
-            and not args.use_dora,
+    ddp, lora = args.parallel == "ddp", args.use_lora and not args.use_dora
+    require(not args.float8 or args.compile and lora and args.bf16 and ddp,
             "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp, and no --use_dora")
     require(not (args.fp16 and args.bf16), "give --bf16 or --fp16, not both")
     require(ddp or not args.fp16, "--fp16 needs --parallel ddp: FSDP2 computes in bfloat16 here")
-    require(kind is None or args.use_lora and (args.bf16 or nf4 and args.fp16),
-            f"--base_dtype {kind} needs --use_lora and --bf16{' or --fp16' if nf4 else ''}")
-    if nf4:
-        require(ddp and not args.use_dora and not args.float8 and args.compile is not True,
-                "--base_dtype nf4 needs --parallel ddp, and no --use_dora, --float8 or --compile")
+    if args.base_dtype == "nf4":
+        require(lora and ddp and (args.bf16 or args.fp16) and args.compile is not True
+                and not args.float8, "--base_dtype nf4 needs --use_lora, --bf16 or --fp16 and "
+                "--parallel ddp, and no --use_dora, --float8 or --compile")
         require_package("bitsandbytes", "--base_dtype nf4")
 
 
@@ -539,8 +475,7 @@ def set_accumulation(args, world_size, parser, usual=0):
         per_micro_step = args.per_device_train_batch_size * world_size
         require(samples % per_micro_step == 0,
                 f"--global_batch_size {samples} is not a multiple of {per_micro_step}, "
-                f"--per_device_train_batch_size times {plural(world_size, 'rank')}; or give "
-                "--gradient_accumulation_steps")
+                f"--per_device_train_batch_size times {plural(world_size, 'rank')}")
         args.gradient_accumulation_steps = max(1, samples // per_micro_step)
     elif args.auto:
         args.global_batch_size = samples
@@ -549,8 +484,7 @@ def set_accumulation(args, world_size, parser, usual=0):
 def check_drop_bad(args, checks):
     """Turn args.drop_bad into the tuple of checks whose samples are dropped."""
     names = {name for value in args.drop_bad or () for name in value.split(",") if name}
-    for name in names - {*checks}:
-        raise UserError(f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+    require(names <= {*checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
     if args.drop_too_long:
         names.add("too_long")
     args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])
@@ -558,8 +492,8 @@ def check_drop_bad(args, checks):
 
 def set_intervals(args, total_steps, before, validates, **own):
     """Derive intervals that no flag sets from the length of the run; return lines that show them.
-    before: flags of the checkpoint to resume, or {}, as a resumed run keeps its intervals. own:
-    {flag: steps}, other defaults of a trainer. validates: False if there is nothing to validate."""
+    before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
+    steps}, other defaults. validates: False if there is nothing to validate."""
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}
     for flag, steps in usual.items():
@@ -567,13 +501,9 @@ def set_intervals(args, total_steps, before, validates, **own):
             setattr(args, flag, before.get(flag, steps))
     saves, evals = (f"every {plural(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
-    lines = [f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates]
-    late = {"warmup_steps": "the learning rate never reaches its peak",
-            "save_steps": "no checkpoint before the end"}
-    if validates:
-        late["eval_steps"] = "no validation before the end"
-    for flag, effect in late.items():
+    text = f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates
+    for flag in ("warmup_steps", "save_steps", *["eval_steps"] * validates):
         if getattr(args, flag, 0) > total_steps:
-            lines.append(f"note       --{flag} {getattr(args, flag)} is longer than the run of "
-                         f"{total_steps} steps: {effect}")
-    return "\n".join(lines)
+            text += (f"\nnote       --{flag} {getattr(args, flag)} is longer than the run of "
+                     f"{total_steps} steps")
+    return text

@@ -11,8 +11,6 @@ failure finds the record and prints nothing. core/watchdog.py ends ranks that to
 main thread that waits in a collective handles no signal.
 """
 import contextlib
-import errno
-import gc
 import multiprocessing
 import os
 import signal
@@ -32,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import kernels, lifetime
-from core.cli import UserError, plural, error_text, notice, print_error, one_line, require
+from core.cli import UserError, plural, error_text, notice, print_error, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
@@ -40,7 +38,6 @@ FAILED = "ranks that have failed"       # key of a counter in the store
 # Words of errors that only mean that another rank has ended
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
-NO_SHM = "unable to allocate shared memory", "No space left on device"      # torch's, no errno
 
 _world = None   # this process's World, for the error message
 
@@ -67,8 +64,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
 
     timeout_s: limit of a gradient collective. wait_timeout_s: limit of a wait in rank0(),
     all_gather() or barrier(). fsdp: a single process also gets a process group. cpu_offload:
-    collectives also take CPU tensors. UserError if processes outnumber GPUs, or the store is used.
-    """
+    collectives also take CPU tensors. UserError if ranks outnumber GPUs, or the store is used."""
     global _world
     world = _world = single_process()
     world.rank, world.size, world.local_rank, world.local_size = (
@@ -104,9 +100,6 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
 def single_process():
     """World of a script that joins no other process, such as a dry run. Sets report_error."""
     sys.excepthook = report_error
-    if not gc.isenabled():      # cli.parse turned it off
-        gc.freeze()     # never scan the imported modules: forks then share their pages
-        gc.enable()
     return World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -119,13 +112,10 @@ def finish():
 
 
 def check_device(device, args):
-    """Raise UserError if the device cannot compute in the precision that the flags ask for."""
-    if device.type == "cuda":       # a CPU supports all of them, slowly
-        name, version = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        require(version >= (8, 0) or not args.bf16,
-                f"--bf16: {name} has no bfloat16; give --fp16, or drop the flag")
-        require(version >= (8, 9) or not getattr(args, "float8", False), f"--float8: {name} has no "
-                "float8 products; Ada, Hopper and newer GPUs have; drop the flag")
+    """UserError if the device cannot compute in bfloat16, but the flags ask for it."""
+    if device.type == "cuda" and args.bf16:     # a CPU has it, slowly
+        require(torch.cuda.get_device_capability(device) >= (8, 0), "--bf16: "
+                f"{torch.cuda.get_device_name(device)} has no bfloat16; give --fp16, or drop it")
 
 
 # ---- Failing
@@ -135,30 +125,26 @@ def report_error(kind, error, trace):
     """sys.excepthook: one line for a UserError or an OSError that names its file, else a traceback.
     With a process group it ends by os._exit, since a clean exit could wait for lost peers."""
     rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
-    text, short, lost_peer, quiet = "interrupted", "", False, False
+    text, lost_peer, quiet, crashed = "interrupted", False, False, False
     ignore_loaders()
     if isinstance(error, UserError):
         text = error_text(f"error: {error}")
         if rank != 0:       # usually all ranks raise the same error: rank 0 reports it
             wait_for_torchrun()
     elif isinstance(error, OSError) and error.filename:
-        read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
-        text = error_text(f"error: {error.filename2 or error.filename} cannot be {read}written "
+        text = error_text(f"error: {error.filename2 or error.filename} cannot be read or written "
                           f"({error.strerror})")
-    elif any(words in str(error) for words in NO_SHM):
-        text = ("error: /dev/shm is full; make it larger, as with docker run --shm-size=8g, or "
-                "have no loader processes (--num_workers 0, --preprocess_num_proc 0)")
     elif kind is not KeyboardInterrupt:
         text = "".join(traceback.format_exception(kind, error, trace))
-        text = error_text(f"rank {rank} failed:\n{text}")
-        short = f"rank {rank} failed: {kind.__name__}: {one_line(error)}"
+        text = error_text(f"rank {rank} failed:\n{text.rstrip()}")
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
         quiet = lost_peer and bool(lifetime.stop_requested())   # torchrun reports the failed rank
         if lost_peer and not quiet:
             wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, is better
-    if not quiet and claim_error_report(store, bool(short) and not lost_peer):
-        print_error(text, short)
+        crashed = not lost_peer
+    if not quiet and claim_error_report(store, crashed):
+        print_error(text)
     sys.stdout.flush()
     sys.stderr.flush()
     kill_children()
@@ -193,10 +179,7 @@ def wait_for_torchrun(seconds=GRACE_S):
     """Wait for torchrun, which ends this rank by SIGTERM when another one has failed."""
     with contextlib.suppress(ValueError):       # only a main thread may set handlers
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        with contextlib.suppress(Exception):        # torch's, if a loader ends meanwhile
-            time.sleep(left)
+    time.sleep(seconds)
 
 
 @contextlib.contextmanager
@@ -205,7 +188,7 @@ def error_names_file(path):
     try:
         yield
     except OSError as error:
-        if error.errno is None:     # numpy's: N requested, M written
+        if error.errno is None:     # of safetensors and numpy: N requested, M written
             raise UserError(f"{path} cannot be written ({error})")
         error.filename, error.filename2 = str(path), None
         raise
@@ -306,8 +289,7 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
 
     Call it before weights are loaded and the optimizer is built. Every rank must build the same
     model: nothing is broadcast. bf16: compute dtype; weights keep theirs. shard_size: under
-    HSDP, the number of neighbouring ranks that share a copy of the model; 0: all ranks share one.
-    """
+    HSDP, the number of neighbouring ranks that share a copy of the model; 0: all ranks do."""
     shape = (world.size // shard_size, shard_size) if shard_size else (world.size,)
     mesh = init_device_mesh(world.device.type, shape,
                             mesh_dim_names=("replicate", "shard")[-len(shape):])
@@ -340,11 +322,7 @@ def gather_weights(module):
     hooks = [(table, dict(table)) for unit in units
              for table in (unit._forward_pre_hooks, unit._forward_hooks)]
     for unit in units:
-        try:
-            unit.unshard()
-        except torch.OutOfMemoryError:
-            raise UserError("the GPU's memory is too small to gather the whole model on one rank, "
-                            "as sample prompts need; drop them, or take more GPUs")
+        unit.unshard()
     for table, _ in hooks:
         table.clear()
     try:

@@ -1,17 +1,12 @@
-"""Read text, JSON, JSONL and parquet files, with errors of one line. Imports the standard library
-only. Other than regular files are refused, as a pipe may never end.
-"""
+"""Read text, JSON, JSONL and parquet files, with errors of one line. Standard library only."""
 import contextlib
 import json
 import math
 import os
 import re
-import stat
-from pathlib import Path
 
-from core.cli import UserError, first_line, require
+from core.cli import UserError, first_line, require, require_package
 
-LONGEST = 2**26         # most bytes of a line
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
 NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8 (Excel: -f UTF-16)"
@@ -23,11 +18,11 @@ DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -m
 def open_file(path, flag=""):
     """Context with a regular file opened to read bytes. UserError, also if reading fails later.
     flag: text before the path in errors, such as "--x "."""
+    # files are read twice, a pipe only once
+    require(os.path.isfile(path) or not os.path.exists(path),
+            f"{flag}{path}: cannot be read (it is not a file)")
     try:
-        # else opening a pipe without a writer would block
-        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
-            require(stat.S_ISREG(os.fstat(file.fileno()).st_mode),
-                    f"{flag}{path}: cannot be read (it is a pipe or a device, not a file)")
+        with open(path, "rb") as file:
             yield file
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         raise UserError(f"{flag}{path}: cannot be read "
@@ -45,13 +40,6 @@ def read_text(path, flag=""):
         raise UserError(f"{flag}{path}: line {line} {NOT_UTF8}")
 
 
-def lines(file, path):
-    """Yield the lines of a file from open_file. UserError if one has more than LONGEST bytes."""
-    for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
-        require(len(line) <= LONGEST, f"{path}: line {number} is longer than {LONGEST >> 20} MiB")
-        yield line
-
-
 def loads(text):
     """Value of a JSON text, str or bytes. ValueError with a short reason."""
     try:
@@ -62,14 +50,11 @@ def loads(text):
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " * ("\n" in text)
         raise ValueError(f"is not valid JSON at {line}column {error.colno}: {error.msg}")
-    except RecursionError:
-        raise ValueError("is nested too deeply")
 
 
 def json_value(path, flag=""):
     """Value of a JSON file. UserError."""
     text = read_text(path, flag)
-    require(text.strip(), f"{flag}{path}: is empty")
     try:
         return loads(text)
     except ValueError as error:
@@ -85,19 +70,16 @@ def read_object(path, flag=""):
 
 
 def read_entries(path):
-    """(unit, read) of a file of JSONL, a JSON list or one JSON object. UserError with line and
-    column.
+    """(unit, read) of a file of JSONL or a JSON list. UserError with line and column.
 
     read(wanted) yields (number from 0, value). unit: "line" if numbers count lines of JSONL, else
     "sample". JSONL is read line by line, and lines for which wanted(number) is false become
     SKIPPED. A list is read as a whole, once."""
     with open_file(path) as file:
-        start = next(filter(None, (line.strip(BLANK) for line in lines(file, path))), b"")
-    with contextlib.suppress(ValueError):       # one object that takes several lines
-        if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or loads(start) is not None):
-            return "line", lambda wanted: _json_lines(path, wanted)
+        start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
+    if start[:1] == b"{":
+        return "line", lambda wanted: _json_lines(path, wanted)
     data = json_value(path)
-    data = [data] if isinstance(data, dict) and "messages" in data else data
     require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
             "samples with 'messages'")
     return "sample", lambda wanted: enumerate(data)
@@ -105,7 +87,7 @@ def read_entries(path):
 
 def _json_lines(path, wanted):
     with open_file(path) as file:
-        for number, line in enumerate(lines(file, path)):
+        for number, line in enumerate(file):
             if line.strip(BLANK):
                 try:
                     value = loads(line) if wanted(number) else SKIPPED
@@ -126,10 +108,8 @@ def drop_nulls(value):
 
 def table_rows(path):
     """Yield the rows of a parquet file as dicts without null fields. UserError."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{path}: pip install pyarrow to read it, or give JSONL")
+    require_package("pyarrow", path)
+    import pyarrow.parquet
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
             yield from map(drop_nulls, batch.to_pylist())

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from core import checkpoint, dist, json_files, kernels, metrics
 from core.cli import named_flags, plural, require
 from core.packing import PackOrder
-from core.problems import collect
 
 GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
@@ -441,5 +440,5 @@ def print_plan(args, needed, model, lines, steps, flops=0):
         most = min(most, args.save_total_limit + 2)
     print(f"disk       {size(saved)} a checkpoint, at most {most} at once")
     more = most - len(checkpoint.list_checkpoints(args.output_dir))
-    collect(True, lambda: check_memory(needed, args),
-            lambda: check_disk(args.output_dir, saved * more, "checkpoints"))
+    check_memory(needed, args)
+    check_disk(args.output_dir, saved * more, plural(more, "checkpoint"))

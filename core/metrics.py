@@ -8,7 +8,6 @@ import math
 import os
 import re
 import resource
-import threading
 import time
 import uuid
 from collections import Counter
@@ -44,11 +43,9 @@ def model_text(model, adapters):
 
 
 class StepTimer:
-    """Work and seconds of the steps since the last log line, without pauses. The first step of a
-    run, which compiles and allocates, counts only if it is logged alone."""
+    """Work and seconds of the steps since the last log line, without pauses."""
 
-    def __init__(self, device):
-        self.device, self.first = device, None
+    def __init__(self):
         self.reset()
 
     def reset(self):
@@ -71,25 +68,19 @@ class StepTimer:
 
     def count(self, work, slots):
         """Add a step. work: {"tokens", "samples", "flops"} of all ranks; slots: with padding."""
-        if self.first is None:
-            if self.device.type == "cuda":
-                import torch
-                torch.cuda.synchronize(self.device)     # else its kernels count for the next step
-            self.first = work, slots, time.monotonic() - self.start, self.waited
-            return self.reset()
         self.work.update(work)
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
         """{metric name: float} of all ranks' work since the last report. MFU is the model's FLOP/s
         divided by the bf16 peak of all GPUs."""
-        latest = self.work, self.slots, time.monotonic() - self.start, self.waited
-        work, slots, seconds, waited = latest if self.steps else self.first
+        work, seconds = self.work, time.monotonic() - self.start
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
         values = {"train/throughput": work["tokens"] / seconds,
                   "train/samples_per_second": work["samples"] / seconds,
-                  "train/step_seconds": seconds / max(1, self.steps), "train/memory_gib": memory,
-                  "train/padding": 1 - work["tokens"] / slots, "train/data_wait_seconds": waited}
+                  "train/step_seconds": seconds / self.steps, "train/memory_gib": memory,
+                  "train/padding": 1 - work["tokens"] / self.slots,
+                  "train/data_wait_seconds": self.waited}
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
                    if name.endswith("_seconds")}
         if world.device.type == "cuda":
@@ -111,31 +102,24 @@ class MetricsLog:
     """Writes a run's metrics, on rank 0.
 
     Lines of metrics.jsonl and TensorBoard points after resumed_step, which a crash has undone, are
-    dropped first, so no step is there twice. A damaged metrics.jsonl is moved aside, and its intact
-    lines are copied to a new one."""
+    dropped first, so no step is there twice."""
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
                  eval_due=False):
-        """report_to: some of cli.TRACKERS. config: flags, for W&B. eval_due: resumed_step will be
-        validated again, so its earlier validation is dropped."""
+        """report_to: tensorboard, wandb or both. config: flags, for W&B. eval_due: resumed_step
+        will be validated again, so its earlier validation is dropped."""
         from core import checkpoint, dist  # which import torch
         self.error_names_file = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
-        rows, bad = read_rows(self.path)
-        if bad:
-            checkpoint.move_aside(self.path, f"is damaged ({bad})")
         again = eval_due or not resumed_step    # a new run validates step 0 itself, if at all
-        kept = [row for row in rows if row["step"] < resumed_step or row["step"] == resumed_step
+        kept = [row for row in read_metrics(self.path)
+                if row["step"] < resumed_step or row["step"] == resumed_step
                 and not (again and any(name.startswith("eval/") for name in row))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
         if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter
-            show = threading.excepthook
-            # TensorBoard's thread: add_scalar raises the error of a full disk as well
-            threading.excepthook = lambda error: issubclass(
-                error.exc_type, OSError) or show(error)
             with self.error_names_file(logging_dir):
                 self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
         if "wandb" in report_to:
@@ -162,16 +146,11 @@ class MetricsLog:
             self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate):
-        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard and W&B."""
-        wave = wave.clip(-1, 1)
+        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard."""
         if self.board and len(wave):
             with self.error_names_file(self.board.log_dir):
-                self.board.add_audio(name, wave[None], step, rate)
+                self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
                 self.board.flush()
-        if self.wandb and len(wave):
-            import wandb
-            samples = (wave * 32767).astype("int16")    # W&B would normalise the volume of floats
-            self.wandb.log({name: wandb.Audio(samples, sample_rate=rate)}, step=step)
 
     def close(self):
         """Flush and close every writer."""
@@ -186,26 +165,16 @@ class MetricsLog:
 # ---- Reading
 
 
-def read_rows(path):
-    """(rows of a metrics.jsonl, text about damaged lines or ""). A row is a JSON object with an
-    integer "step". An incomplete last line, which a kill leaves, is no damage."""
-    path, rows, damaged = Path(path), [], []
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        row = None
+def read_metrics(path):
+    """Rows of a metrics.jsonl: JSON objects with an integer "step". Other lines, such as a last one
+    that a kill has cut, are passed over."""
+    rows = []
+    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():
         with contextlib.suppress(ValueError):
             row = json_files.loads(line)
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows.append(row)
-        elif line.strip() and number < len(lines):
-            damaged.append(number)
-    fault = f"damaged lines: {len(damaged)}, the first is line {damaged[0]}" if damaged else ""
-    return rows, fault
-
-
-def read_metrics(path):
-    """Intact rows of a metrics.jsonl."""
-    return read_rows(path)[0]
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                rows.append(row)
+    return rows
 
 
 def curve(rows, name):
@@ -225,14 +194,11 @@ def percent(share):
 
 def loss_clause(rows):
     """Clause about the first, best and last validation loss."""
-    training, losses = curve(rows, "train/loss"), curve(rows, "eval/nll")
+    losses = curve(rows, "eval/nll")
     metric = "the validation bound" if losses else "validation loss"
     losses = losses or curve(rows, "eval/loss")
-    if not losses and not training:
-        return "nothing was logged"
     if not losses:
-        first, last = training[0][1], training[-1][1]
-        return f"nothing was validated; training loss {first:.4f} -> {last:.4f}"
+        return "nothing was validated"
     (_, start), (last, end) = losses[0], losses[-1]
     best, step = min((value, step) for step, value in losses)
     clause = f"{metric} was {start:.4f} at first, best at step {step} ({best:.4f})"

@@ -4,10 +4,9 @@ from collections import Counter
 from pathlib import Path
 
 from core import dist
-from core.cli import UserError, one_line, problem_text
+from core.cli import SHOWN, UserError, one_line, problem_text
 
 LIST = "problems.jsonl"     # in OUTPUT_DIR
-SHOWN = 20                  # problems in an error
 
 
 class Problem(str):
@@ -31,8 +30,8 @@ class Problems:
     def __init__(self, drop=(), folder=None, more=False):
         """drop: checks whose samples are dropped. folder: None writes no list. more: append to the
         list of this run."""
-        self.drop, self.path, self.more = drop, Path(folder) / LIST if folder else None, more
-        self.counts, self.shown, self.file = Counter(), [], None
+        self.drop, self.counts, self.shown = drop, Counter(), []
+        self.path, self.more, self.file = Path(folder) / LIST if folder else None, more, None
 
     def add(self, problems):
         """Add problems made by problem()."""
@@ -44,10 +43,8 @@ class Problems:
                 entry = p.name.removeprefix(one_line(p.file)).strip(" :")
                 row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
                 with dist.error_names_file(self.path):
-                    if not (self.file or self.more):
-                        self.path.unlink(missing_ok=True)       # of an earlier run
-                    # line by line, as audio may be encoded for hours before settle()
-                    self.file = self.file or open(self.path, "a", buffering=1)
+                    if not self.file:       # line by line, as audio may be encoded for hours
+                        self.file = open(self.path, "a" if self.more else "w", buffering=1)
                     self.file.write(json.dumps(row) + "\n")
 
     @property
@@ -59,13 +56,12 @@ class Problems:
         """Text with the number of samples that each check drops, or "". UserError with the problems
         that stop the run, if any, and then `hint`."""
         if self.file:
-            with dist.error_names_file(self.path):
-                self.file.close()
+            self.file.close()
         elif self.path and not self.more:
-            self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)       # of an earlier run
         if self.n_fatal:
             where = f"; all are in {self.path}" if self.path and self.n_fatal > SHOWN else ""
-            raise UserError(problem_text(self.shown, SHOWN, self.n_fatal) + where + hint)
+            raise UserError(problem_text(self.shown, self.n_fatal) + where + hint)
         where = f"; see {self.path}" if self.path and self.counts else ""
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
 
@@ -75,19 +71,3 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
     collected = Problems(drop, folder, more)
     collected.add(problems)
     return collected.settle(hint)
-
-
-def collect(dry, *works):
-    """[result of work() for each of works], which do not depend on each other. A run stops at the
-    first UserError; a dry run does all and then raises one with all problems."""
-    results, problems = [], {}
-    for work in works:
-        try:
-            results.append(work())
-        except UserError as error:
-            if not dry:
-                raise
-            problems[str(error)] = None
-    if problems:
-        raise UserError(problem_text(list(problems)))
-    return results

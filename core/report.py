@@ -51,8 +51,6 @@ def read_evaluations(run):
     evaluations = []
     for path in filter(Path.is_file, sorted(run.rglob("evaluation.json"))):
         evaluation = cli.remove_secrets(json_files.read_object(path))
-        require(isinstance(evaluation.get("metrics"), dict),
-                f"{path}: has no metrics; see evaluate_tts.py")
         evaluations.append(evaluation | {"name": str(evaluation.get("name", path.parent.name))})
     return sorted(evaluations, key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
 
@@ -71,17 +69,15 @@ def evaluation_table(evaluations):
 
 
 def chart(title, curves):
-    """<figure> of {label: [(step, value)]}; a line of text if all values are equal."""
+    """<figure> of {label: [(step, value)]}."""
     steps, values = zip(*(point for curve in curves.values() for point in curve))
     first, last, low, high = min(steps), max(steps), min(values), max(values)
-    if low == high:
-        return f"<figcaption>{escape(title)}: {low:.4g} at every step</figcaption>"
 
     def x(step):
         return round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1)
 
     def y(value):
-        return round(10 + (high - value) / (high - low) * (HEIGHT - 40), 1)
+        return round(10 + (high - value) / (high - low or 1) * (HEIGHT - 40), 1)
     parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
              f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
     parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
@@ -91,9 +87,6 @@ def chart(title, curves):
     for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
         line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
-        parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
-                  f'{step:,}: {value:.5g}</title></circle>'
-                  for step, value in curve if len(curve) <= 60]
         legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
     return (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg role="img" '
             f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>')
@@ -108,9 +101,8 @@ def charts(rows):
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
             curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    figures = [chart(title, lines) for title, lines in curves.items()]
-    figures.sort(key=lambda html: html.startswith("<figcaption>"))     # lines of text come last
-    return figures and f'<div class="grid">{"".join(figures)}</div>'
+    figures = "".join(chart(title, lines) for title, lines in curves.items())
+    return figures and f'<div class="grid">{figures}</div>'
 
 
 def read_samples(folder, label):
@@ -122,9 +114,9 @@ def read_samples(folder, label):
     for path in waves[:SAMPLES]:
         notes = path.with_suffix(".json")
         sample = cli.remove_secrets(json_files.read_object(notes)) if is_inside(notes) else {}
-        facts = [(name, sample[name]) for name in FACTS if sample.get(name) is not None]
+        facts = {name: sample[name] for name in FACTS if sample.get(name) is not None}
         words = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-                 for name, value in facts]
+                 for name, value in facts.items()]
         sound = base64.b64encode(path.read_bytes()).decode()
         yield path.stem, str(sample.get("text", "")), (
             f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="metadata" '
@@ -133,18 +125,17 @@ def read_samples(folder, label):
 
 
 def samples_html(run, folders):
-    """(number of samples, HTML) of a run's steps and of --samples, a row per prompt. UserError."""
+    """HTML of a run's samples and of --samples, a row per prompt. UserError."""
     steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural_key(path.name))
     steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
-        require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it; give a folder "
-                "of generate_tts.py")
+        require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     labels, rows = {path: path.name.replace("-", " ") for path in steps}, {}
     labels |= {path: path.resolve().name for path in folders}
     for folder in sorted(labels, key=lambda folder: not labels[folder].startswith(BEFORE)):
         for prompt, text, cell in read_samples(folder, labels[folder]):
             rows.setdefault((prompt, text), []).append(cell)
-    return sum(map(len, rows.values())), "".join(
+    return "".join(
         f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
         f'<div class="grid">{"".join(rows[name, text])}</div>'
         for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
@@ -155,7 +146,7 @@ def samples_html(run, folders):
 
 def write_report(run, rows, folders):
     """Write the page of a run and print a line about it. folders: of --samples. UserError."""
-    evaluations, (n_samples, samples) = read_evaluations(run), samples_html(run, folders)
+    evaluations = read_evaluations(run)
     saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
     config = run / cli.CONFIG
     flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
@@ -165,16 +156,15 @@ def write_report(run, rows, folders):
     parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
              f"{', '.join(sorted(saved, key=natural_key)) or 'none yet'}",
              "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
-             "Samples": samples, "Evaluation": evaluations and evaluation_table(evaluations)}
+             "Samples": samples_html(run, folders),
+             "Evaluation": evaluations and evaluation_table(evaluations)}
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))
-    output, temporary = run / "report.html", run / ".report.html.tmp"
-    temporary.unlink(missing_ok=True)       # it may be a link to another file
-    temporary.write_bytes(page.encode("utf-8", errors="replace"))
-    temporary.replace(output)       # readers see the old page or the new one
-    print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
-          f"{n_samples} samples, {len(evaluations)} evaluations")
+    output = run / "report.html"
+    output.unlink(missing_ok=True)      # it may be a link to another file
+    output.write_text(page, encoding="utf-8", errors="replace")
+    print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 
 
 if __name__ == "__main__":
@@ -186,8 +176,7 @@ if __name__ == "__main__":
     path = args.output_dir / "metrics.jsonl"
     try:
         require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
-        rows, wrong = metrics.read_rows(path)
-        require(not wrong, f"{path}: {wrong}; repair or remove them")
+        rows = metrics.read_metrics(path)
         write_report(args.output_dir, rows, args.samples)
         if args.check_fell:     # compares the means of the first and the last fifth
             losses = [value for _, value in metrics.curve(rows, "train/loss")]
@@ -198,5 +187,4 @@ if __name__ == "__main__":
             print(f"train/loss {first:.3f} -> {last:.3f} {how}")
             sys.exit(how != "fell")
     except (OSError, UserError) as error:
-        name = getattr(error, "filename", None)
-        cli.fail(f"{name}: {error.strerror}" if name else error)
+        cli.fail(error)

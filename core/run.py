@@ -1,6 +1,5 @@
 """Start and end of a trainer and the lines it prints. The loop is in each script."""
 import atexit
-import contextlib
 import shutil
 import sys
 import tempfile
@@ -8,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from core import checkpoint, cli, dist, metrics, watchdog
+from core import checkpoint, cli, dist, lifetime, metrics, watchdog
+
+MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
 
 
 def start(args):
@@ -23,13 +24,13 @@ def start(args):
                           args.auto or args.parallel != "ddp",      # --auto may choose to shard
                           getattr(args, "cpu_offload", False))
         if world.is_main:
-            gpu = world.device.type == "cuda"
-            name = torch.cuda.get_device_name(world.device) if gpu else "CPU"
-            kind = "bf16 autocast" if args.bf16 else (
-                "fp16 autocast" if getattr(args, "fp16", False) else "fp32")
+            name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
+            kind = "bf16" if args.bf16 else "fp16" if getattr(args, "fp16", False) else "fp32"
             print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
         dist.rank0(world, checkpoint.claim_output, folder)
-        dist.rank0(world, watchdog.clear_marker, folder)
+        if world.is_main:       # of an earlier run
+            for name in (MARKER, "stop"):
+                (Path(folder) / name).unlink(missing_ok=True)
         if "tensorboard" in args.report_to:
             dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
     watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
@@ -38,33 +39,30 @@ def start(args):
 
     def report_or_stop(kind, error, trace):
         if issubclass(kind, watchdog.Stopped):      # raised on all ranks, before the first step
-            watchdog.exit_stopped(world, args.output_dir, error)
+            watchdog.disarm()
+            if world.is_main:
+                checkpoint.write_text(Path(args.output_dir) / MARKER, f"{error}\n")
+                print(f"stopped    {error}")
+            dist.finish()
+            sys.exit(0)
         report(kind, error, trace)
 
     sys.excepthook = report_or_stop
-    watchdog.exit_if_asked(world, args.output_dir)      # a signal may have come during the imports
+    # a signal may have come during the imports
+    if asked := [name for name in dist.all_gather(world, lifetime.stop_requested()) if name]:
+        raise watchdog.Stopped(f"asked to stop by {asked[0]} before the first step")
     return world, watch, folder
 
 
-def open_checkpoints(args, world, identity, *keys):
+def open_checkpoints(args, world, identity):
     """(CheckpointManager, newest intact checkpoint or None, its state or {}). UserError unless the
-    checkpoint has the same `identity`, a dict, and its state has these `keys`. Collective."""
+    checkpoint has the same `identity`, a dict. Collective."""
     checkpoints = checkpoint.CheckpointManager(
         world, args.output_dir, args.save_total_limit, args.wait_timeout)
-    resume, state = checkpoints.latest(args.resume)
+    resume, state = dist.rank0(world, checkpoint.find_newest, args.output_dir, args.resume)
     if resume:
-        dist.rank0(world, checkpoint.check_identity, resume, state, identity, *keys)
+        dist.rank0(world, checkpoint.check_identity, resume, state, identity)
     return checkpoints, resume, state
-
-
-@contextlib.contextmanager
-def explain_out_of_memory(subject):
-    """Context in which a GPU that runs out of memory raises a UserError about `subject`."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise cli.UserError(f"{subject} does not fit into the GPU's memory; what helps: --auto, "
-                            "--gradient_checkpointing, smaller batches, --parallel fsdp")
 
 
 def schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals):
@@ -103,10 +101,10 @@ def end(args, watch, checkpoints, log, step, total_steps, stopping, result):
         log.close()
         if stopping:
             why = (watchdog.stop_asked(args.output_dir)
-                   or "asked to stop by a signal to another rank")
-            watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
-            print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the "
-                  "same command to resume")
+                   or "asked to stop by a signal to another rank") + f" at step {step}"
+            checkpoint.write_text(Path(args.output_dir) / MARKER, f"{why}\n")
+            print(f"stopped    {why} of {total_steps}; checkpoint saved; rerun the same command to "
+                  "resume")
         else:
             print(f"done       step {step}; {result}; final checkpoint "
                   f"{Path(args.output_dir) / f'checkpoint-{step}'}")

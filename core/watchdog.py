@@ -6,6 +6,7 @@ the run's store. If a rank exceeds its time limit, the slowest ranks are named a
 stacks, and all ranks exit with status 1 before the process group's limit. A frozen process is
 noticed in any phase, after the limit of a step.
 """
+import ctypes
 import json
 import multiprocessing.queues
 import os
@@ -17,10 +18,9 @@ from pathlib import Path
 
 from torch._utils import ExceptionWrapper
 
-from core.checkpoint import write_text
 from core.cli import first_line, print_error
-from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
-from core.lifetime import SIGNALS, end_with_trainer, stop_requested
+from core.dist import FAILED, GRACE_S, all_max, claim_error_report
+from core.lifetime import PR_SET_PDEATHSIG, SIGNALS, stop_requested
 
 BLOCKED_SIGNALS = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
 _disarmed = threading.Event()
@@ -32,7 +32,9 @@ class Stopped(Exception):
 
 def init_loader(worker_id):
     """worker_init_fn of every DataLoader: the process ignores signals and ends with the trainer."""
-    end_with_trainer()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:    # the trainer has already ended
+        os._exit(1)
     # pass an item that cannot be sent (/dev/shm is full) as an error: the trainer waits for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
         (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))
@@ -49,33 +51,6 @@ def disarm():
     for thread in threading.enumerate():
         if thread.name == "watchdog":       # in a call to the store it would abort the exit
             thread.join(GRACE_S)
-
-
-def exit_if_asked(world, output_dir):
-    """exit_stopped if any rank was asked to stop before the first step. Collective."""
-    if asked := [name for name in all_gather(world, stop_requested()) if name]:
-        exit_stopped(world, output_dir, f"asked to stop by {asked[0]} before the first step")
-
-
-def exit_stopped(world, output_dir, why):
-    """Leave the marker for the launcher and exit with status 0. Called on every rank."""
-    disarm()
-    if world.is_main:
-        leave_marker(output_dir, str(why))
-        print(f"stopped    {why}")
-    finish()
-    sys.exit(0)
-
-
-def clear_marker(output_dir):
-    """Remove the marker of an earlier run and its stop request."""
-    for name in ("requeue", "stop"):
-        (Path(output_dir) / name).unlink(missing_ok=True)
-
-
-def leave_marker(output_dir, text):
-    """Write OUTPUT_DIR/requeue, which makes the launcher start this run again."""
-    write_text(Path(output_dir) / "requeue", text + "\n")
 
 
 def stop_asked(output_dir):

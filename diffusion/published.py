@@ -343,8 +343,7 @@ def export(folder, output, file_format="usual"):
             "mask_token_id": config.mask_id, "block_size": layout.block_size,
             "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
     state = {name: tensor.contiguous() for name, tensor in state.items()}
-    size = sum(tensor.nbytes for tensor in state.values())
-    with checkpoint.new_folder(output, size) as output:
+    with checkpoint.new_folder(output) as output:
         tensor_io.save(state, output / "model.safetensors")
         tokens.tokenizer.save(str(output / "tokenizer.json"))
         copy_chat_files(folder, output)

@@ -147,8 +147,7 @@ identity = {**dataclasses.asdict(layout), "seed": args.seed,
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
                             *([len(chosen), args.best_by] if chosen else [])]
-checkpoints, resume, state = run.open_checkpoints(
-    args, world, identity, "best", "stale", "t_range", "averaged")
+checkpoints, resume, state = run.open_checkpoints(args, world, identity)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
@@ -276,7 +275,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epo
 batches = packing.iterate(blocks.make_loader(rows, packs, batch_rows, num_workers=args.num_workers,
                                              prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
-start_step, timer, stopping = step, metrics.StepTimer(device), False
+start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None

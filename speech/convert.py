@@ -158,7 +158,7 @@ def metadata_row(folder, entry):
 def lines_of(path):
     """Lines of a UTF-8 file without their ends; UserError names the first that is not."""
     with json_files.open_file(path) as file:
-        for number, line in enumerate(json_files.lines(file, path), 1):
+        for number, line in enumerate(file, 1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError:

@@ -18,7 +18,6 @@ from collections import namedtuple
 import numpy as np
 import torch
 
-from core import lifetime
 from core.cli import UserError, first_line, require, require_package
 
 RATE = 16000                # Hz, of all models here
@@ -120,7 +119,7 @@ def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
 
 def recognise_command(waves, rate, names=None, notes=None, command="", time_limit=3600):
     """[text] from a command that gets paths of wav files and prints a line for each. Raises
-    UserError if it fails, or after time_limit seconds, when its processes are killed."""
+    UserError if it fails, or after time_limit seconds, when it is killed."""
     import soundfile
     where = f"--asr_command {command}:"
     with tempfile.TemporaryDirectory() as folder:
@@ -129,19 +128,17 @@ def recognise_command(waves, rate, names=None, notes=None, command="", time_limi
             paths.append(f"{folder}/{len(paths):05d}.wav")
             soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
         try:
-            process = lifetime.start([*shlex.split(command), *paths], encoding="utf-8",
-                                     errors="replace", stdout=subprocess.PIPE)
+            done = subprocess.run([*shlex.split(command), *paths], encoding="utf-8",
+                                  errors="replace", capture_output=True, timeout=time_limit)
         except (OSError, ValueError) as error:
             raise UserError(f"{where} cannot be started ({error})")
-        try:
-            output, _ = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
             raise UserError(f"{where} has not heard {len(paths)} files in {time_limit:g} s")
-        finally:        # its child processes may outlive it
-            lifetime.end(process)
-    lines = output.splitlines()
-    require(process.returncode == 0 and len(lines) == len(paths),
-            f"{where} status {process.returncode}, {len(lines)} lines for {len(paths)} files")
+    lines = done.stdout.splitlines()
+    if done.returncode or len(lines) != len(paths):
+        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise UserError(f"{where} status {done.returncode}, {len(lines)} lines for {len(paths)} "
+                        f"files; last message: {last}")
     return [line.strip() for line in lines]
 
 

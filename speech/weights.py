@@ -316,7 +316,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes)
     files, total = plan.filename_to_tensors, sum(sizes.values())
-    with checkpoint.new_folder(output_dir, total) as building:
+    with checkpoint.new_folder(output_dir) as building:
         for file, inside in files.items():
             written = {}
             for name in inside:

@@ -1,7 +1,4 @@
-"""README and docs: every flag and file they name exists, every link leads somewhere, numbers are those measured.
-
-test_guides.py runs the commands.
-"""
+"""README and docs: flags and files they name exist, links lead somewhere, numbers are those measured."""
 import json
 import re
 import subprocess
@@ -23,7 +20,6 @@ FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max
 
 
 def fences(text):
-    """(language, number of its first line, lines) of each fenced block."""
     opened = None
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("```"):
@@ -38,7 +34,6 @@ def fences(text):
 
 
 def without_blocks(text):
-    """A page with its fenced blocks emptied; lines keep their numbers."""
     return re.sub(r"^```.*?^```$", lambda fence: "\n" * fence[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -80,7 +75,6 @@ def test_every_flag_that_is_named_exists():
 
 
 def slug(heading):
-    """GitHub's anchor of a heading."""
     words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
     return re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
 
@@ -88,7 +82,6 @@ def slug(heading):
 def test_links_lead_somewhere():
     anchors = {page: {slug(line.lstrip("#")) for line in without_blocks(text).splitlines() if line.startswith("#")}
                for page, text in TEXTS.items()}
-    number = 0
     for page, text in TEXTS.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if target.startswith("http"):
@@ -99,8 +92,6 @@ def test_links_lead_somewhere():
             if anchor and not path.endswith(".py"):     # of lines: test_links_to_lines
                 name = file.resolve().relative_to(ROOT).as_posix()
                 assert anchor in anchors[name], f"{page}: {name} has no heading #{anchor}"
-            number += 1
-    assert number > 40
 
 
 # {words of a link in README: pattern of the line of code that it leads to}
@@ -142,19 +133,11 @@ def test_columns_and_errors_of_data_are_those_of_the_code():
         assert text in code, f"docs/troubleshooting.md: no message says {text!r}"
 
 
-GUIDES = {f"docs/{name}.md" for name in (
-    "first_voice", "speech", "data", "speaking", "distillation", "diffusion", "slurm", "reliability", "speed",
-    "troubleshooting", "architecture", "adapting", "dropped")}
-
-
 def test_readme_is_short_and_has_what_it_must():
     readme = TEXTS["README.md"]
     assert len(readme.splitlines()) <= 110
-    assert set(TEXTS) == {"README.md", ".github/CONTRIBUTING.md", *GUIDES}
     for page in set(TEXTS) - {"README.md"}:
         assert f"]({page}" in readme, f"README does not lead to {page}"
-    assert (ROOT / "LICENSE").read_text().startswith("MIT License") and "the flat-trainers authors" in (
-        ROOT / "LICENSE").read_text()
 
 
 def test_guides_are_short_and_plain():

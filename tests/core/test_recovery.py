@@ -1,7 +1,5 @@
-"""Faults of a cluster in real runs of two ranks: processes are killed, signalled and stopped; disks fill up.
-
-A kill costs at most the steps since the last checkpoint and changes no bit of the final weights. Ranks are forked from
-multiprocessing's server, which has done the imports, each in its own session. With torchrun: test_lifetime.py.
+"""Faults of a cluster in real runs of two ranks: processes are killed, signalled and stopped; disks fill up. A kill
+costs at most the steps since the last checkpoint and changes no bit of the final weights.
 """
 import contextlib
 import json
@@ -37,7 +35,6 @@ LIMIT = ("--collective_timeout", LIMIT_S)
 
 
 def forked(argv, env, log, cwd):
-    """Body of a rank that the fork server starts."""
     os.setsid()
     os.chdir(cwd)
     os.environ.update(env)
@@ -82,7 +79,6 @@ def tiny(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server():
-    """multiprocessing context whose processes are forks of one that has imported the trainer."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.imports"])
     with pytest.MonkeyPatch.context() as patch:
@@ -92,8 +88,6 @@ def server():
 
 
 class Job:
-    """A trainer running in the background, one forked process a rank; rank 0 hosts the store."""
-
     def __init__(self, server, tiny, output_dir, flags, **env):
         self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
         self.processes, argv = [], trainer_arguments(tiny, output_dir, *flags)
@@ -105,7 +99,6 @@ class Job:
         self.ranks = [process.pid for process in self.processes]
 
     def pids(self):
-        """Every living process of the job: ranks, loaders."""
         return in_sessions(*self.ranks)
 
     def signal(self, number, *pids):
@@ -114,7 +107,6 @@ class Job:
                 os.kill(pid, number)
 
     def statuses(self):
-        """Exit statuses of the ranks, None while one runs."""
         return [process.exitcode for process in self.processes]
 
     def wait_for(self, ready):
@@ -139,9 +131,7 @@ class Job:
             self.signal(signal.SIGCONT, *self.ranks)
 
     def kill_all(self):
-        """SIGKILL until nothing is left."""
         while pids := self.pids():
-            random.shuffle(pids)
             self.signal(signal.SIGKILL, *pids)
             time.sleep(0.02)
         for process in self.processes:
@@ -151,7 +141,6 @@ class Job:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def seen(self, step):
-        """True once metrics.jsonl has this step or a later one."""
         return last_step(self.output_dir) >= step
 
     def assert_error(self, words, most=1):
@@ -162,7 +151,6 @@ class Job:
 
 
 def is_stopped(pid):
-    """True once no thread of a process runs any more."""
     tasks = Path(f"/proc/{pid}/task").glob("*/stat")
     with contextlib.suppress(OSError):      # of a thread that has just ended
         return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
@@ -188,7 +176,6 @@ def whole(server, tiny, tmp_path_factory):
 
 
 def steps_of(output_dir):
-    """Steps of the checkpoints there, oldest first."""
     return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
 
 
@@ -197,14 +184,12 @@ def newest(output_dir):
 
 
 def growing(output_dir):
-    """Newest step of an unfinished checkpoint; 0 if there is none."""
     return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
                 if "deleted" not in path.name), default=0)
 
 
 def last_step(output_dir):
-    path = output_dir / "metrics.jsonl"
-    rows = metrics.read_metrics(path) if path.exists() else []
+    rows = metrics.read_metrics(output_dir / "metrics.jsonl")
     return rows[-1]["step"] if rows else 0
 
 
@@ -214,7 +199,6 @@ def marker(output_dir):
 
 
 def assert_all_whole(output_dir):
-    """Every checkpoint folder has exactly the files of its manifest, undamaged."""
     for _, path in checkpoint.list_checkpoints(output_dir):
         assert not checkpoint.find_damage(path), f"{path}: {checkpoint.find_damage(path)}"
         listed = set(json.loads((path / "manifest.json").read_text())["files"]) | {"manifest.json"}
@@ -235,11 +219,8 @@ def assert_same_end(output_dir, whole):
 
 
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
-    """One rank is killed, then both, at a random moment between the creation of a checkpoint's folder and its rename.
-
-    Then the newest checkpoint is damaged, and the last start resumes from the one before. test_checkpoint.py kills a
-    save before each of its changes to the disk.
-    """
+    """One rank is killed, then both, at random moments before the rename. Then the newest checkpoint is damaged, and the
+    last start resumes from the one before."""
     print(f"TEST_SEED={SEED}")
     draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
     for whom in ("rank 1", "all"):
@@ -275,7 +256,7 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
         seen = last_step(out)
         job.signal(signal.SIGUSR1, job.ranks[1])
     job.end(0, 0)
-    # the step under way may be two further than the log, and one more is allowed
+    # the step that runs may be two after the logged one, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     why = f"asked to stop by a signal to another rank at step {newest(out)}"
     assert marker(out) == f"{why}\n" and "Traceback" not in job.text()
@@ -288,19 +269,15 @@ def speech(tiny, tmp_path_factory):
     """(train.json, number of clips): three copies of tiny's clips with different content, none encoded yet."""
     root, samples = tmp_path_factory.mktemp("speech"), []
     for copy in range(1, 4):
-        for sample in json.loads(tiny.train_json.read_text()):
-            for part in (part for turn in sample["messages"] if turn["role"] != "system" for part in turn["content"]):
-                if part["type"] == "audio":
-                    source = tiny.root / part["audio_url"]
-                    part["audio_url"] = f"{copy}-{source.name}"
-                    (root / part["audio_url"]).write_bytes(source.read_bytes() + bytes(copy))   # behind the samples
-            samples.append(sample)
+        (root / str(copy)).mkdir()
+        for wave in (tiny.root / "speech").glob("*.wav"):
+            (root / str(copy) / wave.name).write_bytes(wave.read_bytes() + bytes(copy))       # after the samples
+        samples += json.loads(tiny.train_json.read_text().replace('"speech/', f'"{copy}/'))
     (root / "train.json").write_text(json.dumps(samples))
-    return root / "train.json", len(list(root.glob("*.wav")))
+    return root / "train.json", len(list(root.rglob("*.wav")))
 
 
 def encoded(job):
-    """How many clips this run had to encode, by its progress bar."""
     return max(int(total) for total in re.findall(r"encoding audio:.*?/(\d+) \[", job.text()))
 
 
@@ -339,7 +316,6 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path):
                                          (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the others have "
                                              r"waited for \d+ s")])
 def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
-    """One rank is frozen while a checkpoint is written: the other one names it and ends."""
     out = tmp_path / "out"
     job = launch(out, *FSDP, "--save_steps", 1, "--max_steps", 10_000, *LIMIT, SLOW_DISK_S=1)
     job.wait_for(lambda: growing(out) == 1 and job.seen(2))
@@ -373,7 +349,6 @@ def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path
 
 
 def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk):
-    """All ranks exit with status 1 after one line that names the checkpoint."""
     out = disk(200)
     job = launch(out, *FSDP, "--save_steps", 2)
     job.wait_for(lambda: newest(out) >= 2)

@@ -7,7 +7,7 @@ from core import cli, json_files
 def test_passwords_and_keys_of_addresses_are_not_kept():
     found = cli.remove_secrets({"url": "http://anna:pass@h/v1?api_key=abc&x=1#y", "more": ["s3://k:v@b", 3, None],
                                  "a": "user@host", "b": "http://h/v1"})
-    assert found == {"url": "http://h/v1?&x=1#y", "more": ["s3://b", 3, None], "a": "user@host", "b": "http://h/v1"}
+    assert found == {"url": "http://***@h/v1?***&x=1#y", "more": ["s3://***@b", 3, None], "a": "user@host", "b": "http://h/v1"}
 
 
 @pytest.mark.parametrize("said, shown", [

@@ -34,9 +34,8 @@ class Watchdog(watchdog.Watchdog):
 
 @pytest.fixture
 def beats(monkeypatch):
-    """beats(script) -> number of rank 0's beats until it ended its process, or 0. Between two of them the generator
-    script(rank 0's watchdog, rank 1's) goes on. A step may take 10 of them.
-    """
+    """beats(script) -> number of rank 0's beats until it ended its process, or 0. script(rank 0's watchdog, rank 1's)
+    is a generator that goes on between two of them. A step may take 10."""
     def run(script):
         dogs = [Watchdog(World(rank=rank, local_rank=rank, size=2, local_size=2), 10) for rank in range(2)]
         assert dogs[0].beat_s == 1

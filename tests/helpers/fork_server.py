@@ -1,10 +1,8 @@
 """A `python` that starts our scripts in a millisecond: forks of a process that has imported torch and transformers.
 
-For whole programs that come to their end by themselves: bash and torchrun start it as any other. The process that they
-see hands its arguments, environment, folder, streams and ignored signals over, passes signals on and ends as the fork
-has ended, or takes it along. A script imports what is ours again, from where it is; a command (-c) has it, and one
-without torch is left to the real interpreter. Settings that torch and transformers read while they are imported, such as
-HF_HUB_OFFLINE=1, are this server's.
+bash and torchrun start it as any other. The process that they see hands arguments, environment, folder, streams and
+ignored signals over, passes signals on and ends as the fork does. Settings that torch and transformers read while they
+are imported, such as HF_HUB_OFFLINE=1, are this server's.
 """
 import contextlib
 import json
@@ -28,8 +26,7 @@ class ForkServer:
         self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" "{folder}/socket" "$@"\n')
         self.python.chmod(0o755)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with short(f"{folder}/socket") as path:
-            listener.bind(path)         # who comes too early waits
+        listener.bind(f"{folder}/socket")         # who comes too early waits
         listener.listen(64)
         self.server = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.fork_server", str(listener.fileno()), str(os.getpid())],
@@ -41,16 +38,6 @@ class ForkServer:
         self.server.wait()
 
 
-@contextlib.contextmanager
-def short(path):
-    """A path of a socket that is short enough, whatever its folder's is: 107 characters are allowed."""
-    folder = os.open(os.path.dirname(path), os.O_PATH)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
-    finally:
-        os.close(folder)
-
-
 def ask(path, words):
     """In the process that others see: as the real interpreter with these arguments."""
     start = next((at for at, word in enumerate(words) if word != "-u"), len(words))
@@ -59,8 +46,7 @@ def ask(path, words):
             kind == "-m" and rest[0] == "torch.distributed.run" or kind == "-c" and "import torch" in rest[0])):
         os.execv(sys.executable, [sys.executable, *words])
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with short(path) as address:
-        server.connect(address)
+    server.connect(path)
     ignored = [number for number in PASSED if signal.getsignal(number) is signal.SIG_IGN]
     job = [words[start:], os.getcwd(), dict(os.environ), ignored]
     for number in PASSED:
@@ -105,7 +91,6 @@ def watch(connection):
 
 
 def work(streams, words, folder, environment, ignored):
-    """Run a job as the interpreter does; returns its status."""
     import atexit
     import runpy
     import threading
@@ -158,7 +143,6 @@ def work(streams, words, folder, environment, ignored):
 
 
 def serve(listener, parent):
-    """Import, then fork for each who asks."""
     import gc
     import importlib
     die_with_parent()

@@ -1,8 +1,4 @@
-"""Real ranks without their start-up time: fork_server.py forks each from a process that has done the imports.
-
-A rank has the environment that torchrun gives; the ranks of a job use a port on which rank 0 hosts their store, as
-under our launchers.
-"""
+"""Real ranks without their start-up time: forks of fork_server.py with the environment that torchrun gives."""
 import json
 import os
 import socket

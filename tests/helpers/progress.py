@@ -7,11 +7,8 @@ PATIENCE_S = 600    # without any sign of progress; a process that works gets so
 
 
 def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S, every=0.02):
-    """Until ready() is true; returns its value. what: for the message.
-
-    alive: False as soon as nothing can come of it any more. progress: whatever it returns may not stay the same for
-    `seconds`; without it ready() must come within them. every: seconds between two looks.
-    """
+    """Until ready() is true; returns its value. what: for the message. alive: False if ready() can no longer come true.
+    progress: its value must change within `seconds`; without it ready() must come within them."""
     seen, end = None, time.monotonic() + seconds
     while not (value := ready()):
         if progress is not None and (now := progress()) != seen:
@@ -23,7 +20,6 @@ def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S, every
 
 
 def in_sessions(*leaders):
-    """Processes of these sessions that are alive, and their leaders."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):          # gone, or another user's
@@ -34,7 +30,6 @@ def in_sessions(*leaders):
 
 
 def children(pid):
-    """Processes that any thread of a process has started."""
     found = set()
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):      # the thread has ended

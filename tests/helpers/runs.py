@@ -12,13 +12,11 @@ CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short
 
 
 def rows(run, after=0, without=CLOCK):
-    """Lines of metrics.jsonl behind a step."""
     lines = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key not in without} for line in lines if line["step"] > after]
 
 
 def newest(run):
-    """Folder of the newest checkpoint."""
     return checkpoint.list_checkpoints(run.output_dir)[-1][1]
 
 
@@ -29,7 +27,6 @@ def tensors(run, stem="model"):
 
 
 def moments(run):
-    """{name: tensor} of AdamW's memory."""
     return tensors(run, f"{checkpoint.STATE}/optimizer")
 
 

@@ -2,7 +2,6 @@
 import argparse
 import contextlib
 import copy
-import gc
 import json
 import os
 import runpy
@@ -22,26 +21,12 @@ from core import cli
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@dataclass
 class Tiny:
     """A tiny native model, codec, speech and train.json, with the audio already encoded in a code cache."""
-    root: Path
 
-    @property
-    def model(self):
-        return self.root / "model"
-
-    @property
-    def codec(self):
-        return self.root / "codec"
-
-    @property
-    def train_json(self):
-        return self.root / "train.json"
-
-    @property
-    def codes(self):
-        return self.root / "codes"
+    def __init__(self, root):
+        self.root, self.model, self.codec = root, root / "model", root / "codec"
+        self.train_json, self.codes = root / "train.json", root / "codes"
 
     def samples(self):
         return json.loads(self.train_json.read_text())
@@ -55,7 +40,6 @@ class Run:
     output_dir: Path
 
     def metrics(self, name):
-        """{step: value} of one name in metrics.jsonl."""
         rows = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
         return {row["step"]: row[name] for row in rows if name in row}
 
@@ -124,12 +108,10 @@ def run_here(script, argv):
             if ended.code:
                 raise
         finally:
-            gc.enable()
             sys.excepthook = hook
 
 
 def speech_main(argv):
-    """train_v2_ddp.py on a command line, in this process."""
     run_script("train_v2_ddp.py", argv)
 
 
@@ -159,9 +141,6 @@ def trainer_of(script, **more):
                               world_size: script_flags(script)[1](args, world_size), **more})
 
 
-speech_trainer = trainer_of("train_v2_ddp.py")
-
-
 def trainer_command(tiny, output_dir, *flags, ranks=1, python=sys.executable):
     """A trainer's whole command line, as a user types it."""
     launcher = [python] if ranks == 1 else \
@@ -178,10 +157,7 @@ def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="tests.h
 
 
 def main_with_a_bad_token(argv):
-    """speech_main whose text embedding, the largest there is, gives NaN for the token BAD_TOKEN.
-
-    A base that holds NaN would be refused.
-    """
+    """speech_main whose text embedding gives NaN for the token BAD_TOKEN: a base that holds NaN would be refused."""
     import torch
     embed, bad = torch.nn.Embedding.forward, int(os.environ["BAD_TOKEN"])
 

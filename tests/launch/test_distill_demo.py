@@ -24,7 +24,6 @@ def python_that(folder, python):
 
 
 def run_demo(folder, *more, python=sys.executable, **settings):
-    """(status, what it said) of a demo below `folder` with one training process."""
     settings |= {"PATH": python_that(folder, python), "PYTHON_EXEC": python}
     done = subprocess.run(["bash", str(LAUNCHER), "--report_to", "none", *more], text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=PATIENCE_S, cwd=folder,
