@@ -53,8 +53,8 @@ flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
-p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "reference_share",
-       "train_data_dir", "eval_data_dir")
+p.hide("columns", "task_type", "reference", "reference_share", "train_data_dir",
+       "eval_data_dir")
 
 
 def check_flags(args, world_size):

@@ -148,8 +148,6 @@ def data(p):
          metavar="MEANING=NAME,...")
     flag("--task_type", "single_speaker_smart_voice", "prompt form for samples that name none; "
          "not for ChatML, which has prompts", choices=TASK_TYPES)
-    p.switch("--ref_audio_in_system_message",
-             "put reference clips into the scene description; not for ChatML")
     flag("--normalize_text", None, "normalise punctuation and sound tags of texts to speak as "
          "boson-ai's inference does; the checkpoint keeps the setting for speaking (default: on "
          "for Higgs-Audio V2, off for Higgs TTS 3)", choices=ON_OFF)

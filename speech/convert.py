@@ -56,9 +56,9 @@ KNOWN = COLUMNS | {"text_file": "transcript_file", "task_type": "training_task_t
 NO_TEXT = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for a missing value
 # sound marks, a name before a colon, HTML entities, control characters, a wrong encoding
 ODD_TEXT = re.compile(
-    r"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:laugh|sigh|cough|breath|gasp|"
-    r"chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|pause|silence|noise|clears)[a-z ]*\)|"
-    r"^\s*[^\W\d][\w.'-]{0,20}(?: \w{1,12})?:\s|&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});|"
+    r"\[s\d+\]|\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:laugh|sigh|cough|breath|"
+    r"gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|pause|silence|noise|clears)"
+    r"[a-z ]*\)|^\s*[^\W\d][\w.'-]{0,20}(?: \w{1,12})?:\s|&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});|"
     r"[\x00-\x08\x0b\x0c\x0e-\x1f]|Ã[\x80-¿]|â€|Â[\x80-¿]|�", re.I)
 SPEAKER_MARK = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.I | re.M)      # as VibeVoice writes it
 CANDIDATES = 64         # clips of a speaker among which references are chosen
