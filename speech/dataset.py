@@ -178,6 +178,8 @@ def read_source(builder, source, sources, problems):
     def take(result):
         chunk, refused, of_usable = result
         builder.append(chunk)
+        for p in refused:
+            p.file = source.given
         problems.add(refused)
         notes.extend(of_usable)
 

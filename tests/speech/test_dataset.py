@@ -113,18 +113,6 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
     assert "reference" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("blank", [(3, 9), (0, 6), (6, 7), (4, 21), (12, 30)])
-def test_blank_lines_move_no_samples_between_processes(tmp_path, tools, small_parts, blank):
-    """A part may hold blank lines alone; each sample is taken once, in order."""
-    write_entries(tmp_path, "list", 0)
-    entries, (start, stop) = [json.dumps(entry(i)) for i in range(40)], blank
-    (tmp_path / "m.jsonl").write_text("\n".join([*entries[:start], *[""] * (stop - start), *entries[start:], *[""] * 9]))
-    for processes in (0, 1, 2, 3):
-        builder, problems = TableBuilder(*tools, tmp_path / f"table{processes}"), Problems()
-        read_all(builder, Sources([(tmp_path / "m.jsonl", 1.0)], processes=processes), problems)
-        assert [builder.name(i).split("(")[1] for i in range(len(builder))] == [f"s{i})" for i in range(40)]
-
-
 def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
     """In the same length; a copy elsewhere is the same. A dry run, which encodes nothing, knows of neither."""
     def known(folder, sound, dry=False):
