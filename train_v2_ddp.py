@@ -80,9 +80,9 @@ import lora  # first: it reports a broken torchaudio before transformers fails t
 from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
-from data import SpeechSamples, collate, make_loader, prepare_table
+from data import SpeechSamples, collate, make_loader, make_table
 from speech import conversations, weights
-from speech.dataset import samples_line, split_samples, usable_samples
+from speech.dataset import read_flags, samples_line, split_samples, usable_samples
 from speech.labels import N_EXTRA, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 if args.float8 or args.base_dtype == "nf4":
@@ -141,7 +141,7 @@ _, _, (model, parts), prompts, keep_loss, table = collect(
     # an option that is off imports nothing
     lambda: args.sample_prompts and import_module("speech.speak").load(*setting),
     lambda: args.keep and import_module("speech.keep").load(*setting),
-    lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
+    lambda: make_table(world, tokenizer, ids, *read_flags(args, ids, codec_dir), work_dir, dry))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
     max_length=args.max_length or config.max_position_embeddings, say=main_rank,

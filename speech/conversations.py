@@ -173,8 +173,7 @@ def sample_name(location, entry):
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
-    label = (misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
-             or entry.get("speaker"))
+    label = misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
     return f"{location} ({one_line(label, 80)})" if label else location
 
 
@@ -213,8 +212,7 @@ def parse_clip(item, paths):
         raise BadSample("an audio item has no 'audio_url'; inline audio is not read")
     offset, duration = item.get("offset"), item.get("duration")
     for key, value in (("offset", offset), ("duration", duration)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < 1e7):
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1e7):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
     if offset is not None and duration == 0:
         raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on")
@@ -351,8 +349,7 @@ def reference_turns(turn, answer, ref_transcript):
 
 def mark_trained(turns, start_index, rewritten, n_messages):
     """Set which turns are trained; of canonical_sample. Raises BadSample."""
-    number = isinstance(start_index, int) and not isinstance(start_index, bool)
-    if start_index is not None and not (number and start_index >= 0):
+    if start_index is not None and not (isinstance(start_index, int) and start_index >= 0):
         raise BadSample(f"start_index is {start_index!r}, not a message number")
     answers = [turn for turn in turns if turn.role == "assistant" and turn.source is not None]
     speaking = [turn for turn in answers if turn.clips]

@@ -50,9 +50,8 @@ LANGUAGES = set("zh ja jp en ko yue de fr es it pt ru ar vi th".split())
 HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
 NO_SPEAKER = {*SUBFOLDERS, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"} # folders
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
-# and those of a metadata.json
 KNOWN = COLUMNS | {"text_file": "transcript_file", "task_type": "training_task_type task_type",
-                   "ref_speakers": "ref_speakers"}
+                   "ref_speakers": "ref_speakers"}      # of a metadata.json
 NO_TEXT = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for a missing value
 # sound marks, a name before a colon, HTML entities, control characters, a wrong encoding
 ODD_TEXT = re.compile(
@@ -118,8 +117,9 @@ def swift_row(entry, row):
     if spoken > 1 or heard or len(clips) != 1 or not answers:
         return BadSample(f"{heard + spoken} <audio> and {len(clips)} audios, not one spoken clip; "
                          "those of the user are speech to understand")
+    references = entry.get("ref_audios") or [row.get("ref_audio")]
     text = answers[-1].replace("<audio>", "").strip() or (requests or [""])[-1]
-    return row | {"audio": clips[0], "text": text}
+    return row | {"audio": clips[0], "text": text, "ref_audio": references[0]}
 
 
 def lines_of(path):
@@ -241,9 +241,8 @@ def read_kaldi(folder):
     for key in dict.fromkeys([*texts, *(segments or audio)]):
         cut = segments.get(key, "" if segments else key).split()
         recording, start, end = [*cut, None, None, None][:3]
-        yield {
-            "id": key, "audio": audio.get(recording), "text": texts.get(key),
-            "speaker": speakers.get(key), "offset": start, "end": end}
+        yield {"id": key, "audio": audio.get(recording), "text": texts.get(key),
+               "speaker": speakers.get(key), "offset": start, "end": end}
 
 
 # ---- Audio with texts next to it
@@ -510,8 +509,7 @@ def open_files(files, columns):
         for file in files:
             try:
                 yield from read(file)
-            except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
-                    ValueError, NotImplementedError) as error:
+            except (tarfile.TarError, EOFError, OSError, ValueError, NotImplementedError) as error:
                 raise UserError(f"{file}: cannot be read, it may be cut off ({first_line(error)})")
     if read:
         return rows_of(path, entries(), columns)
@@ -539,12 +537,11 @@ def open_folder(folder, columns):
         level = [path for parent in level for path in sorted(parent.iterdir())
                  if path.is_dir() and not path.name.startswith(".")][:200]
     rows = list(read_sidecars(folder))
-    why = f"has neither a list nor audio files ({', '.join(AUDIO_FILES)})"
-    for location, row in rows[:1]:
-        why = f"has audio, such as {one_line(location, 80)}, but no list of texts; it {row}"
-    require(any(isinstance(row, dict) for _, row in rows),
-            f"{folder}: {why}" + "".join(f"; {error}" for error in refused[:1]))
-    return folder, rows
+    if any(isinstance(row, dict) for _, row in rows):
+        return folder, rows
+    why = (f"has audio, such as {one_line(rows[0][0], 80)}, but no list of texts; it {rows[0][1]}"
+           if rows else f"has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
+    raise UserError(f"{folder}: {why}" + "".join(f"; {error}" for error in refused[:1]))
 
 
 def open_lists(folder, depth, columns, refused):
@@ -791,7 +788,7 @@ def main(argv=None):
     from speech import dataset      # late: it imports torch
     try:
         to_chatml(args.source, args.output, problems := [], columns=args.columns)
-        print(*problems[:20], sep="\n")
+        print("\n".join(problems[:20]))
         for sample in itertools.islice(dataset.read_samples(args.output, []), 1):
             print(f"first sample: {one_line(sample_text(sample))}")
     except UserError as error:

@@ -193,17 +193,14 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
     problems: Problems that collects unusable samples, for the caller to settle. folder: for data
     converted to ChatML. warnings: a list that takes Problems of usable samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
-        start, before, unconverted = len(builder), problems.counts.copy(), []
+        start, before, unconverted = len(builder), problems.counts.total(), []
         source = open_source(path, sources.reading, unconverted, held_out, folder, number)
         problems.add(unconverted)
 
         notes = read_source(builder, source, sources, problems)
-        refused = problems.counts - before
-        kept, lost = len(builder) - start, refused.total()
-        counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {one_line(path)}: "
-              f"{plural(kept + lost, 'row')} = {kept} kept + {lost} refused"
-              f"{f' ({counts})' if counts else ''}", flush=True)
+        kept, lost = len(builder) - start, problems.counts.total() - before
+        print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
+              f"{lost} refused", flush=True)
         samples = parse_entries(source, sources.reading, lambda number: True)
         for sample in itertools.islice((s for _, s in samples if isinstance(s, Sample)), 1):
             print(f"           first: {one_line(sample_text(sample))}", flush=True)
@@ -213,7 +210,7 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
             warnings += notes
         if not kept and not problems.n_fatal:
             problems.settle()
-            raise UserError(f"{path}: holds no samples{' that can be used' if refused else ''}")
+            raise UserError(f"{path}: holds no samples{' that can be used' if lost else ''}")
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
                                 "first": start, "stop": len(builder)})
     for clause, n in sorted(builder.notices.items()):
@@ -563,9 +560,8 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     folder = Path(path)
 
     def check():
-        if others:
-            raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
-                            "all data together (--train_data_file A B:0.5 --eval_data_file C)")
+        require(not others, f"{path}: a prepared folder is given alone; prepare all data together "
+                "(--train_data_file A B:0.5 --eval_data_file C)")
         contents = json_files.read_object(folder / PREPARED)
         for name, digest in contents["sha256"].items():
             fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
