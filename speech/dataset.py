@@ -196,7 +196,6 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
         start, before, unconverted = len(builder), problems.counts.total(), []
         source = open_source(path, sources.reading, unconverted, held_out, folder, number)
         problems.add(unconverted)
-
         notes = read_source(builder, source, sources, problems)
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
