@@ -4,10 +4,7 @@
     python speech/convert.py clips.csv --columns audio=clip,text=caption --output train.jsonl
     python speech/convert.py 'shards/*.parquet' --output train.jsonl   # audio is unpacked, too
 
-Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one
-(audio|text, LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs,
-ms-swift, VibeVoice, audio with texts or subtitles next to it, parquet and arrow files, WebDataset
-tars, and the corpora of CORPORA. The script stops where the values do not settle what a column
+Reads the formats of docs/data.md. The script stops where the values do not settle what a column
 means; then name it with --columns. Rows that cannot be used are counted and listed with the reason.
 
 Each reader yields (location, row). location: "line 7". row: a dict with keys of COLUMNS, a ChatML
@@ -315,8 +312,7 @@ def seconds_of(text):
     return round(sum(number * 60 ** i for i, number in enumerate(reversed(numbers))), 3)
 
 
-NUMBER = r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)"    # an editor may have replaced its tabs
-LABEL = re.compile(NUMBER * 2 + "(.*)")
+LABEL = re.compile(r"(\d+[.,]\d+)\s+(\d+[.,]\d+)\s+(.*)")     # an editor may replace its tabs
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
 # the line of times of a cue, and its number or name before it
 ARROW = re.compile(rf"(?:^\d+\n|(?<=\n\n).+\n)?^({TIME})[ \t]*-->[ \t]*({TIME})(?:[ \t].*)?$", re.M)
