@@ -17,16 +17,10 @@ from core.dist import rank0
 from core.problems import Problems
 from speech.codes import ensure_codes, plan_codes
 from speech.dataset import (Table, find_bad_audio, is_prepared, new_builder, open_prepared,
-                            read_all, read_flags)
+                            read_all)
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
-
-
-def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
-    """make_table() with the trainer's flags."""
-    return make_table(world, tokenizer, ids, *read_flags(args, ids, codec_dir), work_dir,
-                      args.dry_run is not None)
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):

@@ -53,8 +53,8 @@ flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
-p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "reference_share",
-       "train_data_dir", "eval_data_dir")
+p.hide("columns", "task_type", "reference", "reference_share", "train_data_dir",
+       "eval_data_dir")
 
 
 def check_flags(args, world_size):
@@ -78,9 +78,9 @@ import torch
 import lora  # first: it reports a broken torchaudio before transformers fails to import it
 from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
-from data import SpeechSamples, collate, make_loader, prepare_table
+from data import SpeechSamples, collate, make_loader, make_table
 from speech import conversations, weights
-from speech.dataset import samples_line, split_samples, usable_samples
+from speech.dataset import read_flags, samples_line, split_samples, usable_samples
 from speech.labels import N_EXTRA, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 if args.float8 or args.base_dtype == "nf4":
@@ -143,7 +143,7 @@ if args.keep:
     from speech import keep
     keep_loss = keep.Keeper(*setting)
 # last, as it takes hours
-table = prepare_table(world, tokenizer, ids, args, codec_dir, work_dir)
+table = make_table(world, tokenizer, ids, *read_flags(args, ids, codec_dir), work_dir, dry)
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
     max_length=args.max_length or config.max_position_embeddings, say=main_rank,

@@ -52,14 +52,8 @@ def check_trainer(args):
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
     for wrong, why in (
-            (args.disable_eval and (args.eval_data_file or args.eval_data_dir),
-             "--disable_eval and validation data exclude each other"),
-            (args.sample_seconds != 10 and not args.sample_prompts,
-             "--sample_seconds needs --sample_prompts"),
             (args.train_audio_table and not args.use_lora, "--train_audio_table needs --use_lora"),
             (args.use_lora and args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm"),
-            ((args.keep_weight, args.keep_every) != (1, 10) and not args.keep,
-             "--keep_weight and --keep_every need --keep"),
             (args.keep and not args.use_lora, "--keep needs --use_lora; in a full fine-tuning mix "
              "old data in: --train_data_file new.json old.json:0.25"),
             (args.keep and args.train_audio_table, "--keep excludes --train_audio_table"),
@@ -148,8 +142,6 @@ def data(p):
          metavar="MEANING=NAME,...")
     flag("--task_type", "single_speaker_smart_voice", "prompt form for samples that name none; "
          "not for ChatML, which has prompts", choices=TASK_TYPES)
-    p.switch("--ref_audio_in_system_message",
-             "put reference clips into the scene description; not for ChatML")
     flag("--normalize_text", None, "normalise punctuation and sound tags of texts to speak as "
          "boson-ai's inference does; the checkpoint keeps the setting for speaking (default: on "
          "for Higgs-Audio V2, off for Higgs TTS 3)", choices=ON_OFF)

@@ -1,11 +1,10 @@
 """A ChatML sample of any known shape -> one canonical conversation.
 
-The shapes: the community's "reference + 'Please generate speech ...'" form, the canonical zero-shot
-form, samples without a reference, several speakers. The canonical form is the one Higgs-Audio's own
-inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with each
-reference's transcript answered by an assistant turn with its clip, then the target text answered by
-the target clip. Text is never cut. The text to speak is normalised if the caller asks for it; like
-that code, this never normalises a reference's transcript. Imports no torch.
+The canonical form is the one Higgs-Audio's own inference builds (boson-ai/higgs-audio
+examples/generation.py): a system turn, a user turn with each reference's transcript answered by an
+assistant turn with its clip, then the target text answered by the target clip. Text is never cut.
+The text to speak is normalised if the caller asks for it; a reference's transcript never is.
+Imports no torch.
 """
 import json
 import os
@@ -16,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from core.cli import UserError, one_line
-from core.json_files import HALF_CHARACTER, read_object
+from core.json_files import read_object
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
@@ -25,14 +24,11 @@ MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for t
     "for the following text, using the specified voice.\n"
     "If no speaker tag is present, select a suitable voice on your own.")
 TAG = re.compile(r"\[(SPEAKER\d+)\]")
-OTHER_MARK = re.compile(r"\[S\d+\]|^[ \t]*([A-Z][A-Z]+|[A-Z][a-z]+):", re.MULTILINE)
-OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-Audio V2 takes as "
-               "marks is [SPEAKER0], [SPEAKER1], ...")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
 MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
-CACHE_SIZE = 100_000         # audio files, and folders, that are remembered: references come again
+CACHE_SIZE = 100_000         # audio files that are remembered: references come again
 SETTINGS = "text_settings.json"     # in a checkpoint: its run's --normalize_text, for speaking
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
@@ -108,7 +104,6 @@ class Sample:
 class Reading:
     """Settings by which data become conversations: the flags of these names."""
     task_type: str = "single_speaker_smart_voice"
-    ref_in_system: bool = False
     columns: str = ""
     reference: str = "given"
     reference_share: float = 1.0
@@ -128,21 +123,19 @@ class Paths:
         folders = [base, *(base / name for name in inside), *base.parents[:2], Path.cwd()]
         self.base, self.folders = base, list(dict.fromkeys(map(str, folders)))
         self.endings = ("", *endings)
-        self.look_up, self.names_in = map(lru_cache(CACHE_SIZE), (self.look_up, self.names_in))
+        self.look_up = lru_cache(CACHE_SIZE)(self.look_up)
 
     def find(self, name):
         """Absolute path of an audio file; BadSample with every place that was tried."""
         if path := self.look_up(name):
             return path
-        if "://" in name:
-            raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
         tried = ", ".join(dict.fromkeys(os.path.join(folder, name) for folder in self.folders))
         raise BadSample(f"audio file {name!r} not found; tried {tried}; write paths relative to "
                         f"{self.base}")
 
     def look_up(self, name):
-        """Absolute path of a file, also of one that Windows or macOS spells otherwise, or in
-        another case; "" if there is none."""
+        """Absolute path of a file, also of one that Windows or macOS spells otherwise; "" if there
+        is none."""
         spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
             unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
         paths = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings
@@ -150,14 +143,7 @@ class Paths:
         for path in (path + ending for path in paths for ending in self.endings):
             if os.path.isfile(path):
                 return os.path.abspath(path)
-        for folder, name in map(os.path.split, paths):
-            if real := self.names_in(folder).get(name.lower()):
-                return os.path.abspath(os.path.join(folder, real))
         return ""
-
-    def names_in(self, folder):
-        names = os.listdir(folder) if os.path.isdir(folder) else ()
-        return {name.lower(): name for name in names}
 
 
 # ---- Raw samples
@@ -187,8 +173,7 @@ def sample_name(location, entry):
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
-    label = (misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
-             or entry.get("speaker"))
+    label = misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
     return f"{location} ({one_line(label, 80)})" if label else location
 
 
@@ -207,8 +192,6 @@ def message_parts(message, paths):
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "scene", "user", "assistant"):
         raise BadSample(f"unknown role {role!r}; known: system, scene, user, assistant")
-    if message.get("recipient"):
-        raise BadSample("'recipient' is not supported: its turns are not speech")
     parts = []
     for item in content if isinstance(content, list) else [content]:
         item = {"type": "text", "text": item} if isinstance(item, str) else item
@@ -216,8 +199,6 @@ def message_parts(message, paths):
         if kind not in ("text", "audio"):
             raise BadSample(f"unknown content type {kind!r} of role {role!r}; known: text, audio")
         piece = parse_clip(item, paths) if kind == "audio" else item.get("text")
-        if isinstance(piece, str) and HALF_CHARACTER.search(piece):
-            raise BadSample(f"a text of role {role!r} holds half a character: {piece!r}")
         if not isinstance(piece, (str, Clip)):
             raise BadSample(f"a text item of role {role!r} has no string 'text'")
         if isinstance(piece, Clip) or piece.strip():
@@ -228,22 +209,15 @@ def message_parts(message, paths):
 def parse_clip(item, paths):
     name = item.get("audio_url") or item.get("url") or item.get("path")
     if not name:
-        raise BadSample("inline 'raw_audio' is not supported; set 'audio_url' to a file of it"
-                        if item.get("raw_audio") else "an audio item has no 'audio_url'")
+        raise BadSample("an audio item has no 'audio_url'; inline audio is not read")
     offset, duration = item.get("offset"), item.get("duration")
     for key, value in (("offset", offset), ("duration", duration)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < 1e7):
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1e7):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
     if offset is not None and duration == 0:
         raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None)
-
-
-def has_other_marks(text):
-    """True if a text names two or more speakers by marks that the models do not know."""
-    return len({mark[0].strip() for mark in OTHER_MARK.finditer(text)}) > 1
 
 
 def system_parts(text, scene="", voices=None, references=False):
@@ -274,8 +248,10 @@ def canonical_sample(name, entry, paths, normalize=False):
             raise BadSample("the trained clip has no text before it")
     if normalize:
         normalise_requests(turns)
-    return Sample(name, [trim_turn(turn) for turn in turns],
-                  *(str(entry.get(key) or "") for key in ("speaker", "language")))
+    *references, target = [clip for turn in turns for clip in turn.clips]
+    notes = [("own_reference", "its reference is the clip itself")] * (target in references)
+    return Sample(name, [trim_turn(turn) for turn in turns], str(entry.get("speaker") or ""),
+                  str(entry.get("language") or ""), notes)
 
 
 def normalise_requests(turns):
@@ -313,8 +289,6 @@ def canonical_turns(entry, paths):
             turns.append(turn)
         elif parts:
             turns.append(turn)
-    if isinstance(entry.get("scene"), str) and entry["scene"].strip():
-        scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
         asked = [i for i, turn in enumerate(turns) if turn.role == "user"]
         # clips before the last request are references; the one after it, if any, is the target
@@ -375,8 +349,7 @@ def reference_turns(turn, answer, ref_transcript):
 
 def mark_trained(turns, start_index, rewritten, n_messages):
     """Set which turns are trained; of canonical_sample. Raises BadSample."""
-    number = isinstance(start_index, int) and not isinstance(start_index, bool)
-    if start_index is not None and not (number and start_index >= 0):
+    if start_index is not None and not (isinstance(start_index, int) and start_index >= 0):
         raise BadSample(f"start_index is {start_index!r}, not a message number")
     answers = [turn for turn in turns if turn.role == "assistant" and turn.source is not None]
     speaking = [turn for turn in answers if turn.clips]
@@ -391,12 +364,11 @@ def mark_trained(turns, start_index, rewritten, n_messages):
 
 def trim_turn(turn):
     """Trim the outer ends of a turn's text, as the native chat template does."""
-    parts = list(turn.parts)
-    if parts and isinstance(parts[0], str):
-        parts[0] = parts[0].lstrip()
-    if parts and isinstance(parts[-1], str):
-        parts[-1] = parts[-1].rstrip()
-    turn.parts = [piece for piece in parts if piece]
+    if turn.parts and isinstance(turn.parts[0], str):
+        turn.parts[0] = turn.parts[0].lstrip()
+    if turn.parts and isinstance(turn.parts[-1], str):
+        turn.parts[-1] = turn.parts[-1].rstrip()
+    turn.parts = [piece for piece in turn.parts if piece]
     return turn
 
 

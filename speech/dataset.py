@@ -17,6 +17,7 @@ import uuid
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,16 +30,15 @@ from core.packing import Column, Lists, parallel_map_ordered, token_lists
 from core.problems import LIST, Problem, problem, settle
 from speech import choices
 from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
-from speech.conversations import (OTHER_MARKS, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
-                                  canonical_sample, has_other_marks, is_chatml, sample_name,
-                                  sample_text)
+from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sample,
+                                  canonical_sample, is_chatml, sample_name, sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-FLAGS = {"ref_in_system": "--ref_audio_in_system_message", "normalize": "--normalize_text"}
+PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 NOTES = {       # checks whose samples are still used
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
-    "unused_reference": "their task type uses no reference clips; --task_type "
-                        "zero_shot_voice_cloning trains with them",
+    "unused_reference": "their task type uses no reference clips",
+    "own_reference": "the reference is the clip to speak, so the model learns to copy it",
     "no_reference_text": "what their reference clips say is not known (ref_text); trained without "
                          "them"}
 SHARE = 0.005           # default of --validation_split
@@ -72,8 +72,7 @@ class Sources:
 
 def read_flags(args, ids, codec_dir):
     """(Sources, codes.Encoding) of the flags of the trainer or of prepare_tts.py."""
-    reading = Reading(args.task_type, args.ref_audio_in_system_message, args.columns,
-                      args.reference, args.reference_share, args.seed,
+    reading = Reading(args.task_type, args.columns, args.reference, args.reference_share, args.seed,
                       args.normalize_text == "on", ids.lone_reference)
     cache = args.code_cache or Path(args.output_dir) / "codes"
     return (Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad),
@@ -83,7 +82,8 @@ def read_flags(args, ids, codec_dir):
 
 class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
-    path: Path
+    given: str          # the user's file or folder
+    path: Path          # it, or the file into which it was converted
     unit: str           # "line" or "sample", for messages
     read: object
 
@@ -91,33 +91,26 @@ class Source(NamedTuple):
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """Source of a path, the number-th of the run. Other formats than ChatML are converted first,
     into a file in `folder`. problems: list to which unusable rows are added."""
-    if source := open_chatml(path):
-        changed = [FLAGS.get(name, f"--{name}") for name in (
-            "task_type", "ref_in_system", "reference", "reference_share", "columns")
-            if getattr(reading, name) != getattr(Reading(), name)]
-        if changed:
-            print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
-                  f"{', '.join(changed)} does not change", flush=True)
-        return source
+    if Path(path).suffix in choices.CHATML and Path(path).is_file():
+        with contextlib.suppress(UserError):        # the converter says more
+            source = Source(str(path), Path(path), *json_files.read_entries(path))
+            _, first = next(source.read(lambda number: True), (0, None))
+            if is_chatml(first):
+                changed = [f"--{name}" for name, default in vars(Reading()).items()
+                           if name in PROMPT_FLAGS and getattr(reading, name) != default]
+                if changed:
+                    print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
+                          f"{', '.join(changed)} does not change", flush=True)
+                return source
     from speech import convert
     if folder is None:
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
     convert.to_chatml(path, converted, problems, held_out=held_out, **vars(reading))
-    if not converted.stat().st_size:
-        return Source(converted, "line", lambda wanted: ())
-    return Source(converted, *json_files.read_entries(converted))
-
-
-def open_chatml(path):
-    """Source of a file whose first sample is ChatML; None for any other path."""
-    if Path(path).suffix in choices.CHATML and Path(path).is_file():
-        with contextlib.suppress(UserError):        # the converter says more
-            source = Source(Path(path), *json_files.read_entries(path))
-            for _, entry in itertools.islice(source.read(lambda number: True), 1):
-                return source if is_chatml(entry) else None
-    return None
+    is_empty = not converted.stat().st_size
+    unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(converted)
+    return Source(str(path), converted, unit, read)
 
 
 def parse_entries(source, reading, wanted, make=canonical_sample):
@@ -138,7 +131,7 @@ def parse_entries(source, reading, wanted, make=canonical_sample):
             # off: this text was spoken without normalisation, by generate_tts.py
             sample = make(name, entry, paths, reading.normalize and setting != "off")
         except BadSample as error:
-            yield number, problem(name, error.check, error, source.path)
+            yield number, problem(name, error.check, error, source.given)
         else:
             sample.notes.extend(map(tuple, misc.get("notes", ())))
             yield number, sample
@@ -162,43 +155,36 @@ def make_chunks(builder, source, sources, start, step):
     def is_mine(entry):
         return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
 
-    entries, due = parse_entries(source, sources.reading, is_mine), start
-    for number, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
-        for _ in range(due, number, step):      # of blank lines alone: the order counts
-            yield builder.chunk([], []), [], []
-        due = number + step
+    entries = parse_entries(source, sources.reading, is_mine)
+    for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
         samples, refused, notes = [], [], []
         for _, sample in group:
-            if isinstance(sample, Sample):
-                dropped = [note for note in sample.notes if note[0] in sources.drop]
-                if dropped:
-                    sample = problem(sample.name, *dropped[0])
-                else:
-                    samples.append(sample)
-                    notes += [problem(sample.name, *note) for note in sample.notes]
             if isinstance(sample, Problem):
                 refused.append(sample)
+                continue
+            marks = [problem(sample.name, *note, source.given) for note in sample.notes]
+            dropped = [note for note in marks if note.check in sources.drop]
+            refused += dropped[:1]
+            if not dropped:
+                samples.append(sample)
+                notes += marks
         yield builder.chunk(samples, refused), refused, notes
 
 
-def read_source(builder, source, path, sources, problems, warnings):
-    """Tokenise a Source, the data of `path`, into a TableBuilder -> Counter of the checks of notes.
-    Other arguments: as in read_all."""
-    counts = Counter()
+def read_source(builder, source, sources, problems):
+    """Tokenise a Source into a TableBuilder; returns [Problem] of usable samples."""
+    notes = []
 
     def take(result):
-        chunk, refused, notes = result
+        chunk, refused, of_usable = result
         builder.append(chunk)
-        for p in [*refused, *notes]:
-            p.file = str(path)
+        for p in refused:
+            p.file = source.given
         problems.add(refused)
-        counts.update(p.check for p in notes)
-        if warnings is not None:
-            warnings.extend(notes)
+        notes.extend(of_usable)
 
-    parallel_map_ordered(lambda start, step: make_chunks(builder, source, sources, start, step),
-                         sources.processes, take)
-    return counts
+    parallel_map_ordered(partial(make_chunks, builder, source, sources), sources.processes, take)
+    return notes
 
 
 def read_all(builder, sources, problems, folder=None, warnings=None):
@@ -207,24 +193,23 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
     problems: Problems that collects unusable samples, for the caller to settle. folder: for data
     converted to ChatML. warnings: a list that takes Problems of usable samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
-        start, before, unconverted = len(builder), problems.counts.copy(), []
+        start, before, unconverted = len(builder), problems.counts.total(), []
         source = open_source(path, sources.reading, unconverted, held_out, folder, number)
         problems.add(unconverted)
-        notes = read_source(builder, source, path, sources, problems, warnings)
-        refused = problems.counts - before
-        kept, lost = len(builder) - start, refused.total()
-        counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {one_line(path)}: "
-              f"{plural(kept + lost, 'row')} = {kept} kept + {lost} refused"
-              f"{f' ({counts})' if counts else ''}", flush=True)
+        notes = read_source(builder, source, sources, problems)
+        kept, lost = len(builder) - start, problems.counts.total() - before
+        print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
+              f"{lost} refused", flush=True)
         samples = parse_entries(source, sources.reading, lambda number: True)
         for sample in itertools.islice((s for _, s in samples if isinstance(s, Sample)), 1):
             print(f"           first: {one_line(sample_text(sample))}", flush=True)
-        for check, n in sorted(notes.items()):
+        for check, n in sorted(Counter(note.check for note in notes).items()):
             print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
+        if warnings is not None:
+            warnings += notes
         if not kept and not problems.n_fatal:
             problems.settle()
-            raise UserError(f"{path}: holds no samples{' that can be used' if refused else ''}")
+            raise UserError(f"{path}: holds no samples{' that can be used' if lost else ''}")
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
                                 "first": start, "stop": len(builder)})
     for clause, n in sorted(builder.notices.items()):
@@ -274,7 +259,7 @@ class TableBuilder:
         """folder: empty folder in which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden_tokens(tokenizer), ids.known_tags(tokenizer)
-        self.known, self.notices, self.sources = {}, Counter(), []      # sources: of read_all
+        self.notices, self.sources = Counter(), []      # sources: of read_all
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -304,11 +289,10 @@ class TableBuilder:
             marked = [turn for turn in sample.turns if "<|" in turn.text]
             try:
                 for token in (t for turn in marked for t in self.control if t in turn.text):
-                    raise BadSample(f"text contains the control token {token}",
-                                    "control_token")
+                    raise BadSample(f"text contains the control token {token}", "control_token")
                 streams, omissions = self.ids.streams(sample)
             except BadSample as error:
-                problems.append(problem(sample.name, error.check, str(error)))
+                problems.append(problem(sample.name, error.check, error))
                 continue
             good += streams
             facts += [facts_of(sample)] * len(streams)
@@ -318,14 +302,14 @@ class TableBuilder:
             notices.update(omissions)
             notices.update(f"hold {tag}, which is not a control tag of this model: it is read "
                             "aloud" for tag in tags)
-            if any(has_other_marks(turn.text) for turn in sample.turns if turn.role != "system"):
-                notices[OTHER_MARKS] += 1
             if any(turn.shortened for turn in sample.turns):
                 notices[SHORTENED] += 1
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
-        parts = self.tokenize_pieces(pieces)
+        texts = list({piece for piece in pieces if type(piece) is str})
+        tokens_of = dict(zip(texts, self.lists(texts)))
+        parts = [tokens_of.get(piece, [self.ids.audio_placeholder_id]) for piece in pieces]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
         labels = np.array(labels, bool)
@@ -352,16 +336,6 @@ class TableBuilder:
         for name in ("labelled", "text_targets", "trained", "facts"):
             getattr(self, name).append(chunk[name])
         self.notices.update(chunk["notices"])
-
-    def tokenize_pieces(self, pieces):
-        """[tokens] of the pieces of streams: a text gives its tokens, a Clip one token."""
-        new = {text for text in pieces if type(text) is str and text not in self.known}
-        known = {**self.known, **dict(zip(new, self.lists(list(new))))}
-        # template pieces repeat in every sample, user texts do not
-        self.known.update((text, known[text]) for text in new
-                          if text.startswith("<|") and text.endswith(("|>", "\n\n")))
-        placeholder = [self.ids.audio_placeholder_id]
-        return [known[piece] if type(piece) is str else placeholder for piece in pieces]
 
     def name(self, i):
         """Place of sample i in the user's files."""
@@ -512,14 +486,6 @@ def audio_numbers(where, clips):
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
 
 
-def find_own_references(audio, offsets):
-    """Numbers of the samples whose clip to speak (the last one) is also their reference. audio:
-    audio_numbers() of the clips of all samples. offsets: as in last_clips."""
-    target = np.repeat(last_clips(audio, offsets), np.diff(offsets))
-    uses = np.concatenate([[0], np.cumsum(audio == target)])
-    return np.flatnonzero(np.diff(uses[offsets]) > 1)
-
-
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
                    output_dir=None):
     """(training, validation) numbers of usable samples: short enough, and no audio in both parts.
@@ -533,25 +499,19 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
         print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
               "in the validation data")
     train = train[~twice]
-    own = find_own_references(audio_numbers(table.where, table.clips),
-                              table.clip_offsets) if say else []
-    if len(own):
-        print(f"data       {plural(len(own), 'sample')} with own_reference: the reference is the "
-              f"clip to speak, so the model learns to copy it: {one_line(table.name(own[0]))}")
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
-    settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "
-                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}",
-                    file_of(table.sources, i))
-            for numbers in (train, held_out)
-            for i in np.unique(numbers[table.lengths[numbers] > limit])),
-           ("too_long",) if drop else (), output_dir,
-           "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
+    dropped = settle(
+        (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "
+                 f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}",
+                 file_of(table.sources, i))
+         for numbers in (train, held_out)
+         for i in np.unique(numbers[table.lengths[numbers] > limit])),
+        ("too_long",) if drop else (), output_dir,
+        "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
+    if say and dropped:
+        print(f"data       dropped: {dropped}")
     kept = [numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out)]
-    lost = [len(train) - len(kept[0]), len(held_out) - len(kept[1])]
-    if say and any(lost):
-        print(f"data       dropped as too long: {lost[0]} of {len(train)} training and {lost[1]} "
-              f"of {len(held_out)} validation samples")
     if not len(kept[0]):
         raise UserError("no training samples are left that can be used")
     return kept
@@ -564,8 +524,8 @@ def samples_line(table, train_ids, eval_ids):
             f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
 
 
-# ---- Prepared folders: a table, the codes of its audio, and prepared.json, which has the size and
-# checksum of every file and the fingerprints of the tokenizer and codec
+# ---- Prepared folders: a table, the codes of its audio, and prepared.json, which has the checksum
+# of every file and the fingerprints of the tokenizer and codec
 
 
 def is_prepared(path):
@@ -582,14 +542,12 @@ def tokenizer_fingerprint(tokenizer, ids):
 def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
     """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
     codes = json.loads((table / "codes.json").read_text())
-    columns, cache = sorted(table.iterdir()), Path(os.path.normpath(table / codes["folder"]))
-    files = [*columns, *(cache / name for name in codes["shards"])]
+    cache = Path(os.path.normpath(table / codes["folder"]))
+    files = [*sorted(table.iterdir()), *(cache / name for name in codes["shards"])]
     checkpoint.write_text(folder / PREPARED, json.dumps({
         "table": table.name,
-        "files": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
-                  path.stat().st_size for path in files},
-        "sha256": {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
-                   for path in columns},        # codes have separate checksums
+        "sha256": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
+                   checkpoint.sha256(path) for path in files},
         "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
         "reading": asdict(reading), "report": report}, indent=1) + "\n")
 
@@ -600,35 +558,26 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     (path, weight, _), *others = sources.all()
     folder = Path(path)
 
-    def need(fits, why):
-        require(fits, f"{path}: is damaged, {why}; copy it again, or prepare it again")
-
     def check():
-        if others:
-            raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
-                            "all data together (--train_data_file A B:0.5 --eval_data_file C)")
+        require(not others, f"{path}: a prepared folder is given alone; prepare all data together "
+                "(--train_data_file A B:0.5 --eval_data_file C)")
         contents = json_files.read_object(folder / PREPARED)
-        for name in ("table", "files", "sha256", "tokenizer", "codec", "reading"):
-            need(name in contents, f"{PREPARED} has no {name!r}")
-        need((folder / contents["table"]).exists(), f"{contents['table']} is not there")
-        for name, expected in contents["files"].items():
-            size = (folder / name).stat().st_size if (folder / name).exists() else "no"
-            need(size == expected, f"{name} has {size} bytes, not {expected}")
         for name, digest in contents["sha256"].items():
-            need(checkpoint.sha256(folder / name) == digest, f"{name} has another checksum")
+            fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
+            require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
+                    "it again, or prepare it again")
         for name, fingerprint, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
             require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
                     f"that of {flag}; prepare it again")
         for name, default in asdict(Reading()).items():
-            value, expected = getattr(sources.reading, name), contents["reading"].get(name, default)
+            value, expected = getattr(sources.reading, name), contents["reading"][name]
             # a default fits any value, except for the text setting, which checkpoints keep
-            fits = (expected,) if name == "normalize" else (default, expected)
-            if value not in fits and name not in ("seed", "lone_reference"):
-                value, expected = ({True: "on", False: "off"}.get(x, x) for x in (value, expected))
-                raise UserError(f"{path}: was prepared with {FLAGS.get(name, f'--{name}')} "
-                                f"{expected}, not {value}; drop the flag, or prepare it again")
+            fits = value == expected or value == default and name != "normalize"
+            require(fits or name in ("seed", "lone_reference"),
+                    f"{path}: was prepared with {name} {expected}, not {value}; give the same "
+                    "flags, or prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         print(f"data       prepared: {path}", flush=True)
         return folder / contents["table"]

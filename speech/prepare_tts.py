@@ -73,8 +73,8 @@ from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems, problem
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import (audio_numbers, file_of, find_bad_audio, find_own_references, last_clips,
-                            new_builder, read_all, read_flags, write_prepared)
+from speech.dataset import (audio_numbers, file_of, find_bad_audio, last_clips, new_builder,
+                            read_all, read_flags, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -112,8 +112,6 @@ def find_problems(builder, codes, least, most):
     audio, held_out = audio_numbers(where, target), np.zeros(len(builder), bool)
     for source in sources:
         held_out[source["first"]:source["stop"]] = source["held_out"]
-    own = np.zeros(len(builder), bool)
-    own[find_own_references(audio_numbers(where, clips), offsets)] = True
 
     def first_of(values):
         """(n,) for each sample, the first usable sample with the same value."""
@@ -131,7 +129,6 @@ def find_problems(builder, codes, least, most):
              *np.exp((pace[i], low[i], high[i])))),
         ("in_validation", ~held_out & np.isin(audio, audio[usable & held_out]), lambda i:
          "its audio is in the validation data as well"),
-        ("own_reference", own, lambda i: "its reference is the clip itself"),
         ("duplicate_audio", same_audio < numbered, lambda i:
          f"has the same audio as {builder.name(same_audio[i])}"),
         ("duplicate_text", same_text < numbered, lambda i:

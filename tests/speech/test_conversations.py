@@ -1,4 +1,5 @@
 """Every shape a speech dataset comes in gives the same canonical conversation, and no text is lost on the way."""
+import itertools
 import json
 
 import pytest
@@ -88,31 +89,24 @@ def test_every_shape_is_the_same_canonical_sample(folder, entry):
     assert [c.path for t in sample.turns for c in t.clips] == [str(folder / "ref.wav"), str(folder / "target.wav")]
 
 
-WILD, PAIRS = (json.dumps(SAME_SAMPLE[name]) for name in ("instruction last", "canonical"))
-INDENTED = json.dumps(SAME_SAMPLE["instruction last"], indent=2)
-CONTAINERS = {"indented list": (f"[\n{INDENTED},\n{PAIRS}\n]\n", 2), "byte order mark": (f"\ufeff[{WILD}, {PAIRS}]", 2),
-              "lines with gaps and mark": (f"\ufeff\n{WILD}\n\n{PAIRS}\n", 2), "one object, indented": (INDENTED, 1)}
-
-
-@pytest.mark.parametrize("text, n", CONTAINERS.values(), ids=CONTAINERS)
-def test_every_container_holds_the_same_samples(folder, text, n):
-    for name in ("data.json", "data.jsonl") if text != INDENTED else ("data.json",):
+def test_every_container_holds_the_same_samples(folder):
+    """With a byte order mark, blank lines, or one object over several lines."""
+    wild_json, pairs = (json.dumps(SAME_SAMPLE[name]) for name in ("instruction last", "canonical"))
+    indented = json.dumps(SAME_SAMPLE["instruction last"], indent=2)
+    for text, n, name in ((f"[\n{indented},\n{pairs}\n]\n", 2, "data.jsonl"), (f"\ufeff[{wild_json}, {pairs}]", 2, "data.json"),
+                          (f"\ufeff\n{wild_json}\n\n{pairs}\n", 2, "data.json"), (indented, 1, "data.json")):
         (folder / name).write_text(text)
-        problems = []
-        samples = list(read_samples(folder / name, problems))
-        assert not problems and [shape(s) for s in samples] == [cloning()] * n
+        assert [shape(s) for s in read_samples(folder / name, [])] == [cloning()] * n
 
 
 @pytest.mark.parametrize("entry", [
     {"messages": [{"role": "user", "content": TARGET}, {"role": "assistant", "content": audio("target.wav")}]},
     {"messages": [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": [text(TARGET)]},
                   {"role": "assistant", "content": [audio("target.wav")]}], "start_index": 1},
-    wild(text(TARGET)), wild(text(INSTRUCTION + TARGET)), wild(text(TARGET), answer=""),
-], ids=["canonical", "start_index 1", "with answer text", "with instruction", "no answer text"])
+    wild(text(TARGET)), wild(text(INSTRUCTION + TARGET)), wild(text(TARGET), answer="")])
 def test_without_reference(folder, entry):
     sample, = read(folder, [entry])
-    assert shape(sample) == [("system", DEFAULT_SYSTEM, False), ("user", TARGET, False),
-                             ("assistant", "target.wav", True)]
+    assert shape(sample) == [("system", DEFAULT_SYSTEM, False), ("user", TARGET, False), ("assistant", "target.wav", True)]
 
 
 def test_several_speakers(folder):
@@ -130,14 +124,12 @@ def test_several_speakers(folder):
 
 @pytest.mark.parametrize("target", ["He said: stop: now.", "Time 10:45: go", "二つ：三つ: 四つ",
                                     "Please generate speech for me: he said: now"])
-@pytest.mark.parametrize("answered", [True, False])
-def test_target_text_is_never_cut(folder, target, answered):
-    prompts = [INSTRUCTION + target, f"Please generate speech for the text: {target}"]
-    if answered or not target.startswith("Please generate speech for me:"):    # else nothing tells it from a prefix
-        prompts.append(target)
-    for prompt in prompts:
-        entry = wild(text(REFERENCE), audio("ref.wav"), text(prompt), answer=target if answered else "")
-        assert shape(read(folder, [entry])[0]) == cloning(target)
+def test_target_text_is_never_cut(folder, target):
+    prompts = [INSTRUCTION + target, f"Please generate speech for the text: {target}", target]
+    for prompt, answer in itertools.product(prompts, (target, "")):
+        if answer or prompt != target or not target.startswith("Please"):     # else nothing tells it from a prefix
+            entry = wild(text(REFERENCE), audio("ref.wav"), text(prompt), answer=answer)
+            assert shape(read(folder, [entry])[0]) == cloning(target)
 
 
 @pytest.mark.parametrize("entry", [
@@ -147,9 +139,8 @@ def test_target_text_is_never_cut(folder, target, answered):
     wild(text(REFERENCE), audio("ref.wav"), ASKED, system=CANONICAL_SYSTEM)])
 def test_the_scene_is_kept(folder, entry):
     sample, = read(folder, [entry])
-    joined = ["".join(p for p in t.parts if isinstance(p, str)) for t in sample.turns]
-    assert joined == [CANONICAL_SYSTEM, REFERENCE, "", TARGET, ""]
-    assert [t.role for t in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
+    assert [(t.role, t.text) for t in sample.turns] == [
+        ("system", CANONICAL_SYSTEM), ("user", REFERENCE), ("assistant", ""), ("user", TARGET), ("assistant", "")]
 
 
 def test_start_index_trains_from_there_on_and_zero_the_last_of_the_wild_form_alone(folder):
@@ -164,36 +155,28 @@ def test_start_index_trains_from_there_on_and_zero_the_last_of_the_wild_form_alo
             assert not any(t.trained for t in turns if t.role != "assistant")
 
 
-@pytest.mark.parametrize("given, kept", [
-    ({"offset": None, "duration": 2.5}, (None, None)),
-    ({"offset": 0, "duration": 1.5}, (0, 1.5)), ({"offset": 2.0}, (2.0, None))])
-def test_only_an_offset_makes_a_cut(folder, given, kept):
+def test_only_an_offset_makes_a_cut(folder):
     """The wild form notes each clip's duration; taken as a cut it would clip every target by rounding."""
-    sample, = read(folder, [{"messages": [{"role": "user", "content": TARGET},
-                                          {"role": "assistant", "content": audio("target.wav", **given)}]}])
-    clip = sample.turns[-1].clips[0]
-    assert (clip.offset, clip.duration) == kept
-
-
-SPOKEN = "It is cold today , isn't it <SE>[Laughter]</SE>"
+    for offset, duration, kept in ((None, 2.5, (None, None)), (0, 1.5, (0, 1.5)), (2.0, None, (2.0, None))):
+        sample, = read(folder, [{"messages": [{"role": "user", "content": TARGET}, {
+            "role": "assistant", "content": audio("target.wav", offset=offset, duration=duration)}]}])
+        clip = sample.turns[-1].clips[0]
+        assert (clip.offset, clip.duration) == kept
 
 
 def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):
     """As in boson-ai's generation.py: the transcript of the speech to come, not that of a reference."""
-    target = "It is cold (today)，isn’t it [laugh]"
+    target, normalised = "It is cold (today)，isn’t it [laugh]", "It is cold today , isn't it <SE>[Laughter]</SE>"
     (folder / "t1.txt").write_text(target)
     (folder / "metadata.json").write_text(json.dumps({"samples": [
-        {"id": "s1", "audio_file": "target.wav", "transcript_file": "t1.txt", "ref_audio_file": "ref.wav",
-         "ref_transcript": " It is（me）"}]}))
-    chat = {"messages": [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": " It is（me）"},
-                         {"role": "assistant", "content": audio("ref.wav")}, {"role": "user", "content": target},
-                         {"role": "assistant", "content": audio("target.wav")}]}
-    for on, spoken in ((True, SPOKEN), (False, target)):
-        (folder / "data.json").unlink(missing_ok=True)
-        (by_folder,) = read_samples(folder, [], task_type="zero_shot_voice_cloning", normalize=on)
-        (by_chat,) = read(folder, [chat], normalize=on)
+        {"audio_file": "target.wav", "transcript_file": "t1.txt", "ref_audio_file": "ref.wav", "ref_transcript": " It is（me）"}]}))
+    chat = canonical()["messages"]
+    chat[1]["content"], chat[3]["content"] = " It is（me）", target
+    for on, spoken in ((True, normalised), (False, target)):
+        (by_folder,) = read_samples(folder / "metadata.json", [], normalize=on)
+        (by_chat,) = read(folder, [{"messages": chat}], normalize=on)
         assert shape(by_folder) == shape(by_chat) == cloning(spoken, reference="It is（me）")
-        prompt, = read(folder, [{"messages": chat["messages"][:-1]}], normalize=on, make=canonical_prompt)
+        prompt, = read(folder, [{"messages": chat[:-1]}], normalize=on, make=canonical_prompt)
         assert [t.parts for t in prompt.turns[:-1]] == [t.parts for t in by_chat.turns[:-1]]
 
 
@@ -202,7 +185,8 @@ def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(f
     (INSTRUCTION + "你好,世界!", "你好，世界！", "你好,世界!", False),
     ("Read this: it is late", "It is late.", "It is late.", True),
     ("请朗读：你好，世界", "你好，世界。", "你好，世界。", True),
-    (INSTRUCTION + "it is late", "it is late", "it is late", False),
+    (INSTRUCTION + "it is late", "it is late", "it is late", False), ("HELLO  there", "hello there", "HELLO  there", False),
+    ("Lies vor: Straße, bitte!", "STRASSE bitte", "STRASSE bitte", True),       # a letter may become two
     ("That is unkind", "kind", None, False), ("...", "!", None, False), ("की", "का", None, False)])
 def test_a_request_that_the_answer_repeats_is_recognised(folder, asked, answer, spoken, shortened):
     """Then the target turn is speech alone, as in generation; other words of the answer stay and are trained."""

@@ -16,8 +16,7 @@ FLAGS = """adam_beta2 audio_tokenizer_path auto base_dtype bf16 code_cache colle
     use_lora use_rslora validation_split wandb_project warmup_steps weight_decay"""
 # accepted, not shown: flags of prepare_tts.py, and others that few need
 HIDDEN = """columns disable_eval drop_too_long eval_data_dir keep_every
-    ref_audio_in_system_message reference reference_share task_type train_data_dir
-    wait_timeout"""
+    reference reference_share task_type train_data_dir wait_timeout"""
 
 
 def test_the_list_is_frozen():

@@ -11,7 +11,7 @@ import torch
 
 from core.cli import UserError
 from core.dist import World
-from data import make_loader, make_table
+from data import SpeechSamples, make_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.codes import Encoding
@@ -51,18 +51,6 @@ def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None):
                          Encoding(tiny.codec, out / "codes", ids.num_codebooks, wait_limit_s=60), out)
 
 
-def batches(table, ids):
-    """All that a loader makes of the samples of a table, one by one."""
-    packs = [[i] for i in range(len(table))]
-    return list(map(vars, make_loader(table, ids, packs, num_workers=0, prefetch_factor=2)))
-
-
-def same(a, b):
-    """True if two lists of batches are equal: tensors and the other fields, except the samples' numbers."""
-    return len(a) == len(b) and all(torch.equal(x[name], y[name]) if torch.is_tensor(x[name]) else name == "samples"
-                                    or x[name] == y[name] for x, y in zip(a, b) for name in x)
-
-
 @pytest.fixture(scope="module")
 def folder(tiny, tokenizer, ids, speech, tmp_path_factory):
     """A prepared folder of the manifest, with references of the same speaker; its own code cache."""
@@ -86,13 +74,9 @@ def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool
              "--output_dir", tmp_path / "made", "--reference", "same_speaker", "--preprocess_num_proc", "1"]
     statuses, output = pool.run(2, "tests.helpers.trainer.run_script", "speech/prepare_tts.py", list(map(str, flags)), cwd=tmp_path)
     assert statuses == [0, 0], output[-3000:]
-    assert "(JSON): 24 rows = 24 kept + 0 refused" in output
-    assert "done       24 samples" in output and "h of audio" in output
-    about = json.loads((tmp_path / "made" / "prepared.json").read_text())
-    ours, theirs = (Table(path) for path in (folder / json.loads((folder / "prepared.json").read_text())["table"],
-                                             tmp_path / "made" / about["table"]))
-    for name in ("tokens", "lengths", "frames", "clips"):
-        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    assert "24 rows = 24 kept + 0 refused" in output and "done       24 samples" in output
+    tables = [Table(out / json.loads((out / "prepared.json").read_text())["table"]) for out in (folder, tmp_path / "made")]
+    assert len({table.fingerprint(np.arange(24)) for table in tables}) == 1
     shutil.rmtree(mine)
     (tmp_path / "made").rename(tmp_path / "moved")
     done = forked("--train_data_file", "", "--train_data_dir", tmp_path / "moved", "--code_cache", "", "--max_steps", 2,
@@ -107,7 +91,10 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "problems.jsonl").write_text("of an earlier start\n")     # else each start would add the same lines
     mapped = opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "b")
-    assert same(batches(direct, ids), batches(mapped, ids)) and not (tmp_path / "b" / "problems.jsonl").exists()
+    assert direct.fingerprint(np.arange(24)) == mapped.fingerprint(np.arange(24)) and len(mapped) == 24
+    samples = SpeechSamples(mapped, ids)        # its codes are read from where they are now
+    assert [len(samples[i]["input_ids"]) for i in range(24)] == direct.lengths.tolist()
+    assert not (tmp_path / "b" / "problems.jsonl").exists()
     half = opened(tiny, tokenizer, ids, [(folder, 0.5)], tmp_path / "c")
     assert len(split_samples(half, 0, 42)[0]) == 12
     with pytest.raises(UserError, match="a prepared folder is given alone; prepare all data together"):
@@ -116,25 +103,30 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
         opened(tiny, tokenizer, ids, [(speech, 1.0)], folder)       # where tables of earlier starts are deleted
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"tokenizer": "x"}, "was prepared with another tokenizer than that of --model_path"),
-    ({"reading": {"normalize": True}}, "was prepared with --normalize_text on, not off"),
-    ({"table": "table-0"}, "is damaged, table-0 is not there"),
-    ({"files": {"prepared.json": 1}}, "is damaged, prepared.json has [0-9]+ bytes, not 1"),
-    ({}, "is damaged, table-[0-9a-f]*/tokens.npy has another checksum")])
-def test_a_folder_of_another_model_or_with_a_flipped_bit_is_refused(tiny, tokenizer, ids, folder, tmp_path, change, said):
-    shutil.copytree(folder, tmp_path / "other")
-    about = json.loads((folder / "prepared.json").read_text())
-    (tmp_path / "other" / "prepared.json").write_text(json.dumps({**about, **change}))
-    if not change:
-        (path,) = (tmp_path / "other").glob("table-*/tokens.npy")
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    with pytest.raises(UserError, match=said):
-        opened(tiny, tokenizer, ids, [(tmp_path / "other", 1.0)], tmp_path / "out")
-    with pytest.raises(UserError, match="was prepared with --reference same_speaker, not none"):
-        opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "out", reading=Reading(reference="none"))
+def test_a_folder_of_another_model_or_with_a_flipped_bit_is_refused(tiny, tokenizer, ids, folder, tmp_path):
+    contents = json.loads((folder / "prepared.json").read_text())
+
+    def refused(message, train=folder, **reading):
+        with pytest.raises(UserError, match=message):
+            opened(tiny, tokenizer, ids, [(train, 1.0)], tmp_path / "out", reading=Reading(**reading))
+
+    refused("was prepared with reference same_speaker, not none", reference="none")
+    refused("was prepared with normalize False, not True", normalize=True)      # also if the flag is a default
+    other = shutil.copytree(folder, tmp_path / "other")
+    for change, message in (
+            ({"tokenizer": "x"}, "was prepared with another tokenizer than that of --model_path"),
+            ({"reading": contents["reading"] | {"normalize": True}}, "was prepared with normalize True, not False"),
+            ({"sha256": {"gone": "x"}}, "is damaged, gone is not there")):
+        (other / "prepared.json").write_text(json.dumps(contents | change))
+        refused(message, other)
+    (other / "prepared.json").write_text(json.dumps(contents))
+    opened(tiny, tokenizer, ids, [(other, 1.0)], tmp_path / "out")
+    for pattern in ("table-*/tokens.npy", "codes/*/*.safetensors"):
+        path = next(other.glob(pattern))
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        refused(f"is damaged, .*{path.name} .* has another checksum", other)
+        path.write_bytes(whole)
 
 
 def test_a_cut_past_the_end_of_its_recording_is_an_error(tiny, tokenizer, ids, tmp_path):
@@ -172,9 +164,8 @@ def faulty(tmp_path_factory):
     return written(folder / "m.jsonl", [*rows, {"audio": "good1.wav", "text": " "}])
 
 
-FOUND = {"audio": ["text"], "too_short": ["tiny"], "silence": ["quiet"], "clipping": ["clipped"],
-         "dc_offset": ["shifted"], "no_words": ["dots"], "duplicate_audio": ["copy"], "duplicate_text": ["again"],
-         "text_rate": ["fast"]}
+FOUND = {"audio": "text", "too_short": "tiny", "silence": "quiet", "clipping": "clipped", "dc_offset": "shifted",
+         "no_words": "dots", "duplicate_audio": "copy", "duplicate_text": "again", "text_rate": "fast"}
 
 
 def listed(out):
@@ -188,27 +179,22 @@ def listed(out):
 
 def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, tmp_path):
     cache, rows = tmp_path / "codes", [json.loads(line) for line in faulty.read_text().splitlines()]
-    expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem in names]
-                for check, names in FOUND.items()}
+    expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem == name] for check, name in FOUND.items()}
     expected["empty_text"] = [39]
     with pytest.raises(UserError, match="4 problems:") as caught:        # in rows and in audio, in one list
         prepared(tiny, tokenizer, ids, faulty, tmp_path / "b", cache=cache)
-    for said in ("line 40 (good1.wav): its text is empty", "its audio", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
-                 "quiet.wav", "is silent, -103 dB of full scale", "--drop_bad"):
+    for said in ("line 40 (good1.wav): its text is empty", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
+                 "is silent, -103 dB of full scale", "--drop_bad"):
         assert said in str(caught.value)
     assert listed(tmp_path / "b") == expected and not (tmp_path / "b" / "prepared.json").exists()
-    errors = (*CHECKS, *SOUND_ERRORS)
-    report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=errors)
-    assert listed(tmp_path / "c") == expected and report["samples"] == 36
-    more = (*errors, "clipping", "text_rate")
-    report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=more)
-    assert report["samples"] == 34 and report["checks"]["clipping"] == {"samples": 1, "dropped": True}
-    assert report["checks"]["dc_offset"] == {"samples": 1, "dropped": False} and report["dropped"] == 6
+    dropped = (*CHECKS, *SOUND_ERRORS, "clipping", "text_rate")
+    report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=dropped)
+    assert listed(tmp_path / "c") == expected and (report["samples"], report["dropped"]) == (34, 6)
+    assert report["checks"]["clipping"] == {"samples": 1, "dropped": True}
+    assert report["checks"]["dc_offset"] == {"samples": 1, "dropped": False}
     table = opened(tiny, tokenizer, ids, [(tmp_path / "c", 1.0)], tmp_path / "d")
-    kept = {str(int(table.name(i).split()[2]) - 1) for i in split_samples(table, 0, 42)[0]}
-    assert kept == {str(i) for i in range(39)} - {str(expected[check][0]) for check in (
-        "audio", "too_short", "silence", "clipping", "text_rate")}
-    assert len(list((tmp_path / "c").glob("table-*"))) == 1
+    kept = {int(table.name(i).split()[2]) - 1 for i in split_samples(table, 0, 42)[0]}
+    assert kept == {*range(39)} - {expected[check][0] for check in ("audio", "too_short", "silence", "clipping", "text_rate")}
 
 
 def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp_path, capsys):
@@ -222,7 +208,7 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     assert [part.tolist() for part in usable_samples(table, *split_samples(table, 0, 42), **limits)] == [[0, 1, 3], [4, 5]]
     said = capsys.readouterr().out
     assert "dropped from training: 1 sample whose audio is in the validation data" in said
-    assert "eval\\x1b[31m.jsonl (JSON)" in said and "\x1b" not in said
+    assert "eval\\x1b[31m.jsonl" in said and "\x1b" not in said
     with pytest.raises(UserError, match="no training samples are left"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
 

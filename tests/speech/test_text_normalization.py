@@ -57,12 +57,3 @@ def test_speech_follows_the_checkpoint(tmp_path):
         assert found is normalize and said in line and f"--normalize_text {'on' if found else 'off'}" in line
     (on / conversations.SETTINGS).write_text("half of i")
     assert conversations.saved_setting(on) is None
-
-
-@pytest.mark.parametrize("asked, answer, wanted", [
-    ("HELLO  there", "hello there", ("HELLO  there", "same")),
-    ("Hello, there!", "hello there", ("Hello, there!", "same")),
-    ("Lies vor: Straße, bitte!", "STRASSE bitte", ("STRASSE bitte", "shortened"))])
-def test_what_a_request_asks_to_speak(asked, answer, wanted):
-    """Letters count as they are compared: one may become two."""
-    assert conversations.target_text(asked, answer) == wanted
