@@ -17,7 +17,6 @@ from speech import convert, v3
 from speech.conversations import MULTISPEAKER_SYSTEM
 from speech.dataset import read_samples
 from speech.speak import text_prompts
-from tests.helpers.spoken import decode_audio
 from tests.helpers.trainer import ROOT
 
 
