@@ -124,7 +124,10 @@ def new_folder(output_dir, flag="--output_dir"):
     try:
         building.mkdir(parents=True)
         yield building
+        for path in [*building.iterdir(), building]:
+            fsync(path)
         building.rename(final)
+        fsync(final.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
     finally:

@@ -197,6 +197,7 @@ def parse(parser, check=None, argv=None):
         # a log file shows each line at once
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
+        sys.excepthook = report_interrupt
     # common launch lines write max_split_size_mb=128, but torch wants a colon
     if "=" in (value := os.environ.get(ALLOCATOR, "")):
         os.environ[ALLOCATOR] = value.replace("=", ":")
@@ -221,6 +222,14 @@ def parse(parser, check=None, argv=None):
     elif planned is not False and os.environ.get("RANK", "0") != "0":
         sys.exit(0)     # one process plans for all
     return args
+
+
+def report_interrupt(kind, *error):
+    """sys.excepthook during the imports: Ctrl-C prints one line, on rank 0."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, *error)
+    elif os.environ.get("RANK", "0") == "0":
+        print_error("interrupted")
 
 
 def accept_old_names(parser):
@@ -249,10 +258,13 @@ def read_config(parser, words):
         return []
     import yaml  # comes with transformers
     try:
-        values = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+        text = Path(file).read_text(encoding="utf-8")
+        values = yaml.load(text, yaml.BaseLoader) or {}
     except (OSError, yaml.YAMLError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(isinstance(values, dict), f"--config {file}: must be lines of flag: value")
+    twice = [name for name in values if len(re.findall(rf"^{name}:", text, re.M)) > 1]
+    require(not twice, f"--config {file}: {''.join(twice[:1])} is there twice")
     file_words = []
     for name, value in values.items():
         flag = f"--{name}"

@@ -43,9 +43,11 @@ def model_text(model, adapters):
 
 
 class StepTimer:
-    """Work and seconds of the steps since the last log line, without pauses."""
+    """Work and seconds of the steps since the last log line, without pauses. The first step of a
+    run, which compiles and allocates, counts only if it is logged alone."""
 
-    def __init__(self):
+    def __init__(self, device):
+        self.device, self.first = device, None
         self.reset()
 
     def reset(self):
@@ -68,19 +70,25 @@ class StepTimer:
 
     def count(self, work, slots):
         """Add a step. work: {"tokens", "samples", "flops"} of all ranks; slots: with padding."""
+        if self.first is None:
+            if self.device.type == "cuda":
+                import torch
+                torch.cuda.synchronize(self.device)     # else its kernels count for the next step
+            self.first = work, slots, time.monotonic() - self.start, self.waited
+            return self.reset()
         self.work.update(work)
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
         """{metric name: float} of all ranks' work since the last report. MFU is the model's FLOP/s
         divided by the bf16 peak of all GPUs."""
-        work, seconds = self.work, time.monotonic() - self.start
+        latest = self.work, self.slots, time.monotonic() - self.start, self.waited
+        work, slots, seconds, waited = latest if self.steps else self.first
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
         values = {"train/throughput": work["tokens"] / seconds,
                   "train/samples_per_second": work["samples"] / seconds,
-                  "train/step_seconds": seconds / self.steps, "train/memory_gib": memory,
-                  "train/padding": 1 - work["tokens"] / self.slots,
-                  "train/data_wait_seconds": self.waited}
+                  "train/step_seconds": seconds / max(1, self.steps), "train/memory_gib": memory,
+                  "train/padding": 1 - work["tokens"] / slots, "train/data_wait_seconds": waited}
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
                    if name.endswith("_seconds")}
         if world.device.type == "cuda":

@@ -2,6 +2,7 @@
 import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -90,7 +91,7 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 
 @pytest.mark.parametrize("text, said", [
     ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
-    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
+    ("seed: 1\nseed: 2", "seed is there twice"), ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)
@@ -150,6 +151,17 @@ def test_help_and_mistakes_come_before_torch(script):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done
     text = " ".join(done.stdout.split())
     assert not re.search(r"\(default: (None|\[|[^)]*\) \(default)", text)
+
+
+def test_ctrl_c_is_one_line():
+    """While a script imports what comes after its flags, and later."""
+    code = ("import time\nfrom core import cli\ncli.parse(cli.Parser('x'))\n"
+            "print('here', flush=True)\ntime.sleep(99)")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as script:
+        assert script.stdout.readline() == "here\n"
+        script.send_signal(signal.SIGINT)
+        assert script.stderr.read() == "interrupted\n" and script.wait() == -signal.SIGINT
 
 
 def test_packages_that_note_the_command_line_find_no_password(monkeypatch):

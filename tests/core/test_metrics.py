@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import torch
+from core import dist, metrics
 from core.metrics import MetricsLog, read_metrics
 
 
@@ -55,3 +57,18 @@ def test_a_validation_that_is_due_again_is_there_once(tmp_path, eval_due, kept):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
     assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
+
+
+def test_the_first_step_of_a_run_does_not_count_for_its_speed(monkeypatch):
+    """It compiles and allocates; a run that logs each step shows it on its own line."""
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    work, world = {"tokens": 100, "samples": 2, "flops": 1}, dist.World(device=torch.device("cpu"))
+    whole, single = metrics.StepTimer(world.device), metrics.StepTimer(world.device)
+    for now in (90.0, 90.5, 91.0):
+        whole.count(work, 100)
+        if now == 90:
+            single.count(work, 100)
+    values = whole.report(world)
+    assert values["train/step_seconds"] == 0.5 and values["train/throughput"] == 200
+    assert single.report(world)["train/step_seconds"] == 90
