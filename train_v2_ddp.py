@@ -71,6 +71,7 @@ dry = args.dry_run is not None      # one process plans for all ranks
 
 import math
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -135,15 +136,10 @@ choices.check_folders(args)
 dist.check_device(device, args)
 model, parts = empty_model(folder, config_dict)
 setting = args, tokenizer, ids, config, codec_dir, world
-prompts = keep_loss = None
-if args.sample_prompts:     # an option that is off imports nothing
-    from speech import speak
-    prompts = speak.load(*setting)
-if args.keep:
-    from speech import keep
-    keep_loss = keep.load(*setting)
-# last, as it takes hours
-table = prepare_table(world, tokenizer, ids, args, codec_dir, work_dir)
+# an option that is off imports nothing
+prompts = args.sample_prompts and import_module("speech.speak").load(*setting)
+keep_loss = args.keep and import_module("speech.keep").load(*setting)
+table = prepare_table(world, tokenizer, ids, args, codec_dir, work_dir)     # last: it takes hours
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
     max_length=args.max_length or config.max_position_embeddings, say=main_rank,
