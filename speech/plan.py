@@ -110,7 +110,7 @@ def choose(args, world, ranks, model, data):
 
 
 def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines):
-    """Print the plan of a run; UserError lists every limit that it exceeds.
+    """Print the plan of a run; UserError if it exceeds the memory or a disk.
 
     model: empty, as trained. order: PackOrder. step: the first one. lines: about steps, intervals,
     start."""
@@ -128,6 +128,6 @@ def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoc
         samples_line(table, data.train, data.held_out),
         f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "
         f"({new_frames / FRAME_RATE / 3600:.2f} h)",
-        f"{steps}warm-up {args.warmup_steps} steps", intervals, start], left, flops,
-        [lambda: plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",
-                                  new_frames * 2 * data.ids.num_codebooks, "codes of new clips")])
+        f"{steps}warm-up {args.warmup_steps} steps", intervals, start], left, flops)
+    plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",
+                     new_frames * 2 * data.ids.num_codebooks, "codes of new clips")
