@@ -53,8 +53,7 @@ flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
-p.hide("columns", "task_type", "reference", "reference_share", "train_data_dir",
-       "eval_data_dir")
+p.hide("columns", "task_type", "reference", "reference_share", "train_data_dir", "eval_data_dir")
 
 
 def check_flags(args, world_size):
@@ -71,7 +70,6 @@ dry = args.dry_run is not None      # one process plans for all ranks
 
 import math
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -163,7 +161,7 @@ args.compile = dist.choose_compile(world, args)     # after --auto, which may ex
 identity = None     # on rank 0: a run resumes only a checkpoint with the same values
 if main_rank:
     base = tensor_io.fingerprint(folder)
-    identity = {"base model": base, "codec": Path(table.reader.folder).name,
+    identity = {"base model": base, "codec": table.reader.folder.name,
                 "set of trained weights": choices.trained_weights(args),
                 "--normalize_text": args.normalize_text, "seed": args.seed,
                 "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
@@ -222,8 +220,7 @@ if args.float8:
 model.train()
 # FSDP2 changes the model in place; DDP wraps it in a module
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
-# after sharding, which replaces the parameters
-trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+trainable = [p for p in model.parameters() if p.requires_grad]     # sharding replaced them
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), decays)
 scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
@@ -257,8 +254,7 @@ if device.type == "cuda":       # try the largest pack now, or it may fail hours
     try:
         forward_backward(batch.to(device), 1, 1, True)
     except torch.OutOfMemoryError:
-        raise cli.UserError(f"the largest pack, {len(batch.input_ids)} tokens, exceeds the GPU's "
-                            "memory; what helps: --auto, smaller batches, --parallel fsdp")
+        raise cli.UserError("the largest pack exceeds GPU memory; try --auto or --parallel fsdp")
     model.zero_grad(set_to_none=True)       # discard the trial's gradients
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
@@ -331,9 +327,8 @@ monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("sk
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-batches = packing.iterate(make_loader(      # loader processes read ahead
-    table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
-    pad_to=args.max_tokens_per_batch))
+batches = packing.iterate(make_loader(table, ids, packs, pad_to=args.max_tokens_per_batch,
+    num_workers=args.num_workers, prefetch_factor=4))      # loader processes read ahead
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)

@@ -350,11 +350,11 @@ class CodeReader:
     """Reads codes from shards; each process opens them separately."""
 
     def __init__(self, folder, shards):
-        self.folder, self.shards, self.open_shards = str(folder), shards, {}
+        self.folder, self.shards, self.open_shards = Path(folder), shards, {}
 
     def codes(self, shard, start, frames, checksum):
         """(frames, 8) int16 codes. UserError if their checksum does not match."""
-        path = os.path.join(self.folder, self.shards[shard])
+        path = self.folder / self.shards[shard]
         with explain_damage(path):
             if shard not in self.open_shards:
                 self.open_shards[shard] = safe_open(path, "np").__enter__()

@@ -1,4 +1,5 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +84,7 @@ def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
     go."""
     table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
     new = table.where[:, 0] < 0     # clips that are not encoded
+    frames = table.where[new, 2].sum()
     flops = 0
     if not args.float8:
         epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]
@@ -90,4 +92,6 @@ def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
     plans.print_plan(args, needed, model.base_model, [
         metrics.model_text(model, args.use_lora), samples_line(table, data.train, data.held_out),
         f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "
-        f"({table.where[new, 2].sum() / FRAME_RATE / 3600:.2f} h)", *lines], left, flops)
+        f"({frames / FRAME_RATE / 3600:.2f} h)", *lines], left, flops)
+    plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",
+                     2 * frames * data.ids.num_codebooks, "codes of new clips")
