@@ -329,5 +329,6 @@ def check_rendered(messages, tools, turns):
         prompt, whole = turns.get(i, ("", ""))
         if i in turns and whole.startswith(prompt):     # otherwise _mask reports the tokens
             words = [answer_text(message), (message.get("reasoning_content") or "").strip()]
+            words += [word for c in calls for word in (c["name"], *c.get("arguments", {}))]
             complete &= all(word in whole[len(prompt):] for word in words)
         check(complete, f"a part of message {i + 1} ({message['role']})")

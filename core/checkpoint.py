@@ -168,9 +168,10 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
         time.sleep(0.2)
     _held[path] = lock
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    lock.truncate(0)
-    lock.write(f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n")
-    lock.flush()
+    with error_names_file(path):
+        lock.truncate(0)
+        lock.write(f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n")
+        lock.flush()
     with contextlib.suppress(PermissionError):      # another user's file
         os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
     return lock

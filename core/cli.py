@@ -80,8 +80,10 @@ def print_error(text):
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         last = text.splitlines()[-1].strip()
         extra = {"py_callstack": last, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):      # the process must end, also with a full disk
-            Path(path).write_text(json.dumps({"message": {"message": last, "extraInfo": extra}}))
+        with contextlib.suppress(OSError):      # renamed: torchrun fails on an incomplete file
+            Path(f"{path}.new").write_text(json.dumps(
+                {"message": {"message": last, "extraInfo": extra}}))
+            os.replace(f"{path}.new", path)
 
 
 def fail(message, status=1):
@@ -417,6 +419,7 @@ def check_trainer(args, world_size, parser):
                  "scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
+    check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
     args.report_to = [name for name in args.report_to if name != "none"]
     for name in args.report_to:
         require_package(name, f"--report_to {name}")

@@ -112,10 +112,12 @@ def finish():
 
 
 def check_device(device, args):
-    """UserError if the device cannot compute in bfloat16, but the flags ask for it."""
-    if device.type == "cuda" and args.bf16:     # a CPU has it, slowly
-        require(torch.cuda.get_device_capability(device) >= (8, 0), "--bf16: "
-                f"{torch.cuda.get_device_name(device)} has no bfloat16; give --fp16, or drop it")
+    """UserError if the device cannot compute in the precision that the flags ask for."""
+    if device.type == "cuda" and args.bf16:     # a CPU has it, slowly; --float8 needs --bf16
+        version, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        require(version >= (8, 0), f"--bf16: {name} has no bfloat16; give --fp16, or drop it")
+        require(version >= (8, 9) or not getattr(args, "float8", False),
+                f"--float8: {name} has no float8 products; drop the flag")
 
 
 # ---- Failing

@@ -50,6 +50,8 @@ def loads(text):
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " * ("\n" in text)
         raise ValueError(f"is not valid JSON at {line}column {error.colno}: {error.msg}")
+    except RecursionError:
+        raise ValueError("is nested too deeply")
 
 
 def json_value(path, flag=""):

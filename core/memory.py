@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import named_flags, plural, require
+from core.cli import UserError, named_flags, plural, require
 from core.packing import PackOrder
 
 GIB = 2**30
@@ -318,9 +318,11 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
 
+    fixed = "gradient_accumulation_steps" in named_flags(args)
+
     def with_packs(way, budget):
         accumulation = setup.gradient_accumulation_steps
-        if args.global_batch_size and budget:
+        if args.global_batch_size and budget and not fixed:
             packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
             accumulation = max(1, round(packs / ranks))
         return way._replace(max_tokens_per_batch=budget, gradient_accumulation_steps=accumulation)
@@ -360,8 +362,11 @@ def read_choice(args, ranks):
     if args.resume not in ("auto", "none"):
         folders = [Path(args.resume)]
     # not verified: these flags are the same in all checkpoints of a run
-    states = (folder / checkpoint.STATE / "state.json" for folder in folders)
-    earlier = next((json_files.read_object(path)["args"] for path in states if path.is_file()), {})
+    earlier = {}
+    for folder in folders:
+        with contextlib.suppress(UserError, KeyError):      # damaged: the one before counts
+            earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
+            break
     flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named_flags(args)}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in named_flags(args):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from core.cli import UserError
+from core.cli import UserError, first_line, require
 from core.dist import error_names_file
 from core.watchdog import BLOCKED_SIGNALS, init_loader
 
@@ -221,6 +221,13 @@ def iterate(loader):
             yield from batches
         except UserError as error:
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
+        except (RuntimeError, OSError) as error:
+            reason = str(error.__cause__ or "") or str(error)   # only the cause names a signal
+            require("No space left" not in reason, "/dev/shm is full; make it larger, as with "
+                    "docker run --shm-size=8g, or give --num_workers 0 --preprocess_num_proc 0")
+            require(not reason.startswith("DataLoader worker"), f"{first_line(reason)}; if memory "
+                    "was short, give a smaller --num_workers or --preprocess_num_proc")
+            raise
         finally:        # else an error's traceback keeps the processes, and the exit waits for them
             if loader.num_workers:
                 batches._shutdown_workers()

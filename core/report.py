@@ -161,9 +161,10 @@ def write_report(run, rows, folders):
     page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
                                     if content))
-    output = run / "report.html"
-    output.unlink(missing_ok=True)      # it may be a link to another file
-    output.write_text(page, encoding="utf-8", errors="replace")
+    output, temporary = run / "report.html", run / ".report.html.tmp"
+    temporary.unlink(missing_ok=True)       # it may be a link to another file
+    temporary.write_text(page, encoding="utf-8", errors="replace")
+    temporary.replace(output)
     print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 
 

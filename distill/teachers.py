@@ -303,9 +303,12 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key),
                     "OPENAI_API_KEY: holds a space, a line feed or a character outside ASCII")
             headers["Authorization"] = f"Bearer {key}"
-        self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
-            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-            verify=ssl.create_default_context())
+        try:
+            self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
+                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+                verify=ssl.create_default_context())
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise UserError(f"{self.name}, by a proxy of the environment: {one_line(error)}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
