@@ -425,7 +425,7 @@ def largest_pack(order, rows, budget=0, columns=1):
 
 
 def print_plan(args, needed, model, lines, steps, flops=0):
-    """Print a headline, `lines` and the plan of a run; UserError lists every limit that it exceeds.
+    """Print a headline, `lines` and the plan of a run; UserError if GPU or disk are too small.
     needed: Memory. model: as trained. steps: to go. flops: of the run, 0: unknown."""
     limit = gpu_memory(args)
     # FLOP/s of large bf16 products, docs/speed.md

@@ -38,13 +38,19 @@ def step_of(config, backend):
 
 def plan_memory(args, world, ranks, config, rows, order=None, left=0):
     """With --auto, set unset flags. With an order (PackOrder of rows), print the plan of a run
-    of `left` steps; UserError lists every limit that it exceeds."""
-    step = step_of(config, args.attn_backend)
+    of `left` steps; UserError if GPU or disk are too small."""
+    step, frozen = (step_of(config, args.attn_backend) for _ in range(2))
+    frozen.model.requires_grad_(False)      # for validation
     setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)
 
     def estimate(setup, targets):
         masked = round(sum(args.t_range) / 2 * targets)
-        return memory.estimate(step, setup, (setup.per_device_train_batch_size, *size, masked))
+        few, many = setup.per_device_train_batch_size, args.per_device_eval_batch_size
+        needed = memory.estimate(step, setup, (few, *size, masked))
+        forward = memory.step_bytes(frozen, setup._replace(gradient_checkpointing=None),
+                                    (many, *size, round(masked * many / few)))
+        needed.stages["validation"] = needed.standing + max(forward.values())
+        return needed
     if order:
         needed = estimate(setup, order.sums(rows.table["targets"]).max())
         memory.print_plan(args, needed, step.model, [], left)

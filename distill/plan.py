@@ -67,7 +67,7 @@ def choose(args, world, ranks, model, lengths, targets, kept=None):
 
 
 def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
-    """Print the plan of a run; UserError lists every limit that it exceeds.
+    """Print the plan of a run; UserError if GPU or disk are too small.
 
     model: the empty PackedLM as trained. split: (training, validation) sample numbers. order:
     PackOrder. lines: about steps, intervals, start. left: remaining steps."""

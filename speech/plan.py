@@ -78,7 +78,7 @@ def choose(args, world, ranks, model, data):
 
 
 def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
-    """Print the plan of a run; UserError lists every limit that it exceeds.
+    """Print the plan of a run; UserError if GPU or disk are too small.
 
     model: empty, as trained. order: PackOrder. lines: about steps, intervals, start. left: steps to
     go."""
