@@ -92,9 +92,9 @@ def read_file(path, clips):
             while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
                 with np.errstate(over="ignore", invalid="ignore"):      # resample() refuses them
                     mono = block.mean(axis=1)
-                for pieces, part in cuts:
-                    if part.start < total + len(mono) and part.stop > total:
-                        pieces.append(mono[max(0, part.start - total):part.stop - total])
+                for pieces, window in cuts:
+                    if window.start < total + len(mono) and window.stop > total:
+                        pieces.append(mono[max(0, window.start - total):window.stop - total])
                 total += len(mono)
     # a WAV's `frames` counts existing ones; its header says 2 GiB if it was written to a pipe
     sizes = re.search(r"(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", log)

@@ -315,8 +315,7 @@ def seconds_of(text):
     return round(sum(number * 60 ** i for i, number in enumerate(reversed(numbers))), 3)
 
 
-# an editor may replace its tabs, but "1.5 2.5 litres" is a text
-LABEL = re.compile(r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)" * 2 + "(.*)")
+LABEL = re.compile(r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)" * 2 + "(.*)")  # not "1.5 2.5 litres"
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
 # the line of times of a cue, and its number or name before it
 ARROW = re.compile(rf"(?:^\d+\n|(?<=\n\n).+\n)?^({TIME})[ \t]*-->[ \t]*({TIME})(?:[ \t].*)?$", re.M)
@@ -607,10 +606,7 @@ def text_of(row, paths):
     """The text to speak of a row. Raises BadSample."""
     text = row.get("text")
     if text is None and row.get("text_file"):
-        try:
-            text = json_files.read_text(find_file(row["text_file"], row, paths))
-        except UserError as error:      # not UTF-8
-            raise BadSample(error)
+        text = json_files.read_text(find_file(row["text_file"], row, paths))
     if text is not None and not isinstance(text, str):
         raise BadSample(f"its text is {text!r}, not text")
     text = (text or "").replace("<audio>", "").strip()      # ms-swift's, kept by some converters
