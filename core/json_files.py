@@ -70,16 +70,17 @@ def read_object(path, flag=""):
 
 
 def read_entries(path):
-    """(unit, read) of a file of JSONL or a JSON list. UserError with line and column.
+    """(unit, read) of a file of JSONL, a JSON list or one sample. UserError with line and column.
 
     read(wanted) yields (number from 0, value). unit: "line" if numbers count lines of JSONL, else
     "sample". JSONL is read line by line, and lines for which wanted(number) is false become
     SKIPPED. A list is read as a whole, once."""
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
-    if start[:1] == b"{":
+    if start[:1] == b"{" and start[-1:] == b"}":
         return "line", lambda wanted: _json_lines(path, wanted)
     data = json_value(path)
+    data = [data] if isinstance(data, dict) and "messages" in data else data
     require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
             "samples with 'messages'")
     return "sample", lambda wanted: enumerate(data)

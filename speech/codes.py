@@ -336,7 +336,7 @@ def read_index(folder):
         where.append(np.stack([np.full(len(lengths), number), np.cumsum(lengths) - lengths, lengths,
                                columns["checksums"]], axis=1, dtype=np.int64))
         measures.append(columns["measures"])
-    where.append(np.array([[-1, -1, 0, 0]]))
+    where.append(np.array([[-1, -1, 0, -1]]))
     measures.append(np.full((1, 5), np.nan, np.float32))
     return shards, contents, rows, np.concatenate(where), np.concatenate(measures)
 

@@ -718,13 +718,13 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     from core.problems import problem
     out_path, reading = Path(out_path), Reading(**settings)
     files = Path(source).rglob("*") if os.path.isdir(source) else map(Path, glob.glob(str(source)))
-    origin = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
-              if file.suffix in (".parquet", ".arrow", ".tar")]
-    made = [*origin, held_out, vars(reading)]
+    archives = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
+                if file.suffix in (".parquet", ".arrow", ".tar")]
+    origin = [*archives, held_out, vars(reading)]
     note_path = out_path.with_suffix(".source")     # audio is unpacked once
-    if origin and note_path.exists() and out_path.exists():
+    if archives and note_path.exists() and out_path.exists():
         note = json_files.read_object(note_path)
-        if note["made"] == made:
+        if note["origin"] == origin:
             print(f"converted  {one_line(source)}: as before, {out_path}", flush=True)
             problems += [problem(*row, source) for row in note["refused"]]
             return
@@ -763,19 +763,19 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
         misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
         lines.append(json.dumps(entry | {"misc": misc | {"source": name}}, default=str) + "\n")
     checkpoint.write_text(out_path, "".join(lines))
-    if origin:
-        note = {"made": made, "refused": [[p.name, p.check, p.reason] for p in refused]}
+    if archives:
+        note = {"origin": origin, "refused": [[p.name, p.check, p.reason] for p in refused]}
         checkpoint.write_text(note_path, json.dumps(note))
     problems += refused
     others = len(usable[not wanted] + unusable[not wanted])
     print(f"converted  {one_line(path)}: {plural(len(lines) + len(refused), 'row')} = "
           f"{len(lines)} kept + {len(refused)} refused; {out_path}"
           + (f"; {others} are of another split" if others else ""))
-    odd = [row["text"] for row in table if ODD_TEXT.search(row["text"])]
+    unusual = [row["text"] for row in table if ODD_TEXT.search(row["text"])]
     outside = [row["audio"] for row in table if not os.path.isabs(row["name"])
                and not Path(row["audio"]).is_relative_to(paths.base)]
     for examples, clause in (
-            (odd, "hold marks, a name and a colon, or odd characters, which may be read aloud"),
+            (unusual, "hold marks, a name and a colon, or odd characters, which may be read aloud"),
             (outside, "name audio that is not below the folder of the list")):
         if examples:
             print(f"           {plural(len(examples), 'row')} {clause}: {one_line(examples[:5])}")

@@ -82,7 +82,7 @@ def read_flags(args, ids, codec_dir):
 
 class Source(NamedTuple):
     """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
-    given: str          # the user's file or folder
+    origin: str         # the user's file or folder
     path: Path          # it, or the file into which it was converted
     unit: str           # "line" or "sample", for messages
     read: object
@@ -131,7 +131,7 @@ def parse_entries(source, reading, wanted, make=canonical_sample):
             # off: this text was spoken without normalisation, by generate_tts.py
             sample = make(name, entry, paths, reading.normalize and setting != "off")
         except BadSample as error:
-            yield number, problem(name, error.check, error, source.given)
+            yield number, problem(name, error.check, error, source.origin)
         else:
             sample.notes.extend(map(tuple, misc.get("notes", ())))
             yield number, sample
@@ -162,7 +162,7 @@ def make_chunks(builder, source, sources, start, step):
             if isinstance(sample, Problem):
                 refused.append(sample)
                 continue
-            marks = [problem(sample.name, *note, source.given) for note in sample.notes]
+            marks = [problem(sample.name, *note, source.origin) for note in sample.notes]
             dropped = [note for note in marks if note.check in sources.drop]
             refused += dropped[:1]
             if not dropped:
@@ -179,7 +179,7 @@ def read_source(builder, source, sources, problems):
         chunk, refused, of_usable = result
         builder.append(chunk)
         for p in refused:
-            p.file = source.given
+            p.file = source.origin
         problems.add(refused)
         notes.extend(of_usable)
 

@@ -60,8 +60,10 @@ class LoraServer:
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, text = server.answer(self.path, json.loads(body or "null"))
+                status, text, *headers = server.answer(self.path, json.loads(body or "null"))
                 self.send_response(status)
+                for name, value in headers:
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(text.encode())
             do_GET = do_POST
