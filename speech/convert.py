@@ -255,9 +255,8 @@ def read_sidecars(folder):
         seen.add(real)
         files = {name.lower(): name for name in names}
         subtitles = [name for name in files if name.endswith((".srt", ".vtt"))]
-        librispeech = dict((*line.split(None, 1), "")[:2] for name in names
-                           if name.endswith(".trans.txt")
-                           for line in lines_of(root / name) if line.strip())
+        librispeech = dict((*line.split(None, 1), "")[:2] for name in names if name.endswith(
+            ".trans.txt") for line in filter(str.strip, lines_of(root / name)))
         no_speaker = root == folder or root.name.lower() in NO_SPEAKER
         for name in names:
             stem, ending = os.path.splitext(name)

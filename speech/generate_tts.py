@@ -141,6 +141,7 @@ def read_texts():
 
 
 world = dist.init()
+require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device != "auto":
     world.device = torch.device(args.device)
 device, main_rank = world.device, world.is_main
