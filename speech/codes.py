@@ -58,13 +58,12 @@ def decode_clips(clips):
     results = []
     try:
         keys = list(map(file_key, clips))       # before it is read: it may change
-        digest, rate, samples = read_file(
-            clips[0].path, whole=all(clip.offset is None for clip in clips))
+        digest, rate, cuts = read_file(clips[0].path, clips)
     except (OSError, ValueError) as error:
         return [str(error)] * len(clips)
-    for key, clip in zip(keys, clips):
+    for key, clip, samples in zip(keys, clips, cuts):
         try:
-            wave, measures = resample(cut(samples, rate, clip), rate)
+            wave, measures = resample(check_cut(samples, rate, clip), rate)
         except ValueError as error:
             results.append(str(error))
             continue
@@ -76,31 +75,35 @@ def decode_clips(clips):
     return results
 
 
-def read_file(path, whole):
-    """(SHA-256 of a file, its rate in Hz, mono float32 samples (n,)); of saved codes the rate is
-    FRAME_RATE and the samples are (T, K) int16. whole: the file is one clip."""
+def read_file(path, clips):
+    """(SHA-256 of a file, its rate in Hz, [mono float32 samples (n,) of each Clip]); of saved codes
+    the rate is FRAME_RATE and they are (T, K) int16. Of hours of sound only the clips are kept."""
     with open(path, "rb") as data:
         digest = hashlib.file_digest(data, "sha256").hexdigest()
         if path.endswith(SAVED):
-            return digest, FRAME_RATE, read_codes(data)
+            codes = read_codes(data)
+            return digest, FRAME_RATE, [codes[span(clip, FRAME_RATE)] for clip in clips]
         with open_sound(data) as file:
             rate, promised, log = file.samplerate, file.frames, file.extra_info
-            if whole:       # before it is decoded
+            if all(clip.offset is None for clip in clips):      # before it is decoded
                 check_seconds(max(promised / rate, 1))
-            blocks = [np.empty(0, np.float32)]
+            total, cuts = 0, [([np.empty(0, np.float32)], span(clip, rate)) for clip in clips]
             # from the start: seeking in an mp3 may be off by a frame
             while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
                 with np.errstate(over="ignore", invalid="ignore"):      # resample() refuses them
-                    blocks.append(block.mean(axis=1))
-    samples = np.concatenate(blocks)
+                    mono = block.mean(axis=1)
+                for pieces, window in cuts:
+                    if window.start < total + len(mono) and window.stop > total:
+                        pieces.append(mono[max(0, window.start - total):window.stop - total])
+                total += len(mono)
     # a WAV's `frames` counts existing ones; its header says 2 GiB if it was written to a pipe
     sizes = re.search(r"(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", log)
     if sizes and int(sizes[1]) < 0x7FFF0000:
-        promised = max(promised, len(samples) * int(sizes[1]) / max(1, int(sizes[2])))
-    if len(samples) < COMPLETE_SHARE * promised:
+        promised = max(promised, total * int(sizes[1]) / max(1, int(sizes[2])))
+    if total < COMPLETE_SHARE * promised:
         raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, "
-                         f"{len(samples) / rate:.2f} s are there")
-    return digest, rate, samples
+                         f"{total / rate:.2f} s are there")
+    return digest, rate, [np.concatenate(pieces) for pieces, _ in cuts]
 
 
 @contextlib.contextmanager
@@ -142,16 +145,20 @@ def read_codes(file):
     return codes.astype(np.int16)
 
 
-def cut(samples, rate, clip):
-    """The samples of a Clip. ValueError if they are too many or too few."""
+def span(clip, rate):
+    """slice() of a Clip's samples, at most slightly more than check_seconds accepts."""
     start = round((clip.offset or 0) * rate)
-    samples = samples[start:start + round(clip.duration * rate) if clip.duration else None]
+    return slice(start, start + round(min(clip.duration or np.inf, LONGEST_CLIP_S + 1) * rate))
+
+
+def check_cut(samples, rate, clip):
+    """The samples of a Clip. ValueError if they are too many or too few."""
+    check_seconds(len(samples) / rate)
     short = (clip.duration or 0) - len(samples) / rate
-    if len(samples) and short > CUT_TOLERANCE_S:
+    if short > CUT_TOLERANCE_S:
         raise ValueError(f"ends {short:.2f} s before the cut from {clip.offset:g} to "
                          f"{clip.offset + clip.duration:g} s: times of another recording, or not "
                          "seconds")
-    check_seconds(len(samples) / rate)
     return samples
 
 
@@ -477,9 +484,10 @@ def header_frames(clip):
     """Codec frames of a Clip, read from the file header only; other damage is found later."""
     with open(clip.path, "rb") as file:
         if clip.path.endswith(SAVED):
-            return len(cut(read_codes(file), FRAME_RATE, clip))
+            return len(check_cut(read_codes(file)[span(clip, FRAME_RATE)], FRAME_RATE, clip))
         with open_sound(file) as sound:
-            rate, samples = sound.samplerate, cut(range(sound.frames), sound.samplerate, clip)
+            rate, samples = sound.samplerate, range(sound.frames)
+    samples = check_cut(samples[span(clip, rate)], rate, clip)
     n = (2 * len(samples) * SAMPLE_RATE + rate) // (2 * rate)       # soxr rounds half up
     return codec_frames(max(n, SHORTEST_REFERENCE * clip.filled))
 

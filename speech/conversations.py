@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from core.cli import UserError, one_line
-from core.json_files import read_object
+from core.json_files import HALF_CHARACTER, read_object
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
@@ -201,6 +201,8 @@ def message_parts(message, paths):
         piece = parse_clip(item, paths) if kind == "audio" else item.get("text")
         if not isinstance(piece, (str, Clip)):
             raise BadSample(f"a text item of role {role!r} has no string 'text'")
+        if isinstance(piece, str) and HALF_CHARACTER.search(piece):
+            raise BadSample(f"a text of role {role!r} holds half a character: {piece!r}")
         if isinstance(piece, Clip) or piece.strip():
             parts.append(piece)
     return role, parts

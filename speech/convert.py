@@ -247,14 +247,16 @@ def read_kaldi(folder):
 
 def read_sidecars(folder):
     """Rows of the clips of a tree; each subfolder is a speaker."""
+    seen = set()        # links may lead to a folder twice, or in a circle
     for root, folders, names in os.walk(folder, followlinks=True):
-        root, names = Path(root), sorted(name for name in names if name[0] != ".")
-        folders[:] = sorted(name for name in folders if name[0] != "." and not (    # no circle
-            root.resolve().is_relative_to((root / name).resolve())))
+        root, real = Path(root), os.path.realpath(root)
+        names = sorted(name for name in names if real not in seen and name[0] != ".")
+        folders[:] = sorted(name for name in folders if real not in seen and name[0] != ".")
+        seen.add(real)
         files = {name.lower(): name for name in names}
         subtitles = [name for name in files if name.endswith((".srt", ".vtt"))]
-        librispeech = dict(line.split(None, 1) for name in names if name.endswith(".trans.txt")
-                           for line in lines_of(root / name) if " " in line)
+        librispeech = dict((*line.split(None, 1), "")[:2] for name in names if name.endswith(
+            ".trans.txt") for line in filter(str.strip, lines_of(root / name)))
         no_speaker = root == folder or root.name.lower() in NO_SPEAKER
         for name in names:
             stem, ending = os.path.splitext(name)
@@ -312,7 +314,7 @@ def seconds_of(text):
     return round(sum(number * 60 ** i for i, number in enumerate(reversed(numbers))), 3)
 
 
-LABEL = re.compile(r"(\d+[.,]\d+)\s+(\d+[.,]\d+)\s+(.*)")     # an editor may replace its tabs
+LABEL = re.compile(r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)" * 2 + "(.*)")  # not "1.5 2.5 litres"
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
 # the line of times of a cue, and its number or name before it
 ARROW = re.compile(rf"(?:^\d+\n|(?<=\n\n).+\n)?^({TIME})[ \t]*-->[ \t]*({TIME})(?:[ \t].*)?$", re.M)
@@ -324,8 +326,9 @@ NO_WORDS = re.compile(r"\W*|[♪♫].*[♪♫]|\[[^]]*\]|\([^)]*\)")
 def read_subtitles(text):
     """Entries of SRT or VTT; a cue lasts to the next line of times."""
     text = COMMENT.sub("", "\n".join(map(str.strip, text.splitlines())))
-    _, *fields = ARROW.split(text)      # start, end and text of each cue
-    previous, entries = "", []
+    lost, *fields = ARROW.split(text)   # start, end and text of each cue
+    previous, entries = "", [BadSample("begins with a damaged line of times")
+                             ] * bool(fields and re.search(TIME, lost))
     for start, end, body in zip(fields[::3], fields[1::3], fields[2::3]):
         lines = [html.unescape(MARKUP.sub("", line)).strip() for line in body.split("\n")]
         lines = [line for line in lines if line]
@@ -667,6 +670,10 @@ def references_of(row, reading, candidates, paths):
         unused = [("unused_reference", f"{task} uses no reference clips")]
         return [], unused if audio or row.get("ref_speakers") else []
     if speakers := row.get("ref_speakers"):
+        if not isinstance(speakers, list) or not all(
+                isinstance(speaker, dict) and speaker.get("ref_audio_file")
+                and isinstance(speaker.get("ref_transcript"), str) for speaker in speakers):
+            raise BadSample("its ref_speakers need 'ref_audio_file' and 'ref_transcript'")
         tags = [str(speaker.get("speaker_tag") or f"SPEAKER{i}").strip("[]")
                 for i, speaker in enumerate(speakers)]
         return [(f"[{tag}] ", speaker.get("ref_transcript"), clip(speaker.get("ref_audio_file")))

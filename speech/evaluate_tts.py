@@ -153,6 +153,7 @@ def table(runs):
 
 
 dist.single_process()
+require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device == "auto":
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
 folders = {folder: read_samples(folder) for folder in args.folders}

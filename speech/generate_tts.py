@@ -141,6 +141,7 @@ def read_texts():
 
 
 world = dist.init()
+require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device != "auto":
     world.device = torch.device(args.device)
 device, main_rank = world.device, world.is_main
@@ -153,6 +154,11 @@ require(args.reference_text or not args.reference_audio or tts3,
 normalize, why = conversations.setting_to_speak(
     args.normalize_text or ("off" if tts3 else None), folder, args.adapter)
 samples = read_texts()
+read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
+        for clip in turn.clips} | {Path(args.prompts or "").resolve()}
+overwritten = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
+require(not overwritten, f"--overwrite would delete {min(overwritten, default='')}, which is read: "
+        "give another --output_dir")
 config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
 ids = module.token_ids(tokenizer, config)
 codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)

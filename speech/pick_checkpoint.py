@@ -110,9 +110,10 @@ def is_running():
 
 
 def link_best(step):
-    temporary = out / f".best.tmp-{uuid.uuid4().hex}"
+    link, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
+    require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
     temporary.symlink_to(f"checkpoint-{step}")
-    os.replace(temporary, out / "best")
+    os.replace(temporary, link)
 
 
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,

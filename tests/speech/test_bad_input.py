@@ -55,6 +55,7 @@ SAMPLES = [
     (sample(SPEECH[0], ("assistant", {"type": "audio", "raw_audio": "UklGRg=="})), "no 'audio_url'; inline audio is not read"),
     (sample(SPEECH[0], ("assistant", {**CLIP, "offset": "1.5"})), "'offset' of 'clip.wav' is '1.5', not seconds"),
     (sample(("user", [CLIP, {"type": "text", "text": "Well."}]), SPEECH[1]), "has no transcript before it (nor misc.ref_transcript)"),
+    (sample(("user", "bad \ud83d"), SPEECH[1]), "holds half a character"),
     (sample(*SPEECH, start_index=7), "start_index 7 of 2 messages"), (sample(*SPEECH, start_index=-1), "start_index is -1")]
 
 

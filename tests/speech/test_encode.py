@@ -2,6 +2,7 @@
 import os
 import signal
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,10 @@ def test_a_recording_is_decoded_for_its_cuts_but_not_as_one_clip(tmp_path, monke
     for wave, (start, length) in zip(decode_audio(path, cuts), cuts):
         stop = round((start + length) * 1000) if length else None
         assert (wave == whole[round(start * 1000):stop]).all() and len(wave)
+    tracemalloc.start()
+    decode_audio(path, cuts[1:3])
+    assert tracemalloc.get_traced_memory()[1] < whole.nbytes / 4
+    tracemalloc.stop()
 
 
 def test_a_file_that_is_cut_off_is_refused(tmp_path):

@@ -237,6 +237,8 @@ SUBTITLES = {       # {what, or a file's name: (text of it, or of talk.srt, [(wo
                           [("One, and more.", 1, 1), ("Two.", 2, 1)], []),
     "damaged arrow": (ONE + "One.\n\n2\n00:00:02,000 -> 00:00:03,000\nTwo.\n\n3\n00:00:03,000 --> 00:00:04,000\nThree.\n",
                       [("Three.", 3, 1)], ["invalid"]),
+    "damaged first": ("1\n00:00:01,000 -> 00:00:02,000\nOne.\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n", [("Two.", 2, 1)],
+                      ["invalid"]),
     "a note": ("WEBVTT\n\nNOTE by hand\n\nfirst\n00:01.000 --> 00:02.000\nOne.\n\nNOTE more\n", [("One.", 1, 1)], []),
     "less than": (ONE + "a < b and c > d\n", [("a < b and c > d", 1, 1)], []),
     "entities and places": (ONE + "{\\an8}<i>Tom</i> &amp; Ann\n", [("Tom & Ann", 1, 1)], []),
@@ -253,6 +255,17 @@ def test_subtitles_as_they_come(tmp_path, name):
     assert [(s.turns[-2].text, *cut) for s, cut in zip(samples, cuts(samples))] == expected
     assert [p.check for p in problems] == checks
     assert all(f"{file} entry" in place for place in (samples[0].name, *problems))
+
+
+def test_texts_next_to_audio_and_links(tmp_path):
+    """Audacity's labels have tabs; a text may begin with numbers. A folder that is linked twice, or in a circle, counts once."""
+    write(tmp_path, {"x/a.wav": "", "x/a.txt": "1.5 2.5 litres.", "x/b.wav": "", "x/b.txt": "0\t2\tHi.\n2\t3.5\tHo.\n",
+                     "x/z/1-2-3.wav": "", "x/z/1-2-4.wav": "", "x/z/1-2.trans.txt": "1-2-3 HI\n1-2-4 \n"})
+    (tmp_path / "y").symlink_to("x")
+    (tmp_path / "x" / "z" / "circle").symlink_to("..")
+    samples, problems = read(tmp_path)
+    assert spoken(samples) == [("a.wav", "1.5 2.5 litres."), ("b.wav", "Hi."), ("b.wav", "Ho."), ("1-2-3.wav", "HI")]
+    assert [p.check for p in problems] == ["empty_text"]
 
 
 def test_the_script(folder, quick_python):
@@ -320,6 +333,9 @@ def test_given_references(folder):
     assert [[note for note, _ in s.notes] for s in samples] == [
         [], ["no_reference_text"], [], ["unused_reference"], ["own_reference"]] and not problems
     assert not any(len(s.turns) > 3 for s in read(path, reference="none")[0])
+    for speakers in (["b.wav"], {"a": 1}, [{"ref_audio_file": "b.wav"}]):
+        (problem,) = read(write(folder, {"n.jsonl": jsonl({"audio": "a.wav", "text": "Ho.", "ref_speakers": speakers})}))[1]
+        assert "its ref_speakers need 'ref_audio_file' and 'ref_transcript'" in problem
     (problem,) = read(write(folder, {"n.jsonl": jsonl({"audio": "a.wav", "text": "Ho."})}),
                       task_type="zero_shot_voice_cloning")[1]
     assert "has no reference clip, which its task type needs" in problem

@@ -277,6 +277,21 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     assert "2 problems" in error and error.count("bad.npy: ") == 2
 
 
+def test_overwriting_spares_what_is_read(refuse, tmp_path):
+    """A take whose voice the next one is to have; a list of prompts, and clips in it, as --max_cer leaves them."""
+    out = tmp_path / "out"
+    out.mkdir()
+    soundfile.write(out / "0000.wav", 0.1 * np.random.default_rng(0).standard_normal(24000), 24000)
+    clip = {"role": "assistant", "content": {"type": "audio", "audio_url": str(out / "0000.wav")}}
+    rows = [{"messages": [{"role": "user", "content": "b"}, clip, {"role": "user", "content": "a"}]}]
+    voice = "--text", "a", "--reference_text", "b", "--reference_audio", out / "0000.wav"
+    listed = "--prompts", written(tmp_path / "prompts.json", rows)
+    best = "--prompts", written(out / "best.jsonl", rows[0])
+    for flags in (voice, listed, best):
+        assert f"--overwrite would delete {out / '0000.wav'}, which is read" in refuse(*flags, "--overwrite")
+        assert (out / "0000.wav").exists()
+
+
 @pytest.mark.slow
 def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
     (tmp_path / "out").mkdir()
