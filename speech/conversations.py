@@ -299,6 +299,8 @@ def canonical_turns(entry, paths):
         system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)
         turns.insert(0, Turn("system", [system], None))
         scenes += [[voices]] if voices else []
+    if isinstance(entry.get("scene"), str) and entry["scene"].strip():
+        scenes.append([entry["scene"]])
     if scenes and "<|scene_desc_start|>" not in turns[0].text:
         # a line for each text, as the native chat template does
         turns[0].parts.append("\n\n<|scene_desc_start|>")

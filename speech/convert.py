@@ -39,7 +39,7 @@ from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading,
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile
 SOUNDS = AUDIO_FILES + NOT_READ
 TEXTS = (".normalized.txt", ".txt", ".lab")
-SIDECARS = (".srt", ".vtt", *TEXTS, ".json")    # next to audio; the first that exists
+SIDECARS = (".srt", ".vtt", *TEXTS, ".json", ".tsv")    # next to audio; the first that exists
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
 SEPARATORS = "\t,;|"
 SUBFOLDERS = ("wavs", "wav", "clips", "audio")      # in which a list's audio is looked for
@@ -114,9 +114,10 @@ def swift_row(entry, row):
     if spoken > 1 or heard or len(clips) != 1 or not answers:
         return BadSample(f"{heard + spoken} <audio> and {len(clips)} audios, not one spoken clip; "
                          "those of the user are speech to understand")
-    references = entry.get("ref_audios") or [row.get("ref_audio")]
+    references = entry.get("ref_audios") or row.get("ref_audio")
     text = answers[-1].replace("<audio>", "").strip() or (requests or [""])[-1]
-    return row | {"audio": clips[0], "text": text, "ref_audio": references[0]}
+    return row | {"audio": clips[0], "text": text,
+                  "ref_audio": references[0] if isinstance(references, list) else references}
 
 
 def lines_of(path):
@@ -300,12 +301,13 @@ def read_sidecar(path):
         return [{meaning: data[name] for meaning, name in find_columns(data, {}).items()
                  if meaning in ("text", "normalize_text")}]
     # of Audacity; a line that begins with a backslash is a range of Hz of the label before
-    labels = [LABEL.fullmatch(line) for line in text.splitlines()
-              if line.strip() and line[0] != "\\"]
+    lines = [line for line in text.splitlines() if line.strip() and line[0] != "\\"]
+    whisper = lines[:1] == ["start\tend\ttext"]     # in milliseconds
+    labels, unit = [LABEL.fullmatch(line) for line in lines[whisper:]], 1000 if whisper else 1
     if labels and all(labels):
-        return [{"offset": seconds_of(start), "end": seconds_of(end), "text": words.strip()}
-                for start, end, words in map(re.Match.groups, labels)]
-    return [{"text": text}]
+        return [{"offset": seconds_of(start) / unit, "end": seconds_of(end) / unit,
+                 "text": words.strip()} for start, end, words in map(re.Match.groups, labels)]
+    return [{"text": text} if ending != ".tsv" else BadSample("has no start, end, text")]
 
 
 def seconds_of(text):
@@ -601,11 +603,19 @@ def find_file(name, row, paths):
         paths.find(str(name)))
 
 
+def read_text(path):
+    """The text in a file of a row. Raises BadSample."""
+    try:
+        return json_files.read_text(path).strip()
+    except UserError as error:
+        raise BadSample(error)
+
+
 def text_of(row, paths):
     """The text to speak of a row. Raises BadSample."""
     text = row.get("text")
     if text is None and row.get("text_file"):
-        text = json_files.read_text(find_file(row["text_file"], row, paths))
+        text = read_text(find_file(row["text_file"], row, paths))
     if text is not None and not isinstance(text, str):
         raise BadSample(f"its text is {text!r}, not text")
     text = (text or "").replace("<audio>", "").strip()      # ms-swift's, kept by some converters
@@ -656,7 +666,10 @@ def references_of(row, reading, candidates, paths):
     """([(tag, transcript, audio item)] before the text of a row, [(check, note)])."""
     def clip(name):
         return {"type": "audio", "audio_url": find_file(name, row, paths)}
-    task, audio, text = str(row.get("task_type")), row.get("ref_audio"), row.get("ref_text")
+    task, audio, text = row.get("task_type") or "", row.get("ref_audio"), row.get("ref_text")
+    # JimmyMa99's converter writes audio_generation everywhere
+    if task not in ("", "audio_generation", *choices.TASK_TYPES):
+        raise BadSample(f"unknown task_type {task!r}; known: {', '.join(choices.TASK_TYPES)}")
     if reading.reference == "none" or draw("share", row, reading) >= reading.reference_share:
         return [], []
     if reading.reference == "same_speaker":
@@ -684,7 +697,7 @@ def references_of(row, reading, candidates, paths):
     if not audio:
         return [], unknown * bool(row.get("voice_prompts"))
     sidecar = Path(clip(audio)["audio_url"]).with_suffix(".txt")
-    text = text or (json_files.read_text(sidecar).strip() if sidecar.is_file() else "")
+    text = text or (read_text(sidecar) if sidecar.is_file() else "")
     return ([("", text, clip(audio))], []) if text or reading.lone_reference else ([], unknown)
 
 

@@ -133,6 +133,8 @@ def native_config(config):
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
+        # a variant that the native class computes differently
+        require(not config.get("audio_embed_avg"), "config.json: audio_embed_avg is not supported")
         text = config.get("text_config", {})
         native = HiggsAudioV2Config(
             **{key: text[key] for key in TEXT_KEYS if key in text},

@@ -133,7 +133,7 @@ def test_target_text_is_never_cut(folder, target):
 
 
 @pytest.mark.parametrize("entry", [
-    canonical(system=CANONICAL_SYSTEM),
+    canonical(system=CANONICAL_SYSTEM), canonical() | {"scene": "Audio is recorded from a quiet room."},
     {**canonical(), "messages": [canonical()["messages"][0], {"role": "scene", "content":
                                  [text("Audio is recorded from a quiet room. ")]}, *canonical()["messages"][1:]]},
     wild(text(REFERENCE), audio("ref.wav"), ASKED, system=CANONICAL_SYSTEM)])

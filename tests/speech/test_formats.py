@@ -231,6 +231,7 @@ ONE = "1\n00:00:01,000 --> 00:00:02,000\n"
 SUBTITLES = {       # {what, or a file's name: (text of it, or of talk.srt, [(words, offset, seconds)], checks)}
     "talk.en.srt": (ONE + "Hi there.\n", [("Hi there.", 1, 1)], []),
     "talk.json": ('{"segments": [{"start": 1.0, "end": 2.0, "text": " Hi there."}]}', [("Hi there.", 1, 1)], []),
+    "talk.tsv": ("start\tend\ttext\n1000\t2000\tHi there.\n", [("Hi there.", 1, 1)], []),      # whisper's
     "no blank lines": (ONE + "One.\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n3\n00:00:03,000 --> 00:00:04,000\nThree.\n",
                        [("One.", 1, 1), ("Two.", 2, 1), ("Three.", 3, 1)], []),
     "blank line inside": (ONE + "One,\n\nand more.\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n",
@@ -333,6 +334,8 @@ def test_given_references(folder):
     assert [[note for note, _ in s.notes] for s in samples] == [
         [], ["no_reference_text"], [], ["unused_reference"], ["own_reference"]] and not problems
     assert not any(len(s.turns) > 3 for s in read(path, reference="none")[0])
+    (problem,) = read(write(folder, {"n.jsonl": jsonl({"audio": "a.wav", "text": "Ho.", "task_type": "zero_shoot"})}))[1]
+    assert "unknown task_type 'zero_shoot'" in problem
     for speakers in (["b.wav"], {"a": 1}, [{"ref_audio_file": "b.wav"}]):
         (problem,) = read(write(folder, {"n.jsonl": jsonl({"audio": "a.wav", "text": "Ho.", "ref_speakers": speakers})}))[1]
         assert "its ref_speakers need 'ref_audio_file' and 'ref_transcript'" in problem
