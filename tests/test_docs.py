@@ -127,7 +127,8 @@ def test_columns_and_errors_of_data_are_those_of_the_code():
                    for path in (ROOT / folder).glob("*.py"))
     code = re.sub(r"\"\n\s+f?\"", "", code)     # joins a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]
-    messages = [text for row in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
+    rows = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
+    messages = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
     assert len(messages) > 30
     for text in messages:
         assert text in code, f"docs/troubleshooting.md: no message contains {text!r}"

@@ -89,7 +89,8 @@ def block_commands():
 
 def script_of(words):
     index = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    return (words[index], words[index + 1:]) if index and (words[0] == "torchrun" or words[0] == "python" and index == 1) else None
+    starts = index and (words[0] == "torchrun" or words[0] == "python" and index == 1)
+    return (words[index], words[index + 1:]) if starts else None
 
 
 def parse(script, flags):
@@ -111,8 +112,8 @@ def check_launcher(command, workspace):
     arguments = [new for word in arguments for new in (REST.split() if word == "..." else [
         "fresh" if word == "labels.jsonl" and "create" in launcher else word])]
     more = {"HF_HUB_OFFLINE": "1", "DRY_RUN": "1"} | ({"GPUS": "8"} if "create" in launcher else {})
-    done = subprocess.run(["bash", launcher, *arguments], cwd=workspace, text=True, capture_output=True, timeout=PATIENCE_S,
-                          env=environment(**command.settings | more))
+    done = subprocess.run(["bash", launcher, *arguments], cwd=workspace, text=True, capture_output=True,
+                          timeout=PATIENCE_S, env=environment(**command.settings | more))
     assert done.returncode == 0, f"{command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
     starts = [(words, index) for words in map(shlex.split, done.stdout.splitlines())
               for index, word in enumerate(words) if word.startswith(f"{ROOT}/") and word.endswith(".py")]

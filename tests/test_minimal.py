@@ -154,8 +154,8 @@ def test_distill(run, tmp_path, loss):
     run("minimal/distill.py", [*flags, "--prompt_file", prompt, "--questions_file", tmp_path / "questions.txt", "--loss",
                                loss, "--warmup_steps", 2, "--max_new_tokens", 4], small)
     prompt_flags = ["--prompt_file", prompt, "--prompt_role", "system"] if loss == "kl" else []
-    run("distill/train_sft.py", [*flags, *BIG, *prompt_flags, "--train_data_file", small / "answers.jsonl", "--warmup_ratio",
-                                 2 / STEPS], big)
+    run("distill/train_sft.py", [*flags, *BIG, *prompt_flags, "--train_data_file", small / "answers.jsonl",
+                                 "--warmup_ratio", 2 / STEPS], big)
     # a divergence is a small difference of logarithms, so its relative error is larger
     assert_equal(small, big, student, validates=False, rel=1e-5 if loss == "ce" else 1e-4)
     assert json.loads((small / "judged.json").read_text()).keys() == {"base", "base + prompt", "student"}

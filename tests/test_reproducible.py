@@ -92,7 +92,7 @@ def hashes(folder):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stop_changes_no_bit_and_losses_are_the_known_ones(pool, inputs, tmp_path, name):
     whole = train(pool, inputs, name, tmp_path / "whole", "--max_steps", STEPS)
-    shutil.copytree(tmp_path / "whole", tmp_path / "halves")        # the state after a kill at step 4 or 5
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")        # the state after a kill before the last save
     shutil.rmtree(tmp_path / "halves" / f"checkpoint-{STEPS}")
     halves = train(pool, inputs, name, tmp_path / "halves", "--max_steps", STEPS)
     assert f"start      step {STOP}, resumed from" in halves.output
