@@ -18,12 +18,12 @@ def slow_sample(turns, tokenizer, ids):
     say("<|begin_of_text|>", False)
     for number, t in enumerate(turns):
         say(f"<|start_header_id|>{t.role}<|end_header_id|>\n\n", False)
-        for part in t.parts:
-            if isinstance(part, str):
-                say(part + " " * (t.role == "system" and len(t.parts) > 1 and part is t.parts[0]), t.trained)
+        for piece in t.parts:
+            if isinstance(piece, str):
+                say(piece + " " * (t.role == "system" and len(t.parts) > 1 and piece is t.parts[0]), t.trained)
                 continue
             say("<|audio_out_bos|>", t.trained)
-            codes = codes_of(part).tolist()
+            codes = codes_of(piece).tolist()
             n = len(codes)
             for row in range(n + 9):
                 frame = [row - k - 1 for k in range(BOOKS)]
@@ -38,7 +38,7 @@ def slow_sample(turns, tokenizer, ids):
 
 
 def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
-    """Every tensor of a PackedBatch against the slow reference of the samples in it."""
+    """Compare every tensor of a PackedBatch with the slow reference of its samples."""
     slow = [slow_sample(CONVERSATIONS[i], tokenizer, ids) for i in numbers]
     total = sum(map(len, slow))
     padding = max(pad_to - total, 0) if slow else max(pad_to, 1)
@@ -47,7 +47,7 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     flat = [p for sample in slow for p in sample]
     is_audio = [row is not None for _, row, _, _ in flat]
     text_at, audio_at = [i for i, a in enumerate(is_audio) if not a], [i for i, a in enumerate(is_audio) if a]
-    order = text_at + audio_at                                  # modality order -> place in the sequence
+    order = text_at + audio_at                                  # modality order -> position in the sequence
 
     assert batch.input_ids.tolist() == [p[0] for p in flat]
     assert batch.position_ids.tolist() == [i for sample in slow for i in range(len(sample))]
@@ -61,7 +61,7 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     assert batch.audio_ids.shape == (len(audio_at), BOOKS)
     assert batch.samples == tuple(numbers)
 
-    text_targets, audio_targets = {}, {}                        # what each place must predict: the next place's label
+    text_targets, audio_targets = {}, {}                        # {position: label of the next position}
     start = 0
     for sample in slow:
         for i in range(len(sample) - 1):
@@ -93,7 +93,7 @@ def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
 
 
 def test_table_counts_are_those_of_the_batches(table, ids):
-    """The loss is divided by counts of the table before any batch exists, so they must be the batches' own."""
+    """The loss is divided by counts of the table, so they must equal the counts of the batches."""
     samples = SpeechSamples(table, ids)
     for i in ALL:
         counts = collate([samples[i]], ids).counts
