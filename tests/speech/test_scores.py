@@ -1,4 +1,4 @@
-"""Words, voices and naturalness as others judge them: counted right, by the rules and models that are named."""
+"""Word errors, text normalisation and external commands of speech recognition."""
 import sys
 
 import numpy as np
@@ -28,7 +28,7 @@ def test_error_counts_by_hand(text, heard, words, characters):
 @pytest.mark.parametrize("language, text, expected", [
     (None, "[laughter] Straße, one 3.5 <SE>", "straße one 3 5"), ("zh", "你好，世界。", "你 好 世 界"),
     ("en", "Mr. Smith's uh twenty-one cats", "mister smith is 21 cats")])
-def test_text_is_compared_by_whispers_rules(language, text, expected):
+def test_text_is_normalised_by_the_rules_of_whisper(language, text, expected):
     assert judges.normaliser(language)(text).split() == expected.split()
 
 
@@ -37,10 +37,11 @@ def test_a_command_hears_every_wave_in_order(tmp_path):
     script.write_text("import sys, soundfile\n"
                       "for path in sys.argv[2:]: print(sys.argv[1], soundfile.info(path).frames)")
     waves = [np.zeros(n, np.float32) for n in (30, 10, 20)]
-    assert judges.recognise_command(waves, RATE, command=f"{sys.executable} {script} 'a b'") == ["a b 30", "a b 10", "a b 20"]
-    for command, what in (("false", "status 1, 0 lines for 3 files"), ("no-such-program", "cannot be started"),
-                          ("echo", "status 0, 1 lines for 3 files")):
-        with pytest.raises(UserError, match=what):
+    command = f"{sys.executable} {script} 'a b'"
+    assert judges.recognise_command(waves, RATE, command=command) == ["a b 30", "a b 10", "a b 20"]
+    for command, message in (("false", "status 1, 0 lines for 3 files"), ("no-such-program", "cannot be started"),
+                             ("echo", "status 0, 1 lines for 3 files")):
+        with pytest.raises(UserError, match=message):
             judges.recognise_command(waves, RATE, command=command)
     assert judges.recognise_command(waves[:1], RATE, command=r"""sh -c 'printf "a\377b"'""") == ["a\ufffdb"]
 
