@@ -13,8 +13,8 @@ from tests.launch.test_launchers import environment
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 # Flags of other programs in the documents.
-FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal",
-           "--batch", "--logdir", "--help", "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path",
+FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time",
+           "--signal", "--batch", "--logdir", "--help", "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path",
            "--trust-remote-code", "--enable-lora", "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps",
            "--output_format", "--model", "--partition", "--account", "--repo-type", "--local-dir"}
 
@@ -69,7 +69,7 @@ def test_every_flag_that_is_named_exists():
                    for path in (ROOT / folder).glob("*.py"))
     known = {flag for flag in re.findall(r"""["'](--[a-z]\w*)["']""", code)} | FOREIGN
     for page, text in TEXTS.items():
-        for span in [*re.findall(r"`[^`]+`", without_blocks(text)), *("\n".join(lines) for _, _, lines in fences(text))]:
+        for span in [*re.findall("`[^`]+`", without_blocks(text)), *("\n".join(lines) for _, _, lines in fences(text))]:
             for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
                 assert flag in known or flag.replace("--no-", "--") in known, f"{page}: no script has {flag}"
 
@@ -160,8 +160,8 @@ def test_speed_on_a_gpu_equals_the_measurements():
     measured = {tuple(f"{row[key]:{form}}" for key, form in (("tokens_s", ",.0f"), ("mfu_989", ".1f"))): row
                 for row in map(json.loads, lines) if "mfu_989" in row}
     for page, least in (("README.md", 4), ("docs/speed.md", 6)):
-        rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d,]+) \|(?: [\d.]+ % \|)? ([\d.]+) % \| ([\d.]+) \(([\d.]+)\) \|$",
-                          TEXTS[page], re.MULTILINE)
+        pattern = r"^\| [^|]+ \| ([\d.]+) \| ([\d,]+) \|(?: [\d.]+ % \|)? ([\d.]+) % \| ([\d.]+) \(([\d.]+)\) \|$"
+        rows = re.findall(pattern, TEXTS[page], re.MULTILINE)
         assert len(rows) >= least
         for ms, tokens, mfu, peak, planned in rows:
             row = measured[tokens, mfu]

@@ -166,26 +166,17 @@ def workspace(tiny, tmp_path):
     return tmp_path
 
 
-def start_server(workspace):
-    server = subprocess.Popen([sys.executable, ROOT / "tests/helpers/label_server.py", workspace / "requests.jsonl"],
-                              stdout=subprocess.PIPE, text=True)
-    return server, f"http://localhost:{int(server.stdout.readline())}/v1"
-
-
 def filled(words, workspace, url):
     script, flags = script_of(words)
     flags = [SWAPS.get(flag, flag).replace("http://localhost:8000/v1", url) for flag in flags]
-    flags = [str(newest(workspace / flag)) if "checkpoint-" in flag else flag for flag in flags]
+    flags = [str(max((workspace / flag).parent.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])))
+             if "checkpoint-" in flag else flag for flag in flags]
     flags += SHORT.get(script, "").split() + ["--sample_seconds", "1"] * ("--sample_prompts" in flags)
     if script == "train_v2_ddp.py" and "prepared" not in flags:
         flags += ["--code_cache", "codes"]      # clips are encoded once
     if script == "distill/create_data.py" and "--base_url" not in flags:
         flags += ["--engine", "transformers", "--max_tokens", "40"]
     return script, flags
-
-
-def newest(path):
-    return max(path.parent.glob("checkpoint-*"), key=lambda folder: int(folder.name.partition("-")[2]))
 
 
 BLOCKS = block_commands()
@@ -195,7 +186,9 @@ PAGES = [page for page in TEXTS if any(command.page == page for command in BLOCK
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page_run(page, workspace, quick_python):
-    server, url = start_server(workspace)
+    server = subprocess.Popen([sys.executable, ROOT / "tests/helpers/label_server.py", workspace / "requests.jsonl"],
+                              stdout=subprocess.PIPE, text=True)
+    url = f"http://localhost:{int(server.stdout.readline())}/v1"
     try:
         texts = [text for command in BLOCKS if command.page == page
                  for text in (*(more for flag, more in FIRST.items() if flag in command.words), command.text)]
@@ -211,11 +204,11 @@ def test_commands_of_a_page_run(page, workspace, quick_python):
                 continue
             script, flags = filled(words, workspace, url)
             for flag, target in zip(flags, flags[1:]):      # no command continues the output of another
-                if flag in ("--output_dir", "--output_file", "--output") and (workspace / target).exists():
-                    shutil.rmtree(workspace / target) if (workspace / target).is_dir() else (workspace / target).unlink()
+                if flag in ("--output_dir", "--output_file", "--output") and (path := workspace / target).exists():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             done = subprocess.run([quick_python, script, *flags], cwd=workspace, text=True, stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, timeout=PATIENCE_S,
-                                  env={**os.environ, "PYTHON_EXEC": quick_python})     # for scripts that a script starts
+                                  env={**os.environ, "PYTHON_EXEC": quick_python})     # for child processes
             print(done.returncode, shlex.join([script, *flags]))
             assert done.returncode in ((0, 1) if GATES & {*flags} else (0,)) and "Traceback" not in done.stdout, (
                 f"{shlex.join([script, *flags])}\n{done.stdout[-3000:]}")

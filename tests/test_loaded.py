@@ -44,8 +44,9 @@ def command(script, request, folder):
     """A short run's command line, without the interpreter."""
     if script == "train_v2_ddp.py":
         tiny = request.getfixturevalue("tiny")
-        clips = {clip: None for sample in read_samples(tiny.train_json, []) for turn in sample.turns for clip in turn.clips}
-        ensure_codes(World(device=torch.device("cpu")), list(clips), Encoding(tiny.codec, tiny.codes, 8))
+        turns = [turn for sample in read_samples(tiny.train_json, []) for turn in sample.turns]
+        clips = list(dict.fromkeys(clip for turn in turns for clip in turn.clips))
+        ensure_codes(World(device=torch.device("cpu")), clips, Encoding(tiny.codec, tiny.codes, 8))
         return trainer_command(tiny, folder / "out", "--use_lora", "--max_steps", 1)[1:]
     short = ["--output_dir", folder / "out", "--max_steps", 1, "--report_to", "none", "--num_workers", 0]
     if script == "distill/train_sft.py":

@@ -130,7 +130,7 @@ def test_bd3lm(run, tmp_path):
     small, big = tmp_path / "mine", tmp_path / "big"
     shape = ["--hidden_size", 64, "--layers", 2, "--heads", 4, "--cond_size", 16]
     shown = run("minimal/train_bd3lm.py", [*flags, *shape], small)
-    run("diffusion/train_bd3lm.py", [*flags, *BIG, "--model_size", "nano", "--no-pack", "--eval_steps", STEPS // 2], big)
+    run("diffusion/train_bd3lm.py", [*flags, *BIG, "--model_size", "nano", "--no-pack", "--eval_steps", 3], big)
     assert_equal(small, big)
     state = torch.load(small / "checkpoint.pt", weights_only=True)
     for kind, file in (("model", "model.safetensors"), ("average", "ema.safetensors")):
@@ -151,8 +151,8 @@ def test_distill(run, tmp_path, loss):
     prompt.write_text("Name the language.")
     (tmp_path / "questions.txt").write_text("the quick\n" * 10)
     flags = ["--model_path", student, "--per_device_train_batch_size", 4]
-    run("minimal/distill.py", [*flags, "--prompt_file", prompt, "--questions_file", tmp_path / "questions.txt", "--loss",
-                               loss, "--warmup_steps", 2, "--max_new_tokens", 4], small)
+    run("minimal/distill.py", [*flags, "--prompt_file", prompt, "--questions_file", tmp_path / "questions.txt",
+                               "--loss", loss, "--warmup_steps", 2, "--max_new_tokens", 4], small)
     prompt_flags = ["--prompt_file", prompt, "--prompt_role", "system"] if loss == "kl" else []
     run("distill/train_sft.py", [*flags, *BIG, *prompt_flags, "--train_data_file", small / "answers.jsonl",
                                  "--warmup_ratio", 2 / STEPS], big)

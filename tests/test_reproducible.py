@@ -30,7 +30,8 @@ COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gr
           "--lr_scheduler", "constant")     # --max_steps does not change this rate
 SPEECH, CHATS, BLOCKS = "tests.helpers.trainer.speech_main", students.MAIN, block_runs.MAIN
 RUNS = {
-    "speech, lora, ddp": (SPEECH, ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2, "--validation_split", 0.2)),
+    "speech, lora, ddp": (SPEECH, (
+        "--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2, "--validation_split", 0.2)),
     "speech, full, fsdp": (SPEECH, ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
     "chats, full, fsdp": (CHATS, ("--validation_split", 0.2, "--warmup_ratio", 0)),
     "chats, lora, ddp": (CHATS, ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp", "--warmup_ratio", 0)),

@@ -184,7 +184,7 @@ def test_overrides_of_block_diffusion(monkeypatch):
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
     assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
-    assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no block masks; using flex" in messages
+    assert args.num_workers == 16 and args.dropout == 0.2 and "attention has no block masks; using flex" in messages
     for precision, warns in (("16-mixed", True), ("bf16", False)):
         args, messages = bd3lm(f"trainer.precision={precision}", SWITCHES="")
         assert args.bf16 and ("16-mixed: float16 would need its losses scaled; using bfloat16" in messages) is warns

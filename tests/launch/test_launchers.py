@@ -113,7 +113,7 @@ def start(tmp_path):
     ("train_tts.sh", ["--train_data_file", __file__], {"SLURM_GPUS_ON_NODE": "8"},
      r"Slurm gave 8 GPUs on .*, the driver shows 0"),
     ("train_tts.sh", [], {"TRAINER": "/no/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /no/train.py"),
-    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such", "TRAIN_DATA": __file__}, r"CONDA_ENV=no-such: no such conda"),
+    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such", "TRAIN_DATA": __file__}, "no-such: no such conda environment"),
     ("train_tts.sh", ["--no_such", "3"], {"TRAIN_DATA": __file__}, r"unrecognized arguments: --no_such 3"),
 ])
 def test_errors_are_one_clear_line(launcher, args, settings, message):
@@ -149,7 +149,7 @@ def test_help_is_the_header(launcher, tmp_path):
 
 
 def test_a_node_without_gpus_is_refused_but_for_a_dry_run():
-    done = launch("train_tts.sh", "--wandb_project", "try -h 2", TRAIN_DATA=__file__, MIN_GPUS="")     # "-h" is no --help
+    done = launch("train_tts.sh", "--wandb_project", "try -h 2", TRAIN_DATA=__file__, MIN_GPUS="")   # "-h" is no --help
     assert done.returncode == 1 and done.stderr == (
         f"train_tts: error: {socket.gethostname()} has 0 GPUs, 1 are needed (MIN_GPUS=0 trains on CPUs)\n")
     assert launch("train_tts.sh", TRAIN_DATA=__file__, MIN_GPUS="", DRY_RUN="1").returncode == 0
@@ -169,7 +169,6 @@ def test_torchruns_restart_resumes_and_the_first_ctrl_c_saves(tiny, tmp_path, st
 
     def starts():
         return [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
-
     def last_step():
         return metrics.read_metrics(out / "metrics.jsonl")[-1]["step"]
     wait_until(lambda: len(starts()) == 2 and last_step() > starts()[1] or process.poll() is not None, "second start")
@@ -284,8 +283,8 @@ def test_every_launcher_finds_the_environment_of_setup(launcher, args, data, tmp
 
 @pytest.mark.slow
 def test_the_block_diffusion_demo_trains_and_answers(tmp_path, quick):
-    done = launch("train_hdp_diffusion_h200.sh", "--demo", "60", "--max_steps", "12", "--eval_steps", "6", "--output_dir",
-                  "out", "--warmup_steps", "2", "--logging_steps", "2", cwd=tmp_path, **quick)
+    done = launch("train_hdp_diffusion_h200.sh", "--demo", "60", "--max_steps", "12", "--eval_steps", "6",
+                  "--output_dir", "out", "--warmup_steps", "2", "--logging_steps", "2", cwd=tmp_path, **quick)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]      # too short to learn
     assert re.search(r"^verdict    FAILED: not 80 % of the answers are right; .* of 8 problems were answered right; ",
                      done.stdout, re.M)

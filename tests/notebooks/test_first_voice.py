@@ -12,10 +12,6 @@ BOOK = ROOT / "notebooks" / "first_voice.ipynb"
 CELLS = json.loads(BOOK.read_text())["cells"]
 
 
-def source(cell):
-    return "".join(cell["source"])
-
-
 @pytest.mark.slow
 def test_its_cells_run(tmp_path, monkeypatch, capsys, quick_python):
     """Ten clips, a plan, a training in float16, and speech. Only the settings differ from those of a T4."""
@@ -32,10 +28,11 @@ def test_its_cells_run(tmp_path, monkeypatch, capsys, quick_python):
     variables, outputs = {}, {}
     for cell in CELLS:
         if cell["cell_type"] == "code":
-            exec(compile(source(cell), cell["id"], "exec"), variables)
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), variables)
             outputs[cell["id"]] = capsys.readouterr().out
-    assert "GPU: " in outputs["set-up"] and "ddp, fp16\n" in outputs["plan"] and outputs["plan"].endswith("dry run ok\n")
-    assert re.search(r"^data +10 ", outputs["plan"], re.M), outputs["plan"]
+    plan = outputs["plan"]
+    assert "GPU: " in outputs["set-up"] and "ddp, fp16\n" in plan and plan.endswith("dry run ok\n")
+    assert re.search(r"^data +10 ", plan, re.M), plan
     lines = map(json.loads, (tmp_path / "work/out/metrics.jsonl").read_text().splitlines())
     assert any("train/loss_scale" in line for line in lines) and "done       step 2" in outputs["train"]
     assert len(heard) == 2 and all(len(open(path, "rb").read()) > 1000 for path in heard)

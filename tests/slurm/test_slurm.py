@@ -64,7 +64,7 @@ class Job:
             with contextlib.suppress(OSError):
                 values = (folder / "environ").read_bytes().split(b"\0")
                 if f"SLURM_JOB_ID={self.id}".encode() in values:
-                    environments[int(folder.name)] = dict(value.decode().split("=", 1) for value in values if b"=" in value)
+                    environments[int(folder.name)] = dict(v.decode().split("=", 1) for v in values if b"=" in v)
         return environments
 
     def trainers(self):
@@ -205,13 +205,11 @@ def test_cancelled_and_failed_jobs_leave_no_process_and_are_not_requeued(submit,
     wait_until(lambda: not cancelled.processes(), "end of the job's processes", every=0.2)
     assert cancelled.end() == ("CANCELLED", 0)
     assert "requeueing" not in cancelled.log
-
     assert wrong.end() == ("FAILED", 0), wrong.log
     message = "error: unrecognized arguments: --no_such_flag"
     assert wrong.log.count(f"\n{message}") == 1, wrong.log         # rank 0 prints it once
     assert wrong.log.count(f"traceback : {message}") == 1, wrong.log       # and torchrun repeats it once
     assert wrong.show("ExitCode") != "0:0"
-
     assert fails.end() == ("FAILED", 1), fails.log
     assert "not requeued, this was start 2 (MAX_REQUEUES)" in fails.log
 
@@ -249,7 +247,7 @@ def test_block_diffusion_is_requeued_while_training_and_while_answering(cluster,
     try:
         for sign in ("start-0", "answering"):
             wait_until((job.out / sign).exists, sign)
-            subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)     # Slurm sends it before the time limit
+            subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)     # as Slurm does
         assert job.end() == ("COMPLETED", 2), job.log
     finally:
         subprocess.run(["scancel", job.id], capture_output=True)

@@ -14,7 +14,6 @@ def slow_sample(turns, tokenizer, ids):
     def say(text, trained):
         for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
             positions.append((token, None, token if trained else None, None))
-
     say("<|begin_of_text|>", False)
     for number, t in enumerate(turns):
         say(f"<|start_header_id|>{t.role}<|end_header_id|>\n\n", False)
@@ -37,8 +36,14 @@ def slow_sample(turns, tokenizer, ids):
     return positions
 
 
-def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
-    """Compare every tensor of a PackedBatch with the slow reference of its samples."""
+ALL = list(range(len(CONVERSATIONS)))
+
+
+@pytest.mark.parametrize("numbers, pad_to", [
+    *[([i], 0) for i in ALL], (ALL, 0), ([1, 1], 0), ([6, 2, 0], 0), ([0], 200), (ALL, 1500), ([], 0), ([], 256)])
+def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
+    samples = SpeechSamples(table, ids)
+    batch = collate([samples[i] for i in numbers], ids, pad_to)
     slow = [slow_sample(CONVERSATIONS[i], tokenizer, ids) for i in numbers]
     total = sum(map(len, slow))
     padding = max(pad_to - total, 0) if slow else max(pad_to, 1)
@@ -48,7 +53,6 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     is_audio = [row is not None for _, row, _, _ in flat]
     text_at, audio_at = [i for i, a in enumerate(is_audio) if not a], [i for i, a in enumerate(is_audio) if a]
     order = text_at + audio_at                                  # modality order -> position in the sequence
-
     assert batch.input_ids.tolist() == [p[0] for p in flat]
     assert batch.position_ids.tolist() == [i for sample in slow for i in range(len(sample))]
     assert batch.seqlens == tuple(map(len, slow))
@@ -60,7 +64,6 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     assert batch.audio_ids.tolist() == [row for _, row, _, _ in flat if row is not None]
     assert batch.audio_ids.shape == (len(audio_at), BOOKS)
     assert batch.samples == tuple(numbers)
-
     text_targets, audio_targets = {}, {}                        # {position: label of the next position}
     start = 0
     for sample in slow:
@@ -75,21 +78,10 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     assert {order[r]: t for r, t in zip(batch.audio_rows.tolist(), batch.audio_targets.tolist())} == audio_targets
     assert len(batch.text_rows) == len(text_targets) and len(batch.audio_rows) == len(audio_targets)
     assert all(is_audio[p] for p in audio_targets)              # codes are predicted from audio positions only
-
     trained = [c for i in numbers for t in CONVERSATIONS[i] if t.trained for c in t.clips]
     assert batch.counts == {
         "tokens": total, "samples": len(numbers), "padding": padding,
         "audio_targets": sum(8 * (int(c.duration) + 1) for c in trained), "text_targets": len(text_targets)}
-
-
-ALL = list(range(len(CONVERSATIONS)))
-
-
-@pytest.mark.parametrize("numbers, pad_to", [
-    *[([i], 0) for i in ALL], (ALL, 0), ([1, 1], 0), ([6, 2, 0], 0), ([0], 200), (ALL, 1500), ([], 0), ([], 256)])
-def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
-    samples = SpeechSamples(table, ids)
-    check_against_slow(collate([samples[i] for i in numbers], ids, pad_to), numbers, tokenizer, ids, pad_to)
 
 
 def test_table_counts_are_those_of_the_batches(table, ids):

@@ -17,7 +17,7 @@ from speech.conversations import Clip
 from speech.dataset import Sources, TableBuilder, read_all
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tools(tokenizer, ids):
     return tokenizer, ids
 
@@ -64,12 +64,6 @@ def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
     assert len(validation) == held_out and sorted([*train, *validation]) == list(range(n))
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(speech_table, "CHUNK", 3)
-    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
-
-
 def spoil(i, raw):
     """Make some samples unusable, in two ways."""
     if i in (7, 19, 20, 21, 22, 23, 24, 38):
@@ -79,8 +73,10 @@ def spoil(i, raw):
 
 
 @pytest.mark.parametrize("kind", ["list", "lines"])
-def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_parts):
+def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, monkeypatch):
     """They also find the same problems in the same order."""
+    monkeypatch.setattr(speech_table, "CHUNK", 3)
+    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
     sources = write_entries(tmp_path / "train", kind, 61, spoil), write_entries(tmp_path / "held_out", "lines", 20)
     expected, clips, problems = files_of(sources, tools, tmp_path / "table", 0)
     assert set(expected) == {f"{name}.npy" for name in (

@@ -219,7 +219,7 @@ def test_an_unusable_clip_spoils_no_other(filled, tiny, tmp_path):
         assert bad == messages and where[[1, 3], :3].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
         assert (CodeReader(folder, shards).codes(*where[2].tolist()) == filled[2][good.path]).all()
     _, _, planned, _, bad = plan_codes(clips, encoding)      # a header shows only the length
-    assert list(bad) == [3] and bad[3] == messages[3] and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 13
+    assert bad == {3: messages[3]} and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 13
 
 
 def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):

@@ -17,10 +17,6 @@ from tests.helpers.trainer import run_script
 RATE = 24000
 
 
-def speech(text, speaker=0, seed=0):
-    return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(seed))
-
-
 WORDS = list(dict.fromkeys("the river is wider than it looks keep your gloves dry".split()))
 TEXTS = ["The river.", "It looks wider!", "Keep your gloves dry.", "The river is wider.", "Dry gloves."]
 
@@ -77,7 +73,8 @@ def write(folder, waves, **facts):
 
 @pytest.fixture(scope="module")
 def waves():
-    return [speech(f"{text} {text} {text}", speaker, seed=1) for speaker, text in enumerate(TEXTS)]
+    return [make_tiny.synthesise(f"{text} {text} {text}", speaker, RATE, np.random.default_rng(1))
+            for speaker, text in enumerate(TEXTS)]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +111,7 @@ def test_similarity_is_the_cosine_to_the_voice_that_was_cloned(waves, targets, s
         cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
         assert report["samples"][i]["speaker_similarity"] == pytest.approx(cosine, abs=1e-4) and abs(cosine) < 0.9999
     assert report["samples"][1]["speaker_similarity"] == pytest.approx(1)
-    assert report["samples"][2]["speaker_similarity"] == pytest.approx(1)        # without a reference, the target is the voice
+    assert report["samples"][2]["speaker_similarity"] == pytest.approx(1)     # without a reference: the target
     assert report["samples"][3]["speaker_similarity"] is None and report["samples"][3]["length_ratio"] is None
 
 
@@ -166,7 +163,7 @@ def test_word_errors_are_counted_in_the_transcripts_of_the_model(waves, listener
     assert values(report, "wer") == pytest.approx([1 / (words[0] + 1), None, 0, 0, 0.5])
     errors, total = 1 + words[1] + words[4], words[0] + 1 + words[2] + words[3] + 2 * words[4]
     assert report["metrics"]["wer"] == pytest.approx(errors / total)         # over all words, not the mean of shares
-    assert report["metrics"]["wer_mean"] == pytest.approx((1 / (words[0] + 1) + 0.5) / 4)        # this is the mean of shares
+    assert report["metrics"]["wer_mean"] == pytest.approx((1 / (words[0] + 1) + 0.5) / 4)       # mean of shares
     letters = [len(text.replace(" ", "")) for text in heard]
     assert report["metrics"]["cer"] == pytest.approx((3 + letters[1] + letters[4]) / (
         letters[0] + 3 + letters[2] + letters[3] + 2 * letters[4]))

@@ -148,11 +148,10 @@ def test_2025_layout_has_the_published_names_and_the_same_bits(tiny, served):
 def test_2025_config_is_the_published_one(tiny, served):
     expected = published_config(600, 128, 256, 2, 4, 2, 32, first=576, dtype="float32")
     expected["text_config"]["initializer_range"] = 0.06
-    extra = {"audio_delay_token_id": 590, "bos_token_id": 576, "eos_token_id": 585}     # the released model has none of these
+    extra = {"audio_delay_token_id": 590, "bos_token_id": 576, "eos_token_id": 585}     # not in the release
     assert read(served, "config.json") == expected | extra
     real = HiggsAudioV2Config(codebook_size=1026)
-    ids = {name: 128000 + offset for offset, name in ((0, "<|begin_of_text|>"), (1, "<|end_of_text|>"), (12, "<|audio_eos|>"),
-                                              (15, "<|AUDIO|>"))}
+    ids = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|audio_eos|>": 128012, "<|AUDIO|>": 128015}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the Hub
     assert weights.original_config(real, tokenizer, "bfloat16") == published_config()
@@ -286,7 +285,7 @@ def test_original_config_gives_the_released_native_config():
 UP, KEYS = "model.layers.1.audio_mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 HEAD, EXTRA = "text_lm_head.weight", "model.layers.0.audio_attn.q_proj.weight"
 # (added weights, or removed ones if None; words of the message)
-BROKEN = [({UP: None, HEAD: None}, ["2 missing keys", UP, HEAD]), ({EXTRA: torch.ones(2, 2)}, ["1 unexpected key", EXTRA]),
+BROKEN = [({UP: None, HEAD: None}, ["2 missing keys", UP, HEAD]), ({EXTRA: torch.ones(2)}, ["1 unexpected key", EXTRA]),
           ({KEYS: torch.ones(32, 128)}, ["1 mismatched key", f"{KEYS} (32, 128) instead of (64, 128)"])]
 
 

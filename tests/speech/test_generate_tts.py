@@ -68,12 +68,10 @@ def test_batch_equals_that_of_the_processor(tiny, voice, tmp_path):
             messages += [{"role": "user", "content": text},
                      {"role": "assistant", "content": [{"type": "audio", "audio_url": clip}]}]
         return [*messages, {"role": "user", "content": ask}]
-
     talks = [turns(("This is my voice.", clips[0]), ask="Good night."),
              turns(("[SPEAKER0] One.", clips[0]), ("[SPEAKER1] Two, longer.", clips[1]), ask="The map?")]
     path = written(tmp_path / "talks.json", [{"messages": talk} for talk in talks])
     batch = speak.prompt_batch(prompts_of(voice, path), voice[2])
-
     processor = AutoProcessor.from_pretrained(tiny.model)
     texts = [processor.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for talk in talks]
     expected = processor(text=texts, audio=[waves[0], waves[0], waves[1]], return_tensors="pt", padding=True,

@@ -38,12 +38,6 @@ def spoken():
     return {"base": say(None), "adapter": say(VOICE / "adapter")}
 
 
-@pytest.fixture(scope="module")
-def judged(spoken):
-    """judge_demo.judge_all of base and adapter: [base, base in the new voice, adapter]."""
-    return judge_demo.judge_all(spoken["base"], spoken["adapter"])
-
-
 def failed(judged, after, texts):
     """The criteria that the judgement `after` fails when it replaces that of the adapter."""
     gain = judge_demo.interval(texts, np.array(judged[1]["errors"]) - after["errors"])
@@ -66,8 +60,9 @@ def test_committed_files_have_their_checksums():
 
 
 @pytest.mark.slow
-def test_the_adapter_passes_and_the_base_with_the_code_of_the_new_voice_does_not(spoken, judged):
+def test_the_adapter_passes_and_the_base_with_the_code_of_the_new_voice_does_not(spoken):
     """That base has the new voice, but makes no fewer word errors."""
+    judged = judge_demo.judge_all(spoken["base"], spoken["adapter"])        # base, base in the new voice, adapter
     texts = spoken["base"][0]
     assert failed(judged, judged[2], texts) <= {FEWER}       # few sentences make a wide interval
     assert failed(judged, judged[1], texts) == {FEWER}

@@ -92,7 +92,7 @@ def test_divergence_of_tts_3_equals_a_plain_loop(model3):
     ids = v3.token_ids(v3.load_tokenizer(model3), native.config)
     codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
     samples = [{"number": i, **ids.assemble(np.array([ids.tts, ids.text, 40 + i, ids.audio, ids.audio_placeholder_id]),
-                                            np.array([False] * 4 + [True]), [spoken])} for i, spoken in enumerate(codes)]
+                                            np.array([False] * 4 + [True]), [clip])} for i, clip in enumerate(codes)]
 
     def logits_of(sample):
         prompt = sample["input_ids"][:4], np.zeros(4, bool)

@@ -125,7 +125,8 @@ def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3,
         ref_text = tokens[2:tokens.index(ids3.ref_audio)] if ids3.ref_text in tokens else None
         ref_rows = higgs3.delay(reference[0]) if reference else None
         rows, mask = higgs3.delay(target), higgs3.label_mask(len(target))
-        logits = higgs3.forced_logits(model, higgs3.prompt(ids3, tokens[text_start + 1:-2], ref_text, ref_rows), ref_rows, rows)
+        prompt = higgs3.prompt(ids3, tokens[text_start + 1:-2], ref_text, ref_rows)
+        logits = higgs3.forced_logits(model, prompt, ref_rows, rows)
         expected += torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.masked_fill(~mask, IGNORE).flatten(),
                                                       ignore_index=IGNORE, reduction="sum")
     torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)

@@ -71,7 +71,8 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
     sizes = {"q": 80, "k": 32, "v": 32}
     holder = torch.nn.ModuleDict({name: torch.nn.Linear(48, size, bias=False) for name, size in sizes.items()})
     net = adapters.attach(holder, LoraConfig(r=4, lora_alpha=12, target_modules=list(sizes), lora_dropout=dropout,
-                                             **{} if dropout else {"rank_pattern": {"k": 2}, "alpha_pattern": {"v": 5}}))
+                                             rank_pattern={} if dropout else {"k": 2},
+                                             alpha_pattern={} if dropout else {"v": 5}))
     layers = [net.base_model.model[name].train() for name in sizes]
     weights = [half.weight for layer in layers for half in (layer.lora_A["default"], layer.lora_B["default"])]
     for layer in layers:
@@ -89,18 +90,15 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             results = outputs(inputs)
         return [*results, *torch.autograd.grad(results, [inputs, *weights], grads)]
-
     def one_by_one(inputs):
         results = []
         for layer in layers:
             torch.manual_seed(1)
             results.append(layer(inputs))
         return results
-
     def together(inputs):
         torch.manual_seed(1)
         return adapters.outputs(inputs, *layers)
-
     actual = run(together), run(one_by_one)
     for layer in layers:
         layer.__class__ = Linear

@@ -95,7 +95,6 @@ def test_a_dry_run_has_the_numbers_of_the_real_run(forked, real_run, tiny, tmp_p
     # one process that plans for two GPUs prints the same, except for the free disk space
     alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
     assert plan[plan.index("FITS"):plan.index("dry run ok")] in alone
-
     done = forked(*flags, ranks=2)
     assert line_of(done.output, "samples") == line_of(plan, "samples")
     assert line_of(plan, "steps").startswith(line_of(done.output, "steps").partition(";")[0])

@@ -111,7 +111,6 @@ def test_a_folder_of_another_model_or_with_a_flipped_bit_is_refused(tiny, tokeni
     def refused(message, train=folder, **reading):
         with pytest.raises(UserError, match=message):
             opened(tiny, tokenizer, ids, [(train, 1.0)], tmp_path / "out", reading=Reading(**reading))
-
     refused("was prepared with reference same_speaker, not none", reference="none")
     refused("was prepared with normalize False, not True", normalize=True)      # also if the flag has its default
     other = shutil.copytree(folder, tmp_path / "other")
@@ -207,7 +206,7 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     held_out = written(faulty.parent / "eval\x1b[31m.jsonl", [{**rows[2], "text": "Other words."}, rows[5]])
     report = prepared(tiny, tokenizer, ids, train, tmp_path / "a", held_out=held_out, drop=("in_validation",))
     assert read_problems(tmp_path / "a")["in_validation"] == [2] and report["samples"] == 5
-    table = opened(tiny, tokenizer, ids, [(train, 1.0)], tmp_path / "c", held_out)      # training drops it without a flag
+    table = opened(tiny, tokenizer, ids, [(train, 1.0)], tmp_path / "c", held_out)      # without a flag
     limits = {"max_length": 10_000, "max_tokens": 0, "drop": False}
     train_ids, validation_ids = usable_samples(table, *split_samples(table, 0, 42), **limits)
     assert train_ids.tolist() == [0, 1, 3] and validation_ids.tolist() == [4, 5]

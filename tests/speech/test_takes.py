@@ -88,7 +88,6 @@ def test_the_prompt_of_each_part_has_the_codes_of_the_part_before(voice):
     def noted(samples, numbers):
         seen.append(prepare(samples, numbers))
         return seen[-1]
-
     def say(prompts, turn):
         return speak.speak(native, codec, ids, settings, prompts, turn)
     prompts = prepare(speak.text_prompts([("a", "one two. three."), ("b", "four.")], False), None)
@@ -121,7 +120,6 @@ def test_a_part_continues_the_last_part_of_its_speaker():
 
     def say(prompts, turn):
         return [(np.full((9, 8), turn), "eos", np.zeros(9 * 960, np.float32), {})]
-
     def noted(samples, numbers):
         asked.extend([int(np.load(clip.path)[0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
                      for sample in samples)
@@ -136,8 +134,8 @@ def test_a_pipe_is_written_while_it_is_read(tmp_path, quick_python):
     """It holds a WAV file without a length. A missing reader, or one that ends early, gives one line."""
     pipe, copy = tmp_path / "now.wav", tmp_path / "copy.wav"
     os.mkfifo(pipe)
-    words = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--output_dir", tmp_path,
-             "--audio_tokenizer_path", VOICE / "codec", "--stream", pipe, "--text", "one two. three four.",
+    words = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--output_dir",
+             tmp_path / "out", "--audio_tokenizer_path", VOICE / "codec", "--stream", pipe, "--text", "one two. three four.",
              "--split_text", 9, "--ras_window", 0, "--max_seconds", 2, "--overwrite"]
 
     def generate():
@@ -148,7 +146,7 @@ def test_a_pipe_is_written_while_it_is_read(tmp_path, quick_python):
         assert generate().returncode == 0
     samples = np.frombuffer(copy.read_bytes()[44:], "<i2")
     assert copy.read_bytes()[:4] == b"RIFF" and soundfile.info(copy).samplerate == 24000 and samples.any()
-    assert np.array_equal(samples, soundfile.read(tmp_path / "0000.wav", dtype="int16")[0])
+    assert np.array_equal(samples, soundfile.read(tmp_path / "out" / "0000.wav", dtype="int16")[0])
     with subprocess.Popen(["head", "-c", "9", pipe], stdout=subprocess.DEVNULL):
         left = generate()
     assert left.returncode == 1 and left.stderr.count("error: ") == 1 and "Traceback" not in left.stderr

@@ -50,7 +50,7 @@ def test_speech_follows_the_checkpoint(tmp_path):
     conversations.save_setting(on / conversations.SETTINGS, "on")
     conversations.save_setting(off / conversations.SETTINGS, "off")
     expected = {
-        (None, base, None): (True, f"{base} is not a checkpoint of this"), (None, base, on): (True, f"{on} was trained"),
+        (None, base, None): (True, f"{base} is not a checkpoint of"), (None, base, on): (True, f"{on} was trained"),
         (None, base, off): (False, f"{off} was trained"), (None, off, None): (False, f"{off} was trained"),
         ("off", base, on): (False, f"off; {on} was trained with on"), ("on", base, off): (True, "trained with off"),
         ("off", base, off): (False, "--normalize_text off")}

@@ -3,7 +3,6 @@ import functools
 import json
 import math
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -60,26 +59,18 @@ def steps_of(output_dir):
     return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
 
 
-@pytest.fixture(scope="module")
-def stopped(complete, tmp_path_factory):
-    """Folder of the "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples) and 8."""
-    output_dir = tmp_path_factory.mktemp("stopped") / "out"
+@pytest.mark.slow
+def test_resumed_run_equals_uninterrupted(shared, complete, tmp_path):
+    """Stopped at steps 3 (in the first epoch), 6 (at its end, after 24 samples) and 8 (in the second)."""
+    output_dir = tmp_path / "out"
     for step, before in ((3, None), (6, 3), (8, 6)):
         run = complete(output_dir, *DROPOUT, "--max_steps", step)
         start = f"resumed from {output_dir}/checkpoint-{before}" if before else "base model"
         assert f"start      step {before or 0}, {start}" in run.output
-    return output_dir
-
-
-@pytest.mark.slow
-def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
-    """Stopped in the middle of an epoch, exactly at its end, and in the second one."""
-    output_dir = shutil.copytree(stopped, tmp_path / "out")
     assert [state_of(path)["epoch"] for _, path in checkpoint.list_checkpoints(output_dir)] == [0, 0, 1]
     resumed = complete(output_dir, *DROPOUT)
     assert [row["step"] for row in rows(resumed)] == list(range(1, 13))     # no step twice, none left out
     assert_same_bits(shared("dropout"), resumed)
-
     before = tensors(resumed)
     again = complete(output_dir, *DROPOUT)                                  # a finished run trains no step
     assert "already finished: raise --max_steps above 12" in again.output
@@ -101,11 +92,10 @@ def test_resume_with_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path)
 
 def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     run = forked(*COMMON, "--freeze_llm", "--max_steps", 3, "--num_workers", 0,
-                 "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)      # accepted
+                 "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)     # accepted
     base, trained = load_file(tiny.model / "model.safetensors"), tensors(run)
     assert {name for name in base if not torch.equal(base[name], trained[name])} == {
         "model.embed_audio_tokens.embed_audio_tokens.weight", "audio_lm_head.weight"}
-
     # step 1 has the weights and samples of "full 1x4"
     mean = {name: shared("full 1x4").metrics(f"train/{name}")[1] for name in ("audio_loss", "text_loss")}
     assert run.metrics("train/loss")[1] == pytest.approx(mean["audio_loss"] + 0.5 * mean["text_loss"], rel=1e-6)

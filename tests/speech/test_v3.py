@@ -35,7 +35,8 @@ def test_delay_and_labels_are_those_written_by_hand():
     assert higgs3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
     labels = [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
     assert [[row[k] for k in range(4) if higgs3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)] == labels
-    sample = v3.Ids(1, 2, 3, 4, num_codebooks=4).assemble(np.array([1, 3, -100]), np.array([False, False, True]), [codes])
+    trained = np.array([False, False, True])
+    sample = v3.Ids(1, 2, 3, 4, num_codebooks=4).assemble(np.array([1, 3, -100]), trained, [codes])
     assert sample["audio_ids"].tolist() == rows[:-1] and sample["audio_at"].tolist() == [1, 2, 3, 4, 5, 6]
     assert [[code for code in row if code != IGNORE] for row in sample["audio_targets"].tolist()] == labels
 

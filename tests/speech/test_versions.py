@@ -49,7 +49,7 @@ def assert_same(run, other):
         assert list(run.metrics(name).values()) == pytest.approx(list(other.metrics(name).values()), rel=1e-4), name
     weights, other_weights = weights_of(run), weights_of(other)
     assert weights.keys() == other_weights.keys() and len(weights) > 20
-    for name, expected in other_weights.items():       # Adam turns rounding of a zero gradient, as of lora_A, into steps
+    for name, expected in other_weights.items():       # Adam turns rounding of a zero gradient into steps
         differs = (weights[name] - expected).abs() > 2e-4 + 1e-3 * expected.abs()
         assert differs.float().mean() < 0.01, f"{name}: {int(differs.sum())} of {differs.numel()} values differ"
 
