@@ -14,9 +14,9 @@ PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 # Flags of other programs in the documents.
 FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time",
-           "--signal", "--batch", "--logdir", "--help", "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path",
-           "--trust-remote-code", "--enable-lora", "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps",
-           "--output_format", "--model", "--partition", "--account", "--repo-type", "--local-dir"}
+           "--signal", "--batch", "--logdir", "--help", "--no-deps", "--omni", "--dllm-algorithm-config",
+           "--model-path", "--trust-remote-code", "--enable-lora", "--max-lora-rank", "--max-logprobs", "--extra",
+           "--word_timestamps", "--output_format", "--model", "--partition", "--account", "--repo-type", "--local-dir"}
 
 
 def fences(text):

@@ -34,7 +34,7 @@ def words_of(trainer, tiny, student, out):
 
 
 def run(pool, trainer, words, *compiled):
-    statuses, output = pool.run(1, f"{__name__}.train", trainer, list(map(str, words)), *compiled, cwd=ROOT, timeout=1500)
+    statuses, output = pool.run(1, f"{__name__}.train", trainer, [*map(str, words)], *compiled, cwd=ROOT, timeout=1500)
     return statuses[0], output
 
 
@@ -55,8 +55,8 @@ def test_compiled_adapters_train(pool, trainer, tiny, student, tmp_path):
     norms = {}
     for way, *compiled in (("eager",), ("compiled", True)):
         out = tmp_path / way
-        words = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, "--max_steps", "1", *["--compile"] * len(compiled)]
-        status, output = run(pool, trainer, words, *compiled)
+        argv = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, "--max_steps", 1, *["--compile"] * len(compiled)]
+        status, output = run(pool, trainer, argv, *compiled)
         assert status == 0, output[-3000:]
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         norms[way] = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]

@@ -113,7 +113,7 @@ def start(tmp_path):
     ("train_tts.sh", ["--train_data_file", __file__], {"SLURM_GPUS_ON_NODE": "8"},
      r"Slurm gave 8 GPUs on .*, the driver shows 0"),
     ("train_tts.sh", [], {"TRAINER": "/no/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /no/train.py"),
-    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such", "TRAIN_DATA": __file__}, "no-such: no such conda environment"),
+    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such", "TRAIN_DATA": __file__}, "no such conda environment"),
     ("train_tts.sh", ["--no_such", "3"], {"TRAIN_DATA": __file__}, r"unrecognized arguments: --no_such 3"),
 ])
 def test_errors_are_one_clear_line(launcher, args, settings, message):

@@ -85,8 +85,8 @@ FORMATS = {
                       "a.wav": "", "b.wav": ""}, "m.csv", TWO, []),
     "csv without a header": ({"m.csv": 'wav\\c.wav,"Hi, you."\nd.wav,Ho.\n', "wav/c.wav": "", "d.wav": ""}, "",
                              [("c.wav", "Hi, you."), ("d.wav", "Ho.")], []),
-    "ljspeech": ({"metadata.csv": 'a|This is (a).|This is a.\nb|This is b.|\nc|I say "no|I say "no\nd|"Go!"|"Go!"\n'} | {
-        f"wavs/{n}.wav": "" for n in "abcd"}, "", [*PLAIN, ("c.wav", 'I say "no'), ("d.wav", '"Go!"')], []),
+    "ljspeech": ({"metadata.csv": 'a|This is (a).|This is a.\nb|This is b.|\nc|So "no|So "no\nd|"Go!"|"Go!"\n'} | {
+        f"wavs/{n}.wav": "" for n in "abcd"}, "", [*PLAIN, ("c.wav", 'So "no'), ("d.wav", '"Go!"')], []),
     "piper": ({"metadata.csv": 'c.wav|"She says ""now"", twice."\nd.wav|"a | b"\n', "wav/c.wav": "", "wav/d.wav": ""},
               "", [("c.wav", 'She says "now", twice.'), ("d.wav", "a | b")], []),
     "pandas": ({"m.csv": 'audio_file|text\na.wav|"He says ""no""."\nb.wav|"odd\n', "a.wav": "", "b.wav": ""}, "",
@@ -114,7 +114,7 @@ FORMATS = {
              "", [("p225_001_mic2.flac", "Hi.", "p225"), ("p280_001_mic1.flac", "Ho.", "p280")], []),
     "aishell3": ({"content.txt": "SSB00050001.wav\t你 ni3 好 hao3\n", "wav/SSB0005/SSB00050001.wav": ""}, "",
                  [("SSB00050001.wav", "你好", "SSB0005")], []),
-    "mls": ({"transcripts.txt": "1_2_3\tone\x85two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": ""}, "",    # one\x85two is one line
+    "mls": ({"transcripts.txt": "1_2_3\tone\x85two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": ""}, "",   # \x85 ends no line
             [("1_2_3.opus", "one\x85two", "1")], ["empty_text"]),
     "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, "", [("X1.wav", "你好。", "")], []),
     "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""}, "",
@@ -160,7 +160,7 @@ def table(rows, separator="|"):
     return "".join(separator.join((f"{name}.wav", *map(str, fields))) + "\n" for name, fields in zip("abcd", rows))
 
 
-EQUAL = "audio,text\n" + "".join(f"{n}.wav,{text}\n" for n, text in zip("abcd" * 2, ["calm", "calm", "happy", "calm"] * 2))
+EQUAL = "audio,text\n" + "".join(f"{n}.wav,{text}\n" for n, text in zip("abcd" * 2, "calm calm happy calm".split() * 2))
 REFUSED = {         # {name: (files, source to read, pattern of the error)}
     "not utf-8": ({"m.csv": "audio,text\na.wav,Größe\n".encode("cp1252")}, "m.csv",
                   "line 2 is not UTF-8 text; convert it: iconv -f CP1252"),
@@ -214,8 +214,8 @@ def test_a_text_column_is_never_guessed(folder, name):
         assert [text for _, text in spoken(read(path, columns=f"audio=1,text={text}")[0])] == SENTENCES
 
 
-MARKED_TEXTS = ["(laughs) Well then.", "<laugh> Well.", "[breath] Well.", "*gasps* Well.", "anna: Well.", "Tom &amp; Ann.",
-             "GrÃ¶ÃŸe.", "Well\x00 then.", "[S1] Well. [S2] No."]
+MARKED_TEXTS = ["(laughs) Well then.", "<laugh> Well.", "[breath] Well.", "*gasps* Well.", "anna: Well.",
+                "Tom &amp; Ann.", "GrÃ¶ÃŸe.", "Well\x00 then.", "[S1] Well. [S2] No."]
 
 
 def test_odd_rows_are_counted_and_nothing_is_no_text(folder, capsys):

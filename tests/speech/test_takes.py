@@ -135,8 +135,8 @@ def test_a_pipe_is_written_while_it_is_read(tmp_path, quick_python):
     pipe, copy = tmp_path / "now.wav", tmp_path / "copy.wav"
     os.mkfifo(pipe)
     words = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--output_dir",
-             tmp_path / "out", "--audio_tokenizer_path", VOICE / "codec", "--stream", pipe, "--text", "one two. three four.",
-             "--split_text", 9, "--ras_window", 0, "--max_seconds", 2, "--overwrite"]
+             tmp_path / "out", "--audio_tokenizer_path", VOICE / "codec", "--stream", pipe, "--text",
+             "one two. three four.", "--split_text", 9, "--ras_window", 0, "--max_seconds", 2, "--overwrite"]
 
     def generate():
         return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE_S)
