@@ -34,7 +34,7 @@ def test_the_demo_with_a_student_that_did_not_learn(tmp_path, quick_python):
     model.lm_head.weight.data[-3:] = 0          # answers may not hold control tokens
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "questions.txt").write_text("".join(
-        f"Explain {thing}.\n" for thing in "rain snow ice wool tea milk salt gold silk wood rice soap".split()))
+        f"Where is {thing}?\n" for thing in "rain snow ice wool tea milk salt gold silk wood rice soap".split()))
     (tmp_path / "prompt.txt").write_text("Be short.\n")
     settings = {"STUDENT": str(tmp_path / "model"), "QUESTIONS": "questions.txt", "PROMPT": "prompt.txt", "STEPS": "2",
                 "BATCH": "2", "GROUP_SIZE": "1", "ANSWER_TOKENS": "12"}
