@@ -1,4 +1,4 @@
-"""Shared pieces of the tests: one tiny real-architecture model and dataset a session, and real trainer processes."""
+"""Fixtures of all tests: one tiny model and data set a session, a pool of ranks, and trainers in processes."""
 import gc
 import os
 import shutil
@@ -27,13 +27,13 @@ SHARED_PYTHON = "SHARED_FORK_SERVER_PYTHON"     # set by xdist's controller for 
 LONGEST = ("slurm", "recovery", "guides", "decoder", "fsdp", "minimal", "train_sft", "reproducible", "launchers",
            "train_bd3lm", "learns", "kernels", "quantized", "plan", "docs", "train_v2_ddp", "create_data", "keep",
            "lifetime", "generate_tts", "bad_input", "judge_demo", "versions", "distill_demo", "loaded",
-           "first_voice", "divergence")     # seconds of all tests of a file, the most first
+           "first_voice", "divergence")     # test files by total time, the slowest first
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False      # xdist would begin with the files of most tests, not of the longest
+    config.option.loadscopereorder = False      # xdist would start files with many tests, not slow ones
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        # One fork server serves the workers of all tests: each of its own would import torch once more.
+        # All workers share one fork server: a server for each worker would import torch again.
         config.fork_server = ForkServer(Path(tempfile.mkdtemp()))
         os.environ[SHARED_PYTHON] = str(config.fork_server.python)
 
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    gc.freeze()     # as the scripts do: no collection goes through what is imported, no forked rank unshares its pages
+    gc.freeze()     # as the scripts do: collections skip imported objects, and forked ranks share memory pages
     gc.enable()
 
 
@@ -80,7 +80,7 @@ default_signals()
 
 @pytest.fixture(autouse=True)
 def as_a_fresh_process():
-    """Undo what a script that ran in this process leaves behind: ignored signals, hooks, requests to stop."""
+    """Undo side effects of a script that ran in this process: ignored signals, hooks, stop requests."""
     default_signals()
     unraisable = sys.unraisablehook
     yield
@@ -107,7 +107,7 @@ def disk(tmp_path):
     def make(size):
         subprocess.run(["umount", "-l", out], capture_output=True)
         out.mkdir(exist_ok=True)
-        mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", out)      # takes memory only for what is written
+        mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", out)      # uses memory only for written data
         return out
     yield make
     subprocess.run(["umount", "-l", out], capture_output=True)
@@ -115,7 +115,7 @@ def disk(tmp_path):
 
 @pytest.fixture(scope="session")
 def pool(quick_python, tmp_path_factory):
-    """Ranks of any trainer with their imports done."""
+    """Pool that starts ranks of any trainer with their imports done."""
     return Pool(quick_python, tmp_path_factory.mktemp("pool"))
 
 

@@ -1,4 +1,4 @@
-"""README and docs: flags and files they name exist, links lead somewhere, numbers are those measured."""
+"""README and docs: named flags and files exist, links lead somewhere, numbers equal the measured ones."""
 import json
 import re
 import subprocess
@@ -12,11 +12,11 @@ from tests.launch.test_launchers import environment
 
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-# Flags of other programs that the documents speak about.
-FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
-           "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
-           "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps", "--output_format", "--model",
-           "--partition", "--account", "--repo-type", "--local-dir"}
+# Flags of other programs in the documents.
+FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time",
+           "--signal", "--batch", "--logdir", "--help", "--no-deps", "--omni", "--dllm-algorithm-config",
+           "--model-path", "--trust-remote-code", "--enable-lora", "--max-lora-rank", "--max-logprobs", "--extra",
+           "--word_timestamps", "--output_format", "--model", "--partition", "--account", "--repo-type", "--local-dir"}
 
 
 def fences(text):
@@ -37,7 +37,7 @@ def without_blocks(text):
     return re.sub(r"^```.*?^```$", lambda fence: "\n" * fence[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
 
 
-# Example of docs/data.md: (heading, number of its block): the file it becomes, the audio it names, {file: other text files}
+# Examples of docs/data.md: {(heading, index of the block): (file name, audio files, {name: text} of other files)}
 EXAMPLES = {
     ("ChatML", 0): ("train.json", ["clips/reference.wav", "clips/target.wav"], {}),
     ("A table with a header", 0): ("train.csv", ["clips/0001.wav", "clips/0002.wav"], {}),
@@ -54,8 +54,8 @@ EXAMPLES = {
 @pytest.mark.parametrize("heading, number", EXAMPLES)
 def test_example_of_data_is_read(heading, number, tmp_path):
     name, audio, texts = EXAMPLES[heading, number]
-    part = TEXTS["docs/data.md"].partition(f"### {heading}\n")[2].partition("\n##")[0]
-    text = "\n".join(list(fences(part))[number][2]) + "\n"
+    section = TEXTS["docs/data.md"].partition(f"### {heading}\n")[2].partition("\n##")[0]
+    text = "\n".join(list(fences(section))[number][2]) + "\n"
     files = {name: text} | texts if name else dict(re.findall(r"^(\S+): +(.*\n)", text, re.MULTILINE))
     for file, content in (files | dict.fromkeys(audio, "audio")).items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -69,7 +69,7 @@ def test_every_flag_that_is_named_exists():
                    for path in (ROOT / folder).glob("*.py"))
     known = {flag for flag in re.findall(r"""["'](--[a-z]\w*)["']""", code)} | FOREIGN
     for page, text in TEXTS.items():
-        for span in [*re.findall(r"`[^`]+`", without_blocks(text)), *("\n".join(lines) for _, _, lines in fences(text))]:
+        for span in [*re.findall("`[^`]+`", without_blocks(text)), *("\n".join(lines) for _, _, lines in fences(text))]:
             for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
                 assert flag in known or flag.replace("--no-", "--") in known, f"{page}: no script has {flag}"
 
@@ -89,12 +89,12 @@ def test_links_lead_somewhere():
             path, _, anchor = target.partition("#")
             file = (ROOT / page).parent / path if path else ROOT / page
             assert file.exists(), f"{page}: {target} leads nowhere"
-            if anchor and not path.endswith(".py"):     # of lines: test_links_to_lines
+            if anchor and not path.endswith(".py"):     # line numbers: see test_links_to_lines
                 name = file.resolve().relative_to(ROOT).as_posix()
                 assert anchor in anchors[name], f"{page}: {name} has no heading #{anchor}"
 
 
-# {words of a link in README: pattern of the line of code that it leads to}
+# {words of a link in README: pattern of the line of code that it must point to}
 PLACES = {"end-of-stream label": r"labels\[.*\] = eos", "resume position": r"epoch, first_pack = \(state\.get",
           "averaged over the ranks": r"\(loss \* \(?world\.size", "block is unmasked": r"^def unmask\(",
           "KL divergence": r"^def divergence\("}
@@ -125,15 +125,16 @@ def test_columns_and_errors_of_data_are_those_of_the_code():
     assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
     code = "".join(path.read_text() for folder in ("speech", "core", "distill", "diffusion")
                    for path in (ROOT / folder).glob("*.py"))
-    code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
+    code = re.sub(r"\"\n\s+f?\"", "", code)     # joins a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]
-    said = [text for row in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
-    assert len(said) > 30
-    for text in said:
-        assert text in code, f"docs/troubleshooting.md: no message says {text!r}"
+    rows = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
+    messages = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 30
+    for text in messages:
+        assert text in code, f"docs/troubleshooting.md: no message contains {text!r}"
 
 
-def test_readme_is_short_and_has_what_it_must():
+def test_readme_is_short_and_links_every_page():
     readme = TEXTS["README.md"]
     assert len(readme.splitlines()) <= 110
     for page in set(TEXTS) - {"README.md"}:
@@ -141,7 +142,7 @@ def test_readme_is_short_and_has_what_it_must():
 
 
 def test_guides_are_short_and_plain():
-    """Their words in all, lines of at most 100 columns, and no dates, seeds or commits."""
+    """They have few words, lines of at most 100 columns, and no dates, seeds or commits."""
     assert sum(len(text.split()) for page, text in TEXTS.items() if page != "README.md") <= 14_000
     assert len(TEXTS["docs/dropped.md"].splitlines()) <= 100
     for page, text in TEXTS.items():
@@ -149,18 +150,18 @@ def test_guides_are_short_and_plain():
         long = [line for line in text.splitlines() if len(line) > 100]
         assert not long, f"{page}: more than 100 columns: {long}"
         if page != "docs/dropped.md":
-            found = re.findall(r"\b20\d\d-\d\d-\d\d\b|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7}\b|\bseed \d+", text)
-            assert not found, f"{page}: {found}"
+            matches = re.findall(r"\b20\d\d-\d\d-\d\d\b|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7}\b|\bseed \d+", text)
+            assert not matches, f"{page}: {matches}"
 
 
-def test_speed_on_a_gpu_is_what_was_measured():
-    """Rows of README and docs/speed.md against bench/results/h200.jsonl: by milliseconds, which no two rows share."""
+def test_speed_on_a_gpu_equals_the_measurements():
+    """Each row of README and docs/speed.md equals the row of h200.jsonl with the same tokens/s and MFU."""
     lines = (ROOT / "bench" / "results" / "h200.jsonl").read_text().splitlines()
     measured = {tuple(f"{row[key]:{form}}" for key, form in (("tokens_s", ",.0f"), ("mfu_989", ".1f"))): row
                 for row in map(json.loads, lines) if "mfu_989" in row}
     for page, least in (("README.md", 4), ("docs/speed.md", 6)):
-        rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d,]+) \|(?: [\d.]+ % \|)? ([\d.]+) % \| ([\d.]+) \(([\d.]+)\) \|$",
-                          TEXTS[page], re.MULTILINE)
+        pattern = r"^\| [^|]+ \| ([\d.]+) \| ([\d,]+) \|(?: [\d.]+ % \|)? ([\d.]+) % \| ([\d.]+) \(([\d.]+)\) \|$"
+        rows = re.findall(pattern, TEXTS[page], re.MULTILINE)
         assert len(rows) >= least
         for ms, tokens, mfu, peak, planned in rows:
             row = measured[tokens, mfu]
@@ -171,7 +172,7 @@ def test_speed_on_a_gpu_is_what_was_measured():
 
 @pytest.mark.slow
 def test_the_demo_of_the_readme(tmp_path, quick):
-    """Few clips, steps and sentences: all its parts work, and its gates say that such a voice is not learnt."""
+    """A run on few clips, steps and sentences: every part works, and the verdict is that the voice is not learnt."""
     assert "bash launch/demo.sh " in TEXTS["README.md"]
     voice, settings = ROOT / "launch" / "voice", {"VENV": "none", "OUT": str(tmp_path), "STEPS": "8", "RANKS": "1"}
     samples = json.loads((voice / "train.json").read_text())[:16]
@@ -187,6 +188,6 @@ def test_the_demo_of_the_readme(tmp_path, quick):
     assert len(done.stdout.splitlines()) <= 55      # 60 with the step lines of the whole demo
     page, = tmp_path.glob("run-*/report.html")
     assert re.search(r"<li>After: speech is [a-z ]*understood \(word errors \d", page.read_text())
-    # the picture is the top of a whole demo's page, 1300 x 1440 in Chromium; its words are these parts
+    # the picture shows the page of a whole demo, 1300 x 1440 in Chromium; its caption lists the parts
     parts = ", ".join(re.findall("<h2>([^<]+)</h2>", page.read_text()))
     assert f"![The demo's report: {parts}](docs/report.png)" in " ".join(TEXTS["README.md"].split()), parts

@@ -1,7 +1,7 @@
-"""The commands of README and the guides, run page by page in their order, on tiny models; on one rank.
+"""The commands of README and the guides run page by page, in order, with tiny models, on one rank.
 
-Names of the Hub stand for tiny models, a run takes two steps, a launcher prints what it would run, and a command of a
-package that is not here is parsed alone. The demos have tests of their own.
+Tiny models replace the names of the Hub. A run takes two steps. A launcher only prints its command. A command that
+needs a missing package is only parsed. Other files test the demos.
 """
 import json
 import os
@@ -31,7 +31,7 @@ LABELS = ("en", "fr", "de")
 SPEECH = "python train_v2_ddp.py --model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json"
 SPEAK = "python speech/generate_tts.py --model_path BASE --audio_tokenizer_path CODEC --prompts lines.txt"
 BLOCK = "python diffusion/train_bd3lm.py --tokenizer . --model_size tiny --problems_per_batch 4 --max_length 96"
-BEFORE = {      # {page: commands whose results it names}
+BEFORE = {      # {page: commands that make the files it names}
     "docs/speaking.md": [f"{SPEECH} --use_lora --output_dir out", f"{SPEECH} --output_dir full",
                          *(f"{SPEAK} --output_dir {name}" for name in ("samples", "samples_base", "samples_trained"))],
     "docs/reliability.md": [f"{SPEECH} --output_dir {name}" for name in ("out", "out_a", "out_b")],
@@ -40,25 +40,25 @@ BEFORE = {      # {page: commands whose results it names}
         "python diffusion/train_bd3lm.py --system chat --init_from STUDENT --train_data_file held_out.jsonl "
         "--problems_per_batch 2 --block_size 4 --output_dir outputs/chat_h200"]}
 CHATS = "python distill/train_sft.py --model_path STUDENT --train_data_file labels.jsonl --output_dir out"
-FIRST = {"--labels": CHATS}     # {flag: a command before the one that has it}
+FIRST = {"--labels": CHATS}     # {flag: command that runs before a command with the flag}
 SWAPS = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
          "bosonai/higgs-tts-3-4b": "TTS3", "Qwen/Qwen3-4B-Instruct-2507": "STUDENT",
          "takes/best.jsonl": "train.json",      # no take of an untrained voice is good
          "Qwen/Qwen3-30B-A3B-Instruct-2507": "LARGER", "openai/whisper-small": "pocketsphinx", "NAME": "teacher",
          "8192": "1024"}        # tokens of a pack
-SHORT = {       # {script: flags that follow a command's own}
+SHORT = {       # {script: flags that are added to a command}
     "train_v2_ddp.py": "--max_steps 2 --num_workers 0 --report_to none",
     "distill/train_sft.py": "--max_steps 2 --num_workers 0 --report_to none --validation_split 0.2 --group_size 1",
     "diffusion/train_bd3lm.py": "--max_steps 2 --num_workers 0 --report_to none",
     "speech/generate_tts.py": "--max_seconds 0.4", "speech/pick_checkpoint.py": "--max_seconds 0.4",
     "diffusion/sample_bd3lm.py": "--limit 2"}
 GATES = {"--check_fell", "--min_closed"}        # exit status 1: after two steps nothing is learnt
-# a flag or value that needs a package, or files that only the Hub has
+# {flag or value: package that it needs, or files that only the Hub has}
 ABSENT = {"--tasks": "lm_eval", "--mos": "speechmos", "--max_model_len": "vllm", "--speaker_model": "a_listener",
           "--asr_model": "pocketsphinx", "sdar": "a_tokenizer_of_Qwen3"}
 
 REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
-DEMOS = {"demo", "distill_demo", "setup", "test", "slurm"}      # launchers with tests of their own
+DEMOS = {"demo", "distill_demo", "setup", "test", "slurm"}      # other files test these launchers
 Command = namedtuple("Command", "page settings words text")     # words: without the settings {NAME: value} before them
 
 
@@ -70,8 +70,8 @@ def split_command(text):
 
 
 def block_commands():
-    """The commands of all bash blocks, and those after a $ in other blocks; variables set in a block are filled in."""
-    found = []
+    """Commands of all bash blocks, and commands after a $ in other blocks, with the block's variables filled in."""
+    commands = []
     for page, text in TEXTS.items():
         for language, _, lines in fences(text):
             if language != "bash":
@@ -81,15 +81,16 @@ def block_commands():
                 filled = string.Template(command.replace("\\\n", " ")).safe_substitute(variables)
                 settings, words = split_command(filled)
                 if words:
-                    found.append(Command(page, settings, words, filled))
+                    commands.append(Command(page, settings, words, filled))
                 else:
                     variables |= settings
-    return found
+    return commands
 
 
 def script_of(words):
-    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    return (words[at], words[at + 1:]) if at and (words[0] == "torchrun" or words[0] == "python" and at == 1) else None
+    index = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    starts = index and (words[0] == "torchrun" or words[0] == "python" and index == 1)
+    return (words[index], words[index + 1:]) if starts else None
 
 
 def parse(script, flags):
@@ -99,8 +100,8 @@ def parse(script, flags):
         raise AssertionError(f"{script} refuses {shlex.join(flags)}") from left
 
 
-def check_launcher(command, place):
-    """Each setting is one that a launcher reads; what the launcher would run is parsed."""
+def check_launcher(command, workspace):
+    """A launcher reads each setting, and the scripts of its printed command accept their flags."""
     launcher = next(word for word in command.words if word.endswith(".sh"))
     read = "".join(path.read_text() for path in (ROOT / "launch").glob("*.sh"))
     for name in command.settings:
@@ -111,14 +112,14 @@ def check_launcher(command, place):
     arguments = [new for word in arguments for new in (REST.split() if word == "..." else [
         "fresh" if word == "labels.jsonl" and "create" in launcher else word])]
     more = {"HF_HUB_OFFLINE": "1", "DRY_RUN": "1"} | ({"GPUS": "8"} if "create" in launcher else {})
-    done = subprocess.run(["bash", launcher, *arguments], cwd=place, text=True, capture_output=True, timeout=PATIENCE_S,
-                          env=environment(**command.settings | more))
+    done = subprocess.run(["bash", launcher, *arguments], cwd=workspace, text=True, capture_output=True,
+                          timeout=PATIENCE_S, env=environment(**command.settings | more))
     assert done.returncode == 0, f"{command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
-    starts = [(words, at) for words in map(shlex.split, done.stdout.splitlines())
-              for at, word in enumerate(words) if word.startswith(f"{ROOT}/") and word.endswith(".py")]
-    assert starts, f"{command.text} starts nothing of ours\n{done.stdout}"
-    for words, at in starts:
-        parse(str(Path(words[at]).relative_to(ROOT)), words[at + 1:])
+    starts = [(words, index) for words in map(shlex.split, done.stdout.splitlines())
+              for index, word in enumerate(words) if word.startswith(f"{ROOT}/") and word.endswith(".py")]
+    assert starts, f"{command.text} starts no script of this repository\n{done.stdout}"
+    for words, index in starts:
+        parse(str(Path(words[index]).relative_to(ROOT)), words[index + 1:])
 
 
 def write_speech(path, pitch, seconds=1):
@@ -128,8 +129,8 @@ def write_speech(path, pitch, seconds=1):
 
 
 @pytest.fixture
-def place(tiny, tmp_path):
-    """A folder where the repository's files lie under their own names, and all that a guide names, tiny."""
+def workspace(tiny, tmp_path):
+    """A folder with links to the repository's files, and tiny versions of all files that the guides name."""
     for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")), *ROOT.glob("*.py")):
         (tmp_path / source.name).symlink_to(source)
     tiny.codes.mkdir(exist_ok=True)
@@ -165,16 +166,11 @@ def place(tiny, tmp_path):
     return tmp_path
 
 
-def start_server(place):
-    server = subprocess.Popen([sys.executable, ROOT / "tests/helpers/label_server.py", place / "requests.jsonl"],
-                              stdout=subprocess.PIPE, text=True)
-    return server, f"http://localhost:{int(server.stdout.readline())}/v1"
-
-
-def filled(words, place, url):
+def filled(words, workspace, url):
     script, flags = script_of(words)
     flags = [SWAPS.get(flag, flag).replace("http://localhost:8000/v1", url) for flag in flags]
-    flags = [str(newest(place / flag)) if "checkpoint-" in flag else flag for flag in flags]
+    flags = [str(max((workspace / flag).parent.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])))
+             if "checkpoint-" in flag else flag for flag in flags]
     flags += SHORT.get(script, "").split() + ["--sample_seconds", "1"] * ("--sample_prompts" in flags)
     if script == "train_v2_ddp.py" and "prepared" not in flags:
         flags += ["--code_cache", "codes"]      # clips are encoded once
@@ -183,38 +179,36 @@ def filled(words, place, url):
     return script, flags
 
 
-def newest(path):
-    return max(path.parent.glob("checkpoint-*"), key=lambda folder: int(folder.name.partition("-")[2]))
-
-
 BLOCKS = block_commands()
 PAGES = [page for page in TEXTS if any(command.page == page for command in BLOCKS)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_page_run(page, place, quick_python):
-    server, url = start_server(place)
+def test_commands_of_a_page_run(page, workspace, quick_python):
+    server = subprocess.Popen([sys.executable, ROOT / "tests/helpers/label_server.py", workspace / "requests.jsonl"],
+                              stdout=subprocess.PIPE, text=True)
+    url = f"http://localhost:{int(server.stdout.readline())}/v1"
     try:
         texts = [text for command in BLOCKS if command.page == page
                  for text in (*(more for flag, more in FIRST.items() if flag in command.words), command.text)]
         for settings, words in (split_command(text) for text in (*BEFORE.get(page, ()), *texts)):
             if words[0] in ("bash", "sbatch"):
-                check_launcher(Command(page, settings, words, shlex.join(words)), place)
+                check_launcher(Command(page, settings, words, shlex.join(words)), workspace)
                 continue
-            if words[0] in ("whisper", "mkdir"):        # of another package; test_house.py makes the copies
+            if words[0] in ("whisper", "mkdir"):        # whisper is another package; test_house.py makes the copies
                 continue
             assert script_of(words), f"{page}: no rule covers {words}"
             if any(flag in words and not find_spec(package) for flag, package in ABSENT.items()):
                 parse(*script_of(words))
                 continue
-            script, flags = filled(words, place, url)
-            for flag, target in zip(flags, flags[1:]):      # each command is an example of its own
-                if flag in ("--output_dir", "--output_file", "--output") and (place / target).exists():
-                    shutil.rmtree(place / target) if (place / target).is_dir() else (place / target).unlink()
-            done = subprocess.run([quick_python, script, *flags], cwd=place, text=True, stdout=subprocess.PIPE,
+            script, flags = filled(words, workspace, url)
+            for flag, target in zip(flags, flags[1:]):      # no command continues the output of another
+                if flag in ("--output_dir", "--output_file", "--output") and (path := workspace / target).exists():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            done = subprocess.run([quick_python, script, *flags], cwd=workspace, text=True, stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, timeout=PATIENCE_S,
-                                  env={**os.environ, "PYTHON_EXEC": quick_python})     # of scripts that a script starts
+                                  env={**os.environ, "PYTHON_EXEC": quick_python})     # for child processes
             print(done.returncode, shlex.join([script, *flags]))
             assert done.returncode in ((0, 1) if GATES & {*flags} else (0,)) and "Traceback" not in done.stdout, (
                 f"{shlex.join([script, *flags])}\n{done.stdout[-3000:]}")

@@ -1,4 +1,4 @@
-"""The layout: what the root holds, who imports whom, and copies of each system that work in somebody's repository."""
+"""The layout: entries of the root, sizes, imports, and copies of each system that run in another repository."""
 import ast
 import os
 import re
@@ -34,14 +34,14 @@ def test_the_root_is_a_menu():
 
 @pytest.mark.skipif(not find_spec("ruff"), reason="ruff is not installed")
 def test_python_files_are_clean():
-    """By the rules of pyproject.toml."""
+    """ruff applies the rules of pyproject.toml."""
     done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", "."],
                           cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_sizes_only_fall():
-    """Lines of a folder's files of a kind; a ceiling is lowered with what is removed."""
+    """Lines of all files of a kind in a folder; lower a ceiling when you remove lines."""
     for folder, kind, most in (("bench", "py", 1748), ("launch", "sh", 1000), ("tests", "py", 16_381)):
         lines = sum(len((ROOT / path).read_text().splitlines()) for path in tracked(f"{folder}/*.{kind}"))
         assert lines <= most, f"{folder}: {lines} lines of .{kind}, at most {most}"
@@ -68,8 +68,8 @@ RIDDLES = {r"\bwhat is\b": 0, r"\b(its|their) own\b|\bof (ours|theirs)\b": 0, r"
 def test_riddles_only_fall():
     text = "\n".join((ROOT / path).read_text() for path in tracked() if path.suffix in (".py", ".sh", ".md")
                      and path.parts[0] != "tests" and (ROOT / path).exists())
-    found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) for pattern in RIDDLES}
-    assert not {pattern: count for pattern, count in found.items() if count > RIDDLES[pattern]}
+    counts = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) for pattern in RIDDLES}
+    assert not {pattern: count for pattern, count in counts.items() if count > RIDDLES[pattern]}
 
 
 VAGUE = {"found", "about", "at", "part", "place", "one", "often", "told", "made", "given", "theirs", "ours", "odd", "what"}
@@ -94,14 +94,14 @@ MODULES = {str(path.with_suffix("")).replace("/", "."): path for path in tracked
 
 
 def imports(path):
-    """Dotted names of our modules that a file imports, wherever in it."""
-    found = set()
+    """Dotted names of modules of this repository that a file imports anywhere."""
+    modules = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} if node.module in MODULES else {f"{node.module}.{a.name}" for a in node.names}
-    return {name for name in found if name.split(".")[0] in MAY_IMPORT}
+            modules |= {node.module} if node.module in MODULES else {f"{node.module}.{a.name}" for a in node.names}
+    return {name for name in modules if name.split(".")[0] in MAY_IMPORT}
 
 
 def is_script(name):
@@ -109,18 +109,18 @@ def is_script(name):
 
 
 def test_imports_run_one_way():
-    """By folder; and no script is imported, but those that are modules as well."""
+    """Folders import as MAY_IMPORT allows, and nothing imports a script, except those that are also modules."""
     for name, path in MODULES.items():
-        found = imports(path)
-        assert found <= MODULES.keys(), f"{path} imports what is not there: {found - MODULES.keys()}"
-        wrong = {other for other in found if other.split(".")[0] not in MAY_IMPORT[name.split(".")[0]]}
+        imported = imports(path)
+        assert imported <= MODULES.keys(), f"{path} imports missing modules: {imported - MODULES.keys()}"
+        wrong = {other for other in imported if other.split(".")[0] not in MAY_IMPORT[name.split(".")[0]]}
         assert not wrong, f"{path} may not import {wrong}"
-        scripts = {other for other in found if is_script(other)} - BOTH
+        scripts = {other for other in imported if is_script(other)} - BOTH
         assert not scripts, f"{path} imports scripts: {scripts}"
 
 
 def test_minimal_stands_alone():
-    """Each file of at most 380 lines, which imports nothing of this repository and is imported by none."""
+    """Each file has at most 380 lines and imports nothing of this repository."""
     for path in tracked("minimal/*.py"):
         assert not imports(path) and len((ROOT / path).read_text().splitlines()) <= 380
         assert (ROOT / path).read_text().startswith("# /// script\n")
@@ -130,15 +130,15 @@ def test_minimal_stands_alone():
 # Copies
 
 COPIES = re.findall(r"^mkdir -p (~/\S+) +&& cp -r (.+?) +\1/$", (ROOT / "README.md").read_text(), re.M)
-THEIRS = {"data.py": "MINE = 1\n", "metrics.py": "MINE = 2\n", "core/__init__.py": "MINE = 3\n",
-          "core/dist.py": "MINE = 4\n", "speech/__init__.py": "MINE = 5\n"}
+USER_FILES = {"data.py": "MINE = 1\n", "metrics.py": "MINE = 2\n", "core/__init__.py": "MINE = 3\n",
+              "core/dist.py": "MINE = 4\n", "speech/__init__.py": "MINE = 5\n"}
 
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-    """A user's repository with modules of our names, and in it the copies that README's lines make."""
+    """A user's repository with modules of the same names, and the copies that README's commands make."""
     home = tmp_path_factory.mktemp("home")
-    for name, text in THEIRS.items():
+    for name, text in USER_FILES.items():
         path = home / "mine" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "raise SystemExit('the file of the user was imported')\n")
@@ -146,13 +146,13 @@ def mine(tmp_path_factory):
         subprocess.run(["bash", "-c", f"mkdir -p {folder} && cp -r {files} {folder}/"], cwd=ROOT, check=True,
                        env=os.environ | {"HOME": str(home)})
     yield home / "mine"
-    for name, text in THEIRS.items():
+    for name, text in USER_FILES.items():
         assert (home / "mine" / name).read_text().startswith(text)
 
 
 def assert_trains(python, repository, script, flags):
-    """A run to a first save from the user's root, which is on PYTHONPATH, where many have it."""
-    copy = next(repository / part for part in ("higgs", "blocks", "distill") if (repository / part / script).exists())
+    """A run in the user's root, which is on PYTHONPATH, writes a checkpoint."""
+    copy = next(repository / name for name in ("higgs", "blocks", "distill") if (repository / name / script).exists())
     out = repository.parent / f"out-{copy.name}"
     done = subprocess.run([python, f"{copy.name}/{script}", *map(str, flags), "--output_dir", str(out), "--logging_dir",
                            f"{out}-logs", "--report_to", "none", "--logging_steps", "1", "--num_workers", "1",
@@ -170,7 +170,7 @@ def test_readme_has_the_three_lines():
 
 @pytest.mark.slow
 def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):
-    """All weights of a base of 2025. It has no processor files: the copy's own chat template is saved."""
+    """It trains all weights of a 2025 base without processor files and saves the chat template of the copy."""
     subprocess.run([quick_python, mine / "higgs" / "lora.py", "export", "--model_path", tiny.model, "--output_dir",
                     tmp_path / "base"], check=True, capture_output=True, cwd=mine)
     assert_trains(quick_python, mine, "train_v2_ddp.py", [

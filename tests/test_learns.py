@@ -34,8 +34,8 @@ def words_of(trainer, tiny, student, out):
 
 
 def run(pool, trainer, words, *compiled):
-    (status,), output = pool.run(1, f"{__name__}.train", trainer, list(map(str, words)), *compiled, cwd=ROOT, timeout=1500)
-    return status, output
+    statuses, output = pool.run(1, f"{__name__}.train", trainer, [*map(str, words)], *compiled, cwd=ROOT, timeout=1500)
+    return statuses[0], output
 
 
 def train(trainer, argv, compiled=False):
@@ -55,8 +55,8 @@ def test_compiled_adapters_train(pool, trainer, tiny, student, tmp_path):
     norms = {}
     for way, *compiled in (("eager",), ("compiled", True)):
         out = tmp_path / way
-        words = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, *["--compile"] * len(compiled), "--max_steps", "1"]
-        status, output = run(pool, trainer, words, *compiled)
+        argv = [*words_of(trainer, tiny, student, out), *LORA, *SHORT, "--max_steps", 1, *["--compile"] * len(compiled)]
+        status, output = run(pool, trainer, argv, *compiled)
         assert status == 0, output[-3000:]
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         norms[way] = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
@@ -82,5 +82,5 @@ def test_a_gradient_of_exactly_zero_ends_the_run(pool, trainer, tiny, student, t
     flag = "--init_from" if "bd3lm" in trainer else "--model_path"
     words = [*words_of(trainer, tiny, student, tmp_path / "out"), *LORA, *SHORT, flag, zeros]
     status, output = run(pool, trainer, words)
-    assert status != 0 and "step 1: the gradient norm is exactly 0" in output and "Traceback" not in output, output[-3000:]
+    assert status and "step 1: the gradient norm is exactly 0" in output and "Traceback" not in output, output[-3000:]
     assert not list((tmp_path / "out").glob("checkpoint-*"))

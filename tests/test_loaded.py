@@ -1,4 +1,4 @@
-"""What an ordinary run of each trainer loads of this repository: an option that is off imports nothing."""
+"""An ordinary run of each trainer loads only the files that it needs: an option that is off imports nothing."""
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +21,13 @@ def files(folder, names):
 
 ALL = files(
     "core/", "problems checkpoint cli dist json_files kernels lifetime metrics optim packing tensor_io watchdog")
-# LoRA on ChatML, codes in the cache: no other format, no TTS 3, no judge, no plan of memory
+# LoRA on ChatML with cached codes needs no other format, no TTS 3, no judge and no memory plan
 SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data lora") | files(
-    "speech/", "choices codes conversations dataset labels v2 "
-    "weights")
+    "speech/", "choices codes conversations dataset labels v2 weights")
 CHATS = files("core/", "chat checkpoint cli dist problems run tensor_io") | files(
     "distill/", "causal_lm chat_data losses packed_lm train_sft")
 BLOCKS = files("core/", "run") | files("diffusion/", "blocks choices dit elbo problems train_bd3lm")
-# {script: (files it may load beside ALL, lines of all together)}
+# {script: (files that it may load besides ALL, maximum of lines in all of them)}
 LIMITS = {"train_v2_ddp.py": (SPEECH, 7_183), "distill/train_sft.py": (CHATS, 5_155),
           "diffusion/train_bd3lm.py": (BLOCKS, 5_244)}
 WATCH = """
@@ -45,8 +44,9 @@ def command(script, request, folder):
     """A short run's command line, without the interpreter."""
     if script == "train_v2_ddp.py":
         tiny = request.getfixturevalue("tiny")
-        clips = {clip: None for sample in read_samples(tiny.train_json, []) for turn in sample.turns for clip in turn.clips}
-        ensure_codes(World(device=torch.device("cpu")), list(clips), Encoding(tiny.codec, tiny.codes, 8))
+        turns = [turn for sample in read_samples(tiny.train_json, []) for turn in sample.turns]
+        clips = list(dict.fromkeys(clip for turn in turns for clip in turn.clips))
+        ensure_codes(World(device=torch.device("cpu")), clips, Encoding(tiny.codec, tiny.codes, 8))
         return trainer_command(tiny, folder / "out", "--use_lora", "--max_steps", 1)[1:]
     short = ["--output_dir", folder / "out", "--max_steps", 1, "--report_to", "none", "--num_workers", 0]
     if script == "distill/train_sft.py":
@@ -64,7 +64,7 @@ def command(script, request, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", LIMITS)
-def test_an_ordinary_run_loads_what_it_needs(script, request, tmp_path):
+def test_an_ordinary_run_loads_only_needed_files(script, request, tmp_path):
     own, most = LIMITS[script]
     words = map(str, command(script, request, tmp_path))
     done = subprocess.run([sys.executable, "-c", WATCH, *words], cwd=tmp_path, text=True, stdout=subprocess.PIPE,

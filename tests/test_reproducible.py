@@ -1,5 +1,5 @@
-"""Each trainer on 2 ranks: stopped and resumed it ends bit for bit like a run without a stop, and its numbers are those
-that were measured before (tests/losses.json; WRITE_LOSSES=1 pytest tests/test_reproducible.py measures them again).
+"""Each trainer on 2 ranks: a resumed run ends with the bits of an uninterrupted one, and its losses are the known ones
+(tests/losses.json; WRITE_LOSSES=1 pytest tests/test_reproducible.py measures them again).
 """
 import hashlib
 import json
@@ -27,10 +27,11 @@ LOSSES = ROOT / "tests" / "losses.json"
 STEPS, STOP = 6, 3
 COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gradient_accumulation_steps", 2,
           "--eval_steps", 3, "--save_steps", 3, "--save_total_limit", 0, "--per_device_train_batch_size", 2,
-          "--lr_scheduler", "constant")     # which --max_steps does not change
+          "--lr_scheduler", "constant")     # --max_steps does not change this rate
 SPEECH, CHATS, BLOCKS = "tests.helpers.trainer.speech_main", students.MAIN, block_runs.MAIN
 RUNS = {
-    "speech, lora, ddp": (SPEECH, ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2, "--validation_split", 0.2)),
+    "speech, lora, ddp": (SPEECH, (
+        "--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2, "--validation_split", 0.2)),
     "speech, full, fsdp": (SPEECH, ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
     "chats, full, fsdp": (CHATS, ("--validation_split", 0.2, "--warmup_ratio", 0)),
     "chats, lora, ddp": (CHATS, ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp", "--warmup_ratio", 0)),
@@ -39,14 +40,12 @@ RUNS = {
         "--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp", "--parallel", "fsdp", "--clip_search_widths", 0.5,
         "--question_budget", 64, "--plan_budget", 32, "--execution_budget", 64)),
 }
-# Of a number's size. A rounding differs by 6e-8 of a value; with AVX-512, AVX2 and SSE of one processor six steps ended
-# at most 6e-7 apart.
+# Relative. Rounding changes a value by 6e-8; AVX-512, AVX2 and SSE of one processor ended at most 6e-7 apart.
 TOLERANCE = 1e-4
 
 
 def fill_cache(cache, tiny):
-    """Random codes for the tiny model's clips; the folder. A codec's own differ between two processors where two
-    codewords are near."""
+    """Write random codes for the tiny model's clips; return the folder. A codec's codes differ between processors."""
     folder, draw = cache / codes.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
     encoded, files = {}, {}
@@ -78,7 +77,7 @@ def train(pool, inputs, name, folder, *flags):
 
 
 def fingerprint(words):
-    """Of the weights that a run starts from: transformers' versions draw other ones. Signs, as processors round."""
+    """Hash of the signs of the initial weights: versions of transformers draw other weights, and processors round."""
     digest = hashlib.sha256()
     for path in sorted(path for word in words for path in Path(str(word)).glob("*.safetensors")):
         for name, tensor in sorted(load_file(path).items()):
@@ -94,7 +93,7 @@ def hashes(folder):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stop_changes_no_bit_and_losses_are_the_known_ones(pool, inputs, tmp_path, name):
     whole = train(pool, inputs, name, tmp_path / "whole", "--max_steps", STEPS)
-    shutil.copytree(tmp_path / "whole", tmp_path / "halves")        # as a kill behind step 3 leaves it
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")        # the state after a kill before the last save
     shutil.rmtree(tmp_path / "halves" / f"checkpoint-{STEPS}")
     halves = train(pool, inputs, name, tmp_path / "halves", "--max_steps", STEPS)
     assert f"start      step {STOP}, resumed from" in halves.output
@@ -105,17 +104,17 @@ def test_a_stop_changes_no_bit_and_losses_are_the_known_ones(pool, inputs, tmp_p
     assert len(shards) == name.startswith("speech")         # no clip was encoded
     for path in [*(tmp_path / "whole").glob("checkpoint-*/**/*.*"), *shards]:
         assert not path.is_file() or stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask, path    # colleagues may read
-    found = {metric: [whole.metrics(f"train/{metric}")[step] for step in range(1, STEPS + 1)]
-             for metric in ("loss", "grad_norm")}
-    for metric, numbers in found.items():
+    measured = {metric: [whole.metrics(f"train/{metric}")[step] for step in range(1, STEPS + 1)]
+                for metric in ("loss", "grad_norm")}
+    for metric, numbers in measured.items():
         assert [halves.metrics(f"train/{metric}")[step] for step in range(1, STEPS + 1)] == numbers
     weights, known = fingerprint(inputs[RUNS[name][0]]), json.loads(LOSSES.read_text())
     if os.environ.get("WRITE_LOSSES"):
-        known.setdefault(name, {})[weights] = found
+        known.setdefault(name, {})[weights] = measured
         lists = re.compile(r"\[[^][]*]")         # each on one line
-        LOSSES.write_text(lists.sub(lambda found: " ".join(found[0].split()), json.dumps(known, indent=1)) + "\n")
+        LOSSES.write_text(lists.sub(lambda match: " ".join(match[0].split()), json.dumps(known, indent=1)) + "\n")
     if weights not in known[name]:
         pytest.skip(f"this version of transformers draws weights whose losses are not known ({name})")
-    for metric, numbers in found.items():
+    for metric, numbers in measured.items():
         torch.testing.assert_close(torch.tensor(numbers), torch.tensor(known[name][weights][metric]), rtol=TOLERANCE,
                                    atol=0)

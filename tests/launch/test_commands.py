@@ -1,4 +1,4 @@
-"""Commands from people's notes, word for word; only paths are tiny ones, or DRY_RUN=1 is set."""
+"""Commands from the notes of users, word for word, with tiny paths or DRY_RUN=1."""
 import json
 import os
 import re
@@ -31,7 +31,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1"""
 
 @pytest.fixture
 def tree(tmp_path):
-    """The folder that the commands of the speech trainer are given in: trainer -> repository, data two folders up."""
+    """Working folder of the speech commands: trainer links to the repository, data lies two folders up."""
     folder, data = tmp_path / "work" / "here", tmp_path / "higgs-audio" / "training_data" / "chatml"
     folder.mkdir(parents=True)
     data.mkdir(parents=True)
@@ -45,7 +45,7 @@ def tree(tmp_path):
 @pytest.mark.slow
 @pytest.mark.race
 def test_the_trainers_launch_line(tiny, tree, quick):
-    """Line 1 with its own paths of trainer, data and output, on 2 ranks."""
+    """Line 1 with tiny models, on 2 ranks."""
     entries = tiny.samples()[:4]
     for entry in entries:
         for message in entry["messages"]:
@@ -63,25 +63,26 @@ def test_the_trainers_launch_line(tiny, tree, quick):
     assert "learning_rate: 5e-05\n" in (tree / "output_expmt_v1" / "run.yaml").read_text()
 
 
-def same_but(line, *names):
-    """The flags of TRAIN_V2 and of a printed command, parsed, without those named."""
+def flags_except(line, *names):
+    """[parsed flags of TRAIN_V2, parsed flags of a printed command], without the named flags."""
     parsed = [vars(script_flags()[0].parse_args(words)) for words in (shlex.split(TRAIN_V2)[3:], line)]
     return [{name: value for name, value in args.items() if name not in names} for args in parsed]
 
 
 def test_train_tts_with_its_data_alone(tree, script="trainer/launch/train_tts.sh"):
-    """Line 2: the launch line's settings; batch, saving, logging, validation and warm-up are the trainer's own."""
-    done = subprocess.run(["bash", script], cwd=tree, text=True, capture_output=True, env=environment(DRY_RUN="1", TRAIN_DATA=TTS_DATA))
-    words, line = printed_command(done)
-    theirs, ours = same_but(line, "per_device_train_batch_size", "save_steps", "disable_eval", "warmup_steps",
-                            "logging_steps", "auto")
-    assert theirs == ours and str(ROOT / "train_v2_ddp.py") in words
+    """Line 2: the settings of the launch line; the trainer chooses batch, saving, logging, validation and warm-up."""
+    def run(*flags, **settings):
+        return printed_command(subprocess.run(["bash", script, *flags], cwd=tree, text=True, capture_output=True,
+                                              env=environment(DRY_RUN="1", **settings)))
+    words, line = run(TRAIN_DATA=TTS_DATA)
+    expected, actual = flags_except(line, "per_device_train_batch_size", "save_steps", "disable_eval", "warmup_steps",
+                                    "logging_steps", "auto")
+    assert actual == expected and str(ROOT / "train_v2_ddp.py") in words
     assert "--save_steps" not in line and "--warmup_steps" not in line
-    given = shlex.split(TRAIN_V2)[3:]           # the launch line's flags in full are obeyed
-    _, line = printed_command(subprocess.run(["bash", script, *given], cwd=tree, text=True, capture_output=True,
-                                             env=environment(DRY_RUN="1")))
-    theirs, ours = same_but(line, "auto")
-    assert theirs == ours and line[-len(given):] == given
+    flags = shlex.split(TRAIN_V2)[3:]           # the launcher passes on all flags of the launch line
+    _, line = run(*flags)
+    expected, actual = flags_except(line, "auto")
+    assert actual == expected and line[-len(flags):] == flags
 
 
 def test_train_tts_settings(tmp_path):
@@ -95,23 +96,23 @@ def test_train_tts_settings(tmp_path):
     assert (args.warmup_steps, args.save_steps, args.model_path, args.output_dir) == (7, 9, "m", "a b")
 
 
-@pytest.mark.parametrize("settings, args, said", [
+@pytest.mark.parametrize("settings, args, message", [
     ({"BATCHSIZE": "3"}, [], "BATCHSIZE is not a setting of this launcher; it has .*BATCH_SIZE"),
     ({"LR": "1"}, ["--learning_rate=2"], "LR is set and --learning_rate is given: leave one of them out"),
     ({"LORA": "yes"}, [], "LORA=yes: 1 or 0")])
-def test_what_a_launcher_would_ignore_is_refused(settings, args, said):
+def test_wrong_settings_of_a_launcher_are_refused(settings, args, message):
     done = launch("train_tts_h200x8.sh", *args, DRY_RUN="1", MIN_GPUS="0", **settings)
-    assert done.returncode == 1 and re.search(f"^train_tts_h200x8: error: {said}", done.stderr.splitlines()[-1])
+    assert done.returncode == 1 and re.search(f"^train_tts_h200x8: error: {message}", done.stderr.splitlines()[-1])
 
 
 def test_the_flags_of_ms_swift(monkeypatch, capsys):
-    """Line 3: its flags on train_tts_h200x8.sh; 256 samples a step, also with BATCH_SIZE=4: 4 x 8 GPUs x 8."""
+    """Line 3: train_tts_h200x8.sh takes these flags; BATCH_SIZE=4 keeps 256 samples a step: 4 x 8 GPUs x 8."""
     done = launch("train_tts_h200x8.sh", *shlex.split(MS_SWIFT), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
                   SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__, BATCH_SIZE="4")
     monkeypatch.setattr(cli, "usable_cpus", lambda: 128)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     args = cli.parse(script_flags()[0], lambda args, _: script_flags()[1](args, world_size=8), printed_command(done)[1])
-    assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # which leaves those alone
+    assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # --auto does not change named flags
     assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
                                                                                    "adamw_torch_fused")
     assert (args.num_workers, args.preprocess_num_proc) == (16, 32) and "32: 16 a rank" in capsys.readouterr().out
@@ -123,7 +124,7 @@ def test_the_flags_of_ms_swift(monkeypatch, capsys):
 
 
 def test_settings_of_the_shell_win(monkeypatch, capsys):
-    """Line 4: the shell's own settings stay; torch's allocator wants a colon where the note has an equals sign."""
+    """Line 4: settings of the shell stay; torch's allocator needs a colon where the note has an equals sign."""
     text = f'{NCCL}\nsource "{ROOT}/launch/env.sh"\necho "$TORCH_NCCL_ASYNC_ERROR_HANDLING ' \
            '$CUDA_DEVICE_MAX_CONNECTIONS ${PYTORCH_ALLOC_CONF-none} $PYTORCH_CUDA_ALLOC_CONF"'
     done = subprocess.run(["bash", "-euc", text], text=True, capture_output=True, env=environment())
@@ -138,7 +139,7 @@ BD3LM = "train_gsm8k_bd3lm_h200.sh"
 
 
 def bd3lm(*args, launcher=BD3LM, **settings):
-    """(flags of the trainer, what was said) that a block diffusion launcher would start with."""
+    """(parsed flags of the trainer, messages) of a dry run of a block diffusion launcher."""
     done = launch(launcher, *args, DRY_RUN="1", MIN_GPUS="0", TEST_DATA="", **settings)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
@@ -161,7 +162,7 @@ def test_block_diffusion_from_the_folder_in_the_notes(tree):
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 512, 5000)),
     ({"GLOBAL_BATCH_SIZE": "768", "LR": "1e-4"}, (128, 6, 1e-4, 0, 5000))], ids=str)
 def test_batch_settings_of_block_diffusion(settings, wanted):
-    """Line 6. --auto, which splits a step by memory, changes nothing where a part of it is set."""
+    """Line 6. --auto splits a step by memory; it changes nothing if BATCH_SIZE or GRAD_ACCUM is set."""
     auto = " --auto" if {"BATCH_SIZE", "GRAD_ACCUM"} & settings.keys() else ""
     args, _ = bd3lm(SWITCHES=f"--bf16{auto}", **settings)
     assert (args.problems_per_batch, args.gradient_accumulation_steps, args.learning_rate, args.scale_lr_from_batch,
@@ -179,18 +180,18 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer():
 def test_overrides_of_block_diffusion(monkeypatch):
     """Line 7."""
     monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
-    args, said = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
+    args, messages = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
     assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
-    assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no block masks; using flex" in said
-    for given, says in (("16-mixed", True), ("bf16", False)):       # it became bfloat16 in silence
-        args, said = bd3lm(f"trainer.precision={given}", SWITCHES="")
-        assert args.bf16 and ("16-mixed: float16 would need its losses scaled; using bfloat16" in said) is says
+    assert args.num_workers == 16 and args.dropout == 0.2 and "attention has no block masks; using flex" in messages
+    for precision, warns in (("16-mixed", True), ("bf16", False)):
+        args, messages = bd3lm(f"trainer.precision={precision}", SWITCHES="")
+        assert args.bf16 and ("16-mixed: float16 would need its losses scaled; using bfloat16" in messages) is warns
 
 
-def test_student_on_what_the_teacher_wrote(tmp_path):
-    """Lines 8 and 11: the labels' default place is the default training file; overrides in the words of verl."""
+def test_student_trains_on_the_labels_of_the_teacher(tmp_path):
+    """Lines 8 and 11: the default label file is the default training file; overrides with names of verl work."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "prompt_distillation_lang.jsonl").write_text("{}")
     done = launch("train_sft_h100x8.sh", "./models/prompt_distillation", "data.micro_batch_size_per_gpu=8",
@@ -214,7 +215,7 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     ("./data/prompt_distillation_lang.jsonl 2", {"PP": "2"}, ["0,1,2,3", "4,5,6,7"]),
     ("./data/prompt_distillation_lang.jsonl 2", {"GPUS": "2", "CUDA_VISIBLE_DEVICES": "5,7"}, ["5,7"])])
 def test_teacher_labels_of_the_launcher(tmp_path, more, settings, gpus):
-    """Line 8: the same files, N GPUs an instance; a stub of python succeeds at once."""
+    """Line 8: the same files, N GPUs for each instance; a stub replaces python."""
     words = f"../tinker-cookbook/example-data/multilingual.txt {more}"
     (tmp_path / "here").mkdir()
     (tmp_path / "tinker-cookbook" / "example-data").mkdir(parents=True)
@@ -223,9 +224,9 @@ def test_teacher_labels_of_the_launcher(tmp_path, more, settings, gpus):
     (tmp_path / "python").chmod(0o755)
     done = launch("create_data_h100x8.sh", *words.split(), cwd=tmp_path / "here", **{
         "DRY_RUN": "1", "GPUS": "8", "PATH": f"{tmp_path}:{os.environ['PATH']}", **settings})
-    found = [shlex.split(line) for line in done.stdout.splitlines()]
-    assert [line[0] for line in found] == [f"CUDA_VISIBLE_DEVICES={numbers}" for numbers in gpus], done.stderr
-    for i, line in enumerate(found):
+    commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert [line[0] for line in commands] == [f"CUDA_VISIBLE_DEVICES={numbers}" for numbers in gpus], done.stderr
+    for i, line in enumerate(commands):
         args = create_data.build_parser().parse_args(line[3:])
         assert (args.input_file, args.output_file, args.shard) == (
             "../tinker-cookbook/example-data/multilingual.txt", "./data/prompt_distillation_lang.jsonl",
@@ -237,7 +238,7 @@ def test_teacher_labels_of_the_launcher(tmp_path, more, settings, gpus):
 
 
 def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
-    """Lines 9 and 10, where vLLM is installed (here an empty package of that name) and where it is not."""
+    """Lines 9 and 10, with vLLM (an empty package of that name) and without it."""
     def parsed(*words):
         return cli.parse(create_data.build_parser(), create_data.check_flags, list(words))
     line = "--tensor_parallel_size 4 --pipeline_parallel_size 2".split()
@@ -259,8 +260,8 @@ def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     assert "--base_url needs --model_name" in capsys.readouterr().err
 
 
-def test_a_file_of_flags_says_all_at_once(tmp_path):
-    """--config: no defaults of the launcher on top of it; the launcher finds the output folder and the data there."""
+def test_a_config_file_replaces_the_defaults_of_a_launcher(tmp_path):
+    """The launcher reads the output folder and the data from --config and adds no defaults."""
     (tmp_path / "d.json").write_text("[]")
     (tmp_path / "run.yaml").write_text('output_dir: "o u t"   # here\ntrain_data_file: d.json\n'
                                        "model_path: m\naudio_tokenizer_path: c\n")

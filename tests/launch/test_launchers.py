@@ -1,4 +1,4 @@
-"""The launchers without Slurm: what they would run, what they refuse; signals save and leave no process behind."""
+"""The launchers without Slurm: commands, errors, Python environments; signals save and leave no process running."""
 import contextlib
 import json
 import os
@@ -20,7 +20,7 @@ from core import metrics
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
-SCRIPTS = [*(path for folder in ("launch", "tests/helpers/slurm") for path in (ROOT / folder).glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "tests/helpers/slurm").glob("*.sh"), ROOT / ".ci" / "run"]
 
 
 def environment(**settings):
@@ -36,7 +36,7 @@ def launch(launcher, *args, cwd=None, **settings):
 
 
 def printed_command(done):
-    """The command DRY_RUN=1 printed as (settings in front, words after torchrun's own)."""
+    """(all words that DRY_RUN=1 printed, flags of the trainer)."""
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
     return words, words[next(i for i, word in enumerate(words) if word.endswith("train_v2_ddp.py")) + 1:]
@@ -49,13 +49,13 @@ def shell(text, **settings):
 
 def alive(mark, *more):
     """Pids of the processes whose environment has MARK=mark and the entries `more`, the oldest first."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if {f"MARK={mark}".encode(), *more} <= set((folder / "environ").read_bytes().split(b"\0")):
                 started = (folder / "stat").read_text().rpartition(")")[2].split()[19]
-                found.append((int(started), int(folder.name)))
-    return [pid for _, pid in sorted(found)]
+                processes.append((int(started), int(folder.name)))
+    return [pid for _, pid in sorted(processes)]
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def light(tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(*args, **settings) runs train_tts.sh, or slurm.sh where a TRAINER of ours takes none of its flags."""
+    """start(*args, **settings) runs train_tts.sh, or slurm.sh with a TRAINER that takes no flags of train_tts.sh."""
     with launches(tmp_path) as run:
         yield lambda *args, **settings: run(
             ["bash", ROOT / "launch" / ("slurm.sh" if "TRAINER" in settings else "train_tts.sh"), *args],
@@ -112,8 +112,8 @@ def start(tmp_path):
     ("train_tts.sh", [], {}, r"TRAIN_DATA is not set: a ChatML file"),
     ("train_tts.sh", ["--train_data_file", __file__], {"SLURM_GPUS_ON_NODE": "8"},
      r"Slurm gave 8 GPUs on .*, the driver shows 0"),
-    ("train_tts.sh", [], {"TRAINER": "/nowhere/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /nowhere/train.py"),
-    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env", "TRAIN_DATA": __file__}, r"CONDA_ENV=no-such-env: no such conda environment"),
+    ("train_tts.sh", [], {"TRAINER": "/no/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /no/train.py"),
+    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such", "TRAIN_DATA": __file__}, "no such conda environment"),
     ("train_tts.sh", ["--no_such", "3"], {"TRAIN_DATA": __file__}, r"unrecognized arguments: --no_such 3"),
 ])
 def test_errors_are_one_clear_line(launcher, args, settings, message):
@@ -125,16 +125,17 @@ def test_errors_are_one_clear_line(launcher, args, settings, message):
 
 def test_a_link_to_a_launcher_finds_the_repository(tmp_path):
     (tmp_path / "mine.sh").symlink_to(ROOT / "launch" / "train_tts.sh")
-    assert f"{ROOT}/train_v2_ddp.py" in printed_command(launch(tmp_path / "mine.sh", DRY_RUN="1", TRAIN_DATA=__file__))[0]
+    done = launch(tmp_path / "mine.sh", DRY_RUN="1", TRAIN_DATA=__file__)
+    assert f"{ROOT}/train_v2_ddp.py" in printed_command(done)[0]
     done = launch(shutil.copy(ROOT / "launch" / "train_tts.sh", tmp_path), PATH="/usr/bin:/bin")
     assert done.returncode == 1 and "env.sh not found: sbatch FILE, not sbatch < FILE\n" in done.stderr
     for name, near, wrong in (("create_data_h100x8", "MAX_MODEL_LEN", "MAXMODELLEN"),
                               ("distill_demo", "LEARNING_RATE", "LEARNINGRATE"), ("demo", "SENTENCES", "SENTENCE")):
         (tmp_path / f"my_{name}").symlink_to(ROOT / "launch" / f"{name}.sh")
         done = launch(tmp_path / f"my_{name}", DRY_RUN="1", **{wrong: "3"})
-        said = f"{name}: error: {wrong} is not a setting of this launcher; it has .*{near}.*\n"
-        assert re.fullmatch(said, done.stderr) and done.returncode == 1
-    assert "RANK" not in launch("distill_demo.sh", KEEP="x", RANK="0", TOKEN="of mine").stderr
+        message = f"{name}: error: {wrong} is not a setting of this launcher; it has .*{near}.*\n"
+        assert re.fullmatch(message, done.stderr) and done.returncode == 1
+    assert "RANK" not in launch("distill_demo.sh", KEEP="x", RANK="0", TOKEN="x").stderr
 
 
 @pytest.mark.parametrize("launcher", sorted(path.name for path in (ROOT / "launch").glob("*.sh")
@@ -148,13 +149,10 @@ def test_help_is_the_header(launcher, tmp_path):
 
 
 def test_a_node_without_gpus_is_refused_but_for_a_dry_run():
-    done = launch("train_tts.sh", "--wandb_project", "try -h 2", TRAIN_DATA=__file__, MIN_GPUS="")     # asks for no help
+    done = launch("train_tts.sh", "--wandb_project", "try -h 2", TRAIN_DATA=__file__, MIN_GPUS="")   # "-h" is no --help
     assert done.returncode == 1 and done.stderr == (
         f"train_tts: error: {socket.gethostname()} has 0 GPUs, 1 are needed (MIN_GPUS=0 trains on CPUs)\n")
     assert launch("train_tts.sh", TRAIN_DATA=__file__, MIN_GPUS="", DRY_RUN="1").returncode == 0
-
-
-# -- status and signals -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -166,12 +164,11 @@ def test_torchruns_restart_resumes_and_the_first_ctrl_c_saves(tiny, tmp_path, st
                             "--disable_eval", "--save_steps", 5)[2:]
     process = start(*flags, NPROC_PER_NODE="2", MAX_RESTARTS="1", **quick)
     wait_until(lambda: (out / "checkpoint-5").exists() or process.poll() is not None, "first checkpoint")
-    # of the processes with rank 1, loaders too, the trainer is the oldest
+    # the oldest process with rank 1 is the trainer; the others are loaders
     os.kill(alive(process.mark, b"RANK=1")[0], signal.SIGKILL)
 
     def starts():
         return [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
-
     def last_step():
         return metrics.read_metrics(out / "metrics.jsonl")[-1]["step"]
     wait_until(lambda: len(starts()) == 2 and last_step() > starts()[1] or process.poll() is not None, "second start")
@@ -184,7 +181,7 @@ def test_torchruns_restart_resumes_and_the_first_ctrl_c_saves(tiny, tmp_path, st
     assert (out / f"checkpoint-{last_step()}" / "manifest.json").exists()
 
 
-# deaf to signals for a while, as a trainer is while it imports; then as a trainer is
+# like a trainer: no handler during the imports, then SIGUSR1 ends it
 LATE = """
 import pathlib, signal, sys, time
 pathlib.Path("started").touch()
@@ -206,7 +203,7 @@ def test_a_signal_that_comes_too_early_is_repeated(tmp_path, script, start, ligh
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     assert (tmp_path / "listens").exists()
     assert process.log.read_text().count("asking what runs") == 1
-    wait_until(lambda: not alive(process.mark), "end of every process")     # the reminder's, too, within REPEAT_S
+    wait_until(lambda: not alive(process.mark), "end of every process")     # including the reminder, within REPEAT_S
 
 
 @pytest.mark.race
@@ -226,17 +223,13 @@ def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
 def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     process = start("0", TRAINER=script(LATE))
     wait_until((tmp_path / "listens").exists, "trainer")
-    process.kill()      # and a parent that does not ask how it ended, as a container's first process may be
+    process.kill()      # its parent does not reap it, as in a container
     wait_until(lambda: not alive(process.mark), "end of every process")      # torchrun gets SIGTERM
-    assert not alive(process.mark)
-
-
-# -- after training ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_what_comes_after_training_runs_line_by_line(tmp_path, script, light):
-    """Only when training has come to its end; the first line that fails gives the status."""
+def test_commands_after_training_run_line_by_line(tmp_path, script, light):
+    """They run only after a finished training; the first line that fails gives the status."""
     after = 'echo "one $0"; echo two >&2\n[ -z "${AFTER-}${TRAINER-}${LAUNCHER-}" ] || echo inherited\n'
     done = launch("slurm.sh", "--output_dir", "a folder", cwd=tmp_path, TRAINER=script("print('trained')"),
                   AFTER=after + "exit 7\necho three", PATH=light)
@@ -247,8 +240,6 @@ def test_what_comes_after_training_runs_line_by_line(tmp_path, script, light):
     done = launch("slurm.sh", cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)"), AFTER=after, PATH=light)
     assert done.returncode == 5 and "one" not in done.stdout
 
-
-# -- the Python environment --------------------------------------------------------------------------------------------
 
 STANDARD = "/usr/local/bin:/usr/bin:/bin"
 no_torchrun = pytest.mark.skipif(bool(shutil.which("torchrun", path=STANDARD)), reason=f"torchrun is in {STANDARD}")
@@ -266,8 +257,8 @@ def make_environment(folder, name):
 @pytest.mark.parametrize("launcher, args, data", [
     ("train_tts.sh", [], "TRAIN_DATA"), ("train_sft_h100x8.sh", ["out"], "TRAIN_FILE"),
     ("train_hdp_diffusion_h200.sh", [], "TRAIN_DATA")])
-def test_every_launcher_finds_what_set_up_has_made(launcher, args, data, tmp_path):
-    """In a copy of the launchers and of empty scripts."""
+def test_every_launcher_finds_the_environment_of_setup(launcher, args, data, tmp_path):
+    """In a copy of the launchers, with empty scripts."""
     clone = tmp_path / "my clone"
     shutil.copytree(ROOT / "launch", clone / "launch")
     for name in ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py", "core/report.py",
@@ -284,20 +275,17 @@ def test_every_launcher_finds_what_set_up_has_made(launcher, args, data, tmp_pat
     done = run()
     assert done.returncode == 0 and done.stdout == "trained in the .venv, VENV=\n", done.stderr
     assert f"{launcher[:-3]}: environment: {clone}/.venv\n" in done.stderr
-    assert run("none").returncode == 1     # as it is: without torchrun
+    assert run("none").returncode == 1     # "none" uses PATH, which has no torchrun
     make_environment(tmp_path / "mine", "mine")
     done = run("mine")
     assert done.stdout == "trained in mine, VENV=mine\n" and "environment:" not in done.stderr
 
 
-# -- a demo --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_block_diffusion_demo_trains_and_answers(tmp_path, quick):
-    done = launch("train_hdp_diffusion_h200.sh", "--demo", "60", "--max_steps", "12", "--eval_steps", "6", "--warmup_steps", "2",
-                  "--logging_steps", "2", "--output_dir", "out", cwd=tmp_path, **quick)
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]      # too short to learn it, and it says so
+    done = launch("train_hdp_diffusion_h200.sh", "--demo", "60", "--max_steps", "12", "--eval_steps", "6",
+                  "--output_dir", "out", "--warmup_steps", "2", "--logging_steps", "2", cwd=tmp_path, **quick)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]      # too short to learn
     assert re.search(r"^verdict    FAILED: not 80 % of the answers are right; .* of 8 problems were answered right; ",
                      done.stdout, re.M)
     bounds = [float(b) for b in re.findall(r"^eval .*? nll <= ([\d.]+)", done.stdout, re.M)]
@@ -309,9 +297,6 @@ def test_the_block_diffusion_demo_trains_and_answers(tmp_path, quick):
     assert (tmp_path / "out" / "node_logs" / "local-after.log").read_text().count("accuracy ") == 1
 
 
-# -- the scripts themselves -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_scripts_are_shellcheck_clean():
     done = subprocess.run(["shellcheck", "-x", *SCRIPTS], text=True, capture_output=True, cwd=ROOT)
@@ -319,11 +304,10 @@ def test_scripts_are_shellcheck_clean():
 
 
 def test_the_lock_has_every_package():
-    """launch/requirements.lock names what an environment of the suite has, at one version for each Python."""
-    names = [re.match("[a-z0-9-]+(?===)", line)[0] for line in (ROOT / "launch" / "requirements.lock").read_text().splitlines()
-             if not line.startswith("#")]
-    direct = [re.match("[a-z0-9-]+", line)[0] for line in (ROOT / "requirements.txt").read_text().splitlines()
-              if not line.startswith("#")]
+    """launch/requirements.lock has one version of each package that the tests use."""
+    names, direct = ([re.match(pattern, line)[0] for line in (ROOT / file).read_text().splitlines() if line[0] != "#"]
+                     for file, pattern in (("launch/requirements.lock", "[a-z0-9-]+(?===)"),
+                                           ("requirements.txt", "[a-z0-9-]+")))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     direct += [re.match("[a-z0-9-]+", line)[0] for lines in extras.values() for line in lines]
     assert set(direct) - set(names) == {"torch", "flat-trainers", "bitsandbytes", "vllm", "speechmos", "onnxruntime",

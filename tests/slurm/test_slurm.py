@@ -1,5 +1,5 @@
-"""The launchers on a real Slurm of two nodes on this machine (tests/helpers/slurm/cluster.sh): to the end, through a
-lost node, the time limit, an error and scancel. Each ends with the bits of an undisturbed run.
+"""The launchers on a real Slurm cluster of two nodes on this machine (tests/helpers/slurm/cluster.sh): a lost node, the
+time limit, an error and scancel. A requeued run ends with the bits of an undisturbed one.
 """
 import contextlib
 import fcntl
@@ -38,7 +38,7 @@ class Job:
         folder.mkdir()
         self.out, self.log_file = folder / "out", folder / "job.log"
         environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", "MIN_GPUS": "0", **settings}
-        if launcher == LAUNCHER:        # adapters in fp32, as FLAGS say
+        if launcher == LAUNCHER:        # FLAGS choose adapters in fp32
             environment |= {"SWITCHES": "", "LORA": ""}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
         done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher, *map(str, args)],
@@ -52,20 +52,20 @@ class Job:
 
     def show(self, name):
         text = subprocess.run(["scontrol", "show", "job", self.id], text=True, capture_output=True).stdout
-        found = re.search(rf"\b{name}=(\S*)", text)
-        return found[1] if found else ""
+        match = re.search(rf"\b{name}=(\S*)", text)
+        return match[1] if match else ""
 
     def limit(self, minutes):
         subprocess.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}"], check=True)
 
     def processes(self):
-        found = {}
+        environments = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 values = (folder / "environ").read_bytes().split(b"\0")
                 if f"SLURM_JOB_ID={self.id}".encode() in values:
-                    found[int(folder.name)] = dict(value.decode().split("=", 1) for value in values if b"=" in value)
-        return found
+                    environments[int(folder.name)] = dict(v.decode().split("=", 1) for v in values if b"=" in v)
+        return environments
 
     def trainers(self):
         return {pid: environment for pid, environment in self.processes().items() if "LOCAL_RANK" in environment}
@@ -76,10 +76,10 @@ class Job:
                 os.kill(pid, number)
 
     def freeze_after(self, step):
-        """Stop every trainer, so that nothing depends on how fast this machine is."""
+        """Stop every trainer, so that the test does not depend on the speed of the machine."""
         wait_until(lambda: (self.out / f"checkpoint-{step}").exists() or "done  " in self.log, f"checkpoint {step}")
         self.signal_trainers(signal.SIGSTOP)
-        assert "done  " not in self.log, "the run was over before it could be disturbed: more STEPS are needed"
+        assert "done  " not in self.log, "the run ended before the test disturbed it: raise STEPS"
 
     def end(self):
         """Wait through requeues for the end; returns (state, restarts)."""
@@ -91,7 +91,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A running cluster; cluster("kill", "n2") and cluster("up", "n2") break and mend a node."""
+    """A running cluster; cluster("kill", "n2") and cluster("up", "n2") stop and restart a node."""
     folder = Path("/tmp/flat-slurm")         # short, for Unix sockets; names and ports are fixed, so one at a time
     monkeypatch = pytest.MonkeyPatch()
 
@@ -100,7 +100,7 @@ def cluster():
     with open("/tmp/flat-slurm.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            call("stop")                    # what a killed test run has left
+            call("stop")                    # a killed test run may have left one
             shutil.rmtree(folder)
             call("start")
             monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
@@ -113,7 +113,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def undisturbed(pool, tiny, tmp_path_factory):
-    """undisturbed() -> final weights of the run that all others must equal: two ranks without Slurm."""
+    """undisturbed() -> final weights of a run of two ranks without Slurm; all other runs must equal them."""
     @functools.cache
     def weights():
         run = train_forked(pool, tiny, tmp_path_factory.mktemp("undisturbed") / "out", *FLAGS, ranks=2)
@@ -147,15 +147,15 @@ def resumed_at(job):
     return [int(step) for step in re.findall(r"^start +step (\d+)", job.log, re.M)]
 
 
-def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
+def test_time_limit_saves_requeues_and_finishes(submit, undisturbed):
     job = submit(sbatch=["--time=60", "--signal=B:USR1@590"])      # minutes, seconds
 
     def ranks_seen():
-        found = {(e["SLURMD_NODENAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in job.trainers().values()}
-        return len(found) >= 2 and found
-    places = wait_until(ranks_seen, "two trainers", every=0.2)
-    assert {place[0] for place in places} == {"n1", "n2"} and {place[1] for place in places} == {"0", "1"}
-    assert {place[2:] for place in places} == {("0", "2")} and len(places) == 2
+        ranks = {(e["SLURMD_NODENAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in job.trainers().values()}
+        return len(ranks) >= 2 and ranks
+    ranks = wait_until(ranks_seen, "two trainers", every=0.2)
+    assert {rank[0] for rank in ranks} == {"n1", "n2"} and {rank[1] for rank in ranks} == {"0", "1"}
+    assert {rank[2:] for rank in ranks} == {("0", "2")} and len(ranks) == 2
     job.freeze_after(10)
     job.limit(10)       # minutes; Slurm looks at time limits every 30 s, and warns
     undisturbed()       # meanwhile
@@ -165,25 +165,25 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     state, restarts = job.end()
     assert state == "COMPLETED" and restarts >= 1, job.log
     saved = [int(step) for step in re.findall(r"asked to stop by SIGUSR1 at step (\d+); requeueing", job.log)]
-    assert saved and resumed_at(job) == [0, *saved]     # each start goes on exactly where the one before was stopped
+    assert saved and resumed_at(job) == [0, *saved]     # each start resumes at the step of the last save
     assert f"job {job.id}, start 1, on n[1-2]: 2 x 1 trainers" in job.log
     assert job.log.count("done       step") == 1
-    said = [(job.out / "node_logs" / f"{job.id}-{node}.log").read_text() for node in ("n1", "n2")]
-    assert sum("done       step" in text for text in said) == 1         # rank 0's node says it, whichever that is
+    logs = [(job.out / "node_logs" / f"{job.id}-{node}.log").read_text() for node in ("n1", "n2")]
+    assert sum("done       step" in text for text in logs) == 1         # in the log of the node with rank 0
     assert not (job.out / "requeue").exists()
-    assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
+    assert_undisturbed(job, undisturbed)        # a rank with a wrong shard of the data would change them
 
 
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
-    """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
-    # gloo may not tell a rank that stood still while its peer died (docs/dropped.md): then its own limit does
-    job = submit("--collective_timeout", 30, SRUN_WAIT="10")   # torchrun took 5 s to see that the first node had ended
+    """The node is back before Slurm notices: srun gives up after --wait, and the launcher requeues the job."""
+    # gloo may not end a stopped rank whose peer died (docs/dropped.md): then --collective_timeout ends it
+    job = submit("--collective_timeout", 30, SRUN_WAIT="10")   # torchrun noticed a lost node after 5 s
     job.freeze_after(20)
     cluster("kill", "n2")
     cluster("up", "n2")
     job.signal_trainers(signal.SIGCONT)
-    # Slurm may send the old start's kill a minute late: to a slow new one, which means one start more, or to one whose
-    # training has just ended, which makes the job a failed one
+    # Slurm may kill a minute late: it may hit the new start, which causes one more start, or a start whose training has
+    # just ended, and then the job has failed
     state, restarts = job.end()
     done, _, after = job.log.rpartition("done       step")
     late = done and "n2: TERM: asking what runs" in after
@@ -194,8 +194,8 @@ def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     assert "train_tts: a node was lost; requeueing the job" in job.log
 
 
-def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(submit, tmp_path):
-    """Three jobs at once: one for scancel, one with a wrong flag, one that may fail twice."""
+def test_cancelled_and_failed_jobs_leave_no_process_and_are_not_requeued(submit, tmp_path):
+    """Three jobs at once: one is cancelled, one has a wrong flag, one may fail twice."""
     trainer = tmp_path / "fails.py"
     trainer.write_text("raise SystemExit(3)")
     cancelled, wrong = submit("--max_steps", 1000000), submit("--no_such_flag")
@@ -205,18 +205,14 @@ def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(su
     wait_until(lambda: not cancelled.processes(), "end of the job's processes", every=0.2)
     assert cancelled.end() == ("CANCELLED", 0)
     assert "requeueing" not in cancelled.log
-
     assert wrong.end() == ("FAILED", 0), wrong.log
-    said = "error: unrecognized arguments: --no_such_flag"
-    assert wrong.log.count(f"\n{said}") == 1, wrong.log         # by rank 0 alone
-    assert wrong.log.count(f"traceback : {said}") == 1, wrong.log       # and once more by torchrun
+    message = "error: unrecognized arguments: --no_such_flag"
+    assert wrong.log.count(f"\n{message}") == 1, wrong.log         # rank 0 prints it once
+    assert wrong.log.count(f"traceback : {message}") == 1, wrong.log       # and torchrun repeats it once
     assert wrong.show("ExitCode") != "0:0"
-
     assert fails.end() == ("FAILED", 1), fails.log
     assert "not requeued, this was start 2 (MAX_REQUEUES)" in fails.log
 
-
-# -- what follows training ---------------------------------------------------------------------------------------------
 
 STOPS = """
 import pathlib, signal, sys, time
@@ -240,8 +236,8 @@ if not (out / "answering").exists():
 """
 
 
-def test_block_diffusion_is_queued_again_while_training_and_while_answering(cluster, tmp_path):
-    """A trainer that waits for USR1, and then one that is done at once; answers that first last for ever."""
+def test_block_diffusion_is_requeued_while_training_and_while_answering(cluster, tmp_path):
+    """The trainer waits for USR1 and ends at once when it is restarted; so does the script of the answers."""
     for name, text in (("train.py", STOPS), ("answer.py", ANSWERS)):
         (tmp_path / name).write_text(text)
     folder = tmp_path / "job"
@@ -251,7 +247,7 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
     try:
         for sign in ("start-0", "answering"):
             wait_until((job.out / sign).exists, sign)
-            subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)     # as before the time limit
+            subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)     # as Slurm does
         assert job.end() == ("COMPLETED", 2), job.log
     finally:
         subprocess.run(["scancel", job.id], capture_output=True)

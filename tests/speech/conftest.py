@@ -1,4 +1,4 @@
-"""The tiny model's tokenizer and ids, and a table of conversations of every kind."""
+"""Tokenizer and ids of the tiny model, a table of conversations of every kind, a tiny Higgs TTS 3."""
 import json
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def table(tokenizer, ids, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model3(tmp_path_factory):
-    """Folder of a tiny Higgs TTS 3, its codec next to it; read only."""
+    """Folder of a tiny Higgs TTS 3, with its codec in the same parent folder; read only."""
     from speech import make_tiny
     pytest.importorskip("torchaudio")
     out = tmp_path_factory.mktemp("tiny3")

@@ -1,4 +1,4 @@
-"""Where codes lie: shards, the index of them, their checksums, keys of files and codecs."""
+"""The cache of codes: shards, their index and checksums, keys of files and codecs."""
 import random
 import re
 import shutil
@@ -14,7 +14,7 @@ from speech.conversations import Clip
 
 
 def fill(folder, values):
-    """Write a shard of these codes (T, 8) -> clips, each with a file of its own."""
+    """Write a shard of a list of codes (T, 8); return its clips, one file for each."""
     folder.mkdir(exist_ok=True)
     clips = [Clip(str(folder / f"{i}.wav")) for i in range(len(values))]
     for i in range(len(values)):
@@ -27,7 +27,7 @@ def fill(folder, values):
 
 @pytest.fixture
 def cache(tmp_path):
-    """(folder, its one shard, clips, codes of each)."""
+    """(folder, path of the only shard, clips, codes of each clip)."""
     drawn = np.random.default_rng(0)
     codes = [drawn.integers(0, 1024, (4 + i, 8)).astype(np.int16) for i in range(5)]
     clips = fill(tmp_path / "codes", codes)
@@ -35,26 +35,26 @@ def cache(tmp_path):
 
 
 def read_all(folder, clips):
-    """(numbers of clips that are not found, codes of the others by number)."""
+    """(indices of clips without codes, {index: codes} of the others)."""
     known = look_up(folder, clips)
     reader = CodeReader(folder, known.shards)
     return known.missing(), {i: reader.codes(*row.tolist()) for i, row in enumerate(known.where) if row[0] >= 0}
 
 
-def test_codes_survive_the_way_through_a_shard(tmp_path):
-    """All values of a codebook, also in Fortran order: safetensors writes raw memory."""
+def test_codes_are_read_as_they_were_written(tmp_path):
+    """All values of a codebook, also in Fortran order, since safetensors writes raw memory."""
     values = np.arange(1024 * 8, dtype=np.int16).reshape(1024, 8) % 1024
     for number, codes in enumerate(([values[:3], np.asfortranarray(values), values[::2, ::-1]], [])):
         clips = fill(tmp_path / str(number), codes)
-        missing, found = read_all(tmp_path / str(number), [*clips, Clip(__file__)])
+        missing, stored = read_all(tmp_path / str(number), [*clips, Clip(__file__)])
         assert missing == [len(codes)]
-        assert all(found[i].dtype == np.int16 and (found[i] == expected).all() for i, expected in enumerate(codes))
+        assert all(stored[i].dtype == np.int16 and (stored[i] == expected).all() for i, expected in enumerate(codes))
 
 
-def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
+def test_another_codec_has_another_fingerprint(tiny, tmp_path):
     other = tmp_path / "codec"
     shutil.copytree(tiny.codec, other)
-    assert codec_fingerprint(other) == codec_fingerprint(tiny.codec)        # where it lies does not matter
+    assert codec_fingerprint(other) == codec_fingerprint(tiny.codec)        # the folder does not matter
     weights = next(other.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -63,7 +63,7 @@ def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
 
 
 def test_no_flipped_bit_of_a_shard_changes_a_code(cache):
-    """Bits of the header as well: a shard is damaged, or it gives the codes that it was made of."""
+    """A shard with a flipped bit, in the header or not, is refused, or it still has the right codes."""
     folder, shard, clips, codes = cache
     data, damaged = shard.read_bytes(), 0
     header = int.from_bytes(data[:8], "little") + 8
@@ -72,26 +72,26 @@ def test_no_flipped_bit_of_a_shard_changes_a_code(cache):
         spoilt[bit // 8] ^= 1 << bit % 8
         shard.write_bytes(spoilt)
         try:
-            missing, found = read_all(folder, clips)
+            missing, stored = read_all(folder, clips)
             assert bit // 8 < header and not missing, bit
-            assert all((found[i] == codes[i]).all() for i in found), bit
+            assert all((stored[i] == codes[i]).all() for i in stored), bit
         except UserError as error:
-            assert re.match(f"{shard}: is damaged .*; delete it and start again, and its clips are encoded again", str(error))
+            assert re.match(f"{shard}: is damaged .*; delete it and start again, and its clips are encoded", str(error))
             damaged += 1
     assert damaged > 250
 
 
 def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache):
     folder, shard, clips, codes = cache
-    _, shards, found, *_ = look_up(folder, clips)
+    _, shards, where, *_ = look_up(folder, clips)
     data = bytearray(shard.read_bytes())
     data[bytes(data).index(codes[3].tobytes())] ^= 1
     shard.write_bytes(data)
     reader = CodeReader(folder, shards)
-    assert (reader.codes(*found[2].tolist()) == codes[2]).all()
+    assert (reader.codes(*where[2].tolist()) == codes[2]).all()
     with pytest.raises(UserError, match=f"{shard}: is damaged .codes with another checksum"):
-        reader.codes(*found[3].tolist())
-    loader = DataLoader(found.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
+        reader.codes(*where[3].tolist())
+    loader = DataLoader(where.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
                         collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again"):
         list(packing.iterate(loader))

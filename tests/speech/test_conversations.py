@@ -1,4 +1,4 @@
-"""Every shape a speech dataset comes in gives the same canonical conversation, and no text is lost on the way."""
+"""Every form of a speech data set becomes the same canonical conversation, and no text is lost."""
 import itertools
 import json
 
@@ -8,7 +8,7 @@ from speech.conversations import DEFAULT_SYSTEM, Clip
 from speech.dataset import read_samples
 from speech.speak import canonical_prompt
 
-REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."
+REFERENCE, TARGET = "This is how I sound.", "He cried: stop: now."
 CANONICAL_SYSTEM = (DEFAULT_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a quiet room.\n"
                     "<|scene_desc_end|>")
 INSTRUCTION = "Please generate speech for given text in reference audio's voice: "
@@ -16,7 +16,7 @@ INSTRUCTION = "Please generate speech for given text in reference audio's voice:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A data folder with audio files; reading a dataset looks whether they exist, never into them."""
+    """A data folder with audio files; readers check that they exist, but never open them."""
     for name in ("ref.wav", "ref2.wav", "target.wav", "other.wav"):
         (tmp_path / name).write_bytes(b"audio")
     return tmp_path
@@ -31,7 +31,7 @@ def text(words):
 
 
 def wild(*user, system=DEFAULT_SYSTEM, answer=TARGET, **entry):
-    """The community form: user content items as given, assistant = text and audio."""
+    """An entry of the community form: these items as user content, text and audio as the answer."""
     return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": list(user)},
                          {"role": "assistant", "content": [text(answer)] * bool(answer) +
                           [audio("target.wav", raw_audio="", duration=2.5, offset=None)]}],
@@ -54,7 +54,7 @@ def read(folder, entries, name="data.json", **options):
 
 
 def shape(sample):
-    """A sample as [(role, text or file name.., trained)], which is what training sees of it."""
+    """A sample as [(role, text or file name.., trained)]."""
     return [(t.role, *[p.path.rsplit("/")[-1] if isinstance(p, Clip) else p for p in t.parts], t.trained)
             for t in sample.turns]
 
@@ -93,8 +93,9 @@ def test_every_container_holds_the_same_samples(folder):
     """With a byte order mark, blank lines, or one object over several lines."""
     wild_json, pairs = (json.dumps(SAME_SAMPLE[name]) for name in ("instruction last", "canonical"))
     indented = json.dumps(SAME_SAMPLE["instruction last"], indent=2)
-    for text, n, name in ((f"[\n{indented},\n{pairs}\n]\n", 2, "data.jsonl"), (f"\ufeff[{wild_json}, {pairs}]", 2, "data.json"),
-                          (f"\ufeff\n{wild_json}\n\n{pairs}\n", 2, "data.json"), (indented, 1, "data.json")):
+    for text, n, name in (
+            (f"[\n{indented},\n{pairs}\n]\n", 2, "data.jsonl"), (f"\ufeff[{wild_json}, {pairs}]", 2, "data.json"),
+            (f"\ufeff\n{wild_json}\n\n{pairs}\n", 2, "data.json"), (indented, 1, "data.json")):
         (folder / name).write_text(text)
         assert [shape(s) for s in read_samples(folder / name, [])] == [cloning()] * n
 
@@ -106,7 +107,8 @@ def test_every_container_holds_the_same_samples(folder):
     wild(text(TARGET)), wild(text(INSTRUCTION + TARGET)), wild(text(TARGET), answer="")])
 def test_without_reference(folder, entry):
     sample, = read(folder, [entry])
-    assert shape(sample) == [("system", DEFAULT_SYSTEM, False), ("user", TARGET, False), ("assistant", "target.wav", True)]
+    assert shape(sample) == [("system", DEFAULT_SYSTEM, False), ("user", TARGET, False),
+                             ("assistant", "target.wav", True)]
 
 
 def test_several_speakers(folder):
@@ -122,12 +124,12 @@ def test_several_speakers(folder):
         assert shape(read(folder, [entry])[0]) == expected
 
 
-@pytest.mark.parametrize("target", ["He said: stop: now.", "Time 10:45: go", "二つ：三つ: 四つ",
-                                    "Please generate speech for me: he said: now"])
+@pytest.mark.parametrize("target", ["He cried: stop: now.", "Time 10:45: go", "二つ：三つ: 四つ",
+                                    "Please generate speech for me: he cried: now"])
 def test_target_text_is_never_cut(folder, target):
     prompts = [INSTRUCTION + target, f"Please generate speech for the text: {target}", target]
     for prompt, answer in itertools.product(prompts, (target, "")):
-        if answer or prompt != target or not target.startswith("Please"):     # else nothing tells it from a prefix
+        if answer or prompt != target or not target.startswith("Please"):     # else it looks like a prefix
             entry = wild(text(REFERENCE), audio("ref.wav"), text(prompt), answer=answer)
             assert shape(read(folder, [entry])[0]) == cloning(target)
 
@@ -143,7 +145,7 @@ def test_the_scene_is_kept(folder, entry):
         ("system", CANONICAL_SYSTEM), ("user", REFERENCE), ("assistant", ""), ("user", TARGET), ("assistant", "")]
 
 
-def test_start_index_trains_from_there_on_and_zero_the_last_of_the_wild_form_alone(folder):
+def test_start_index_is_the_first_trained_turn_and_zero_trains_only_the_last_of_the_wild_form(folder):
     two = wild(text(REFERENCE), audio("ref.wav"), ASKED)
     two["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": audio("other.wav")}]
     last = [False, False, True]
@@ -156,7 +158,7 @@ def test_start_index_trains_from_there_on_and_zero_the_last_of_the_wild_form_alo
 
 
 def test_only_an_offset_makes_a_cut(folder):
-    """The wild form notes each clip's duration; taken as a cut it would clip every target by rounding."""
+    """The wild form has a duration for each clip; as a cut, its rounding would shorten every target."""
     for offset, duration, kept in ((None, 2.5, (None, None)), (0, 1.5, (0, 1.5)), (2.0, None, (2.0, None))):
         sample, = read(folder, [{"messages": [{"role": "user", "content": TARGET}, {
             "role": "assistant", "content": audio("target.wav", offset=offset, duration=duration)}]}])
@@ -164,12 +166,13 @@ def test_only_an_offset_makes_a_cut(folder):
         assert (clip.offset, clip.duration) == kept
 
 
-def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):
-    """As in boson-ai's generation.py: the transcript of the speech to come, not that of a reference."""
+def test_folder_and_chatml_give_the_same_texts_and_only_the_target_is_normalised(folder):
+    """Like boson-ai's generation.py, which does not normalise the transcript of a reference."""
     target, normalised = "It is cold (today)，isn’t it [laugh]", "It is cold today , isn't it <SE>[Laughter]</SE>"
     (folder / "t1.txt").write_text(target)
     (folder / "metadata.json").write_text(json.dumps({"samples": [
-        {"audio_file": "target.wav", "transcript_file": "t1.txt", "ref_audio_file": "ref.wav", "ref_transcript": " It is（me）"}]}))
+        {"audio_file": "target.wav", "transcript_file": "t1.txt", "ref_audio_file": "ref.wav",
+         "ref_transcript": " It is（me）"}]}))
     chat = canonical()["messages"]
     chat[1]["content"], chat[3]["content"] = " It is（me）", target
     for on, spoken in ((True, normalised), (False, target)):
@@ -185,18 +188,19 @@ def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(f
     (INSTRUCTION + "你好,世界!", "你好，世界！", "你好,世界!", False),
     ("Read this: it is late", "It is late.", "It is late.", True),
     ("请朗读：你好，世界", "你好，世界。", "你好，世界。", True),
-    (INSTRUCTION + "it is late", "it is late", "it is late", False), ("HELLO  there", "hello there", "HELLO  there", False),
-    ("Lies vor: Straße, bitte!", "STRASSE bitte", "STRASSE bitte", True),       # a letter may become two
+    (INSTRUCTION + "it is late", "it is late", "it is late", False),
+    ("HELLO  there", "hello there", "HELLO  there", False),
+    ("Lies vor: Straße, bitte!", "STRASSE bitte", "STRASSE bitte", True),       # upper case may have more letters
     ("That is unkind", "kind", None, False), ("...", "!", None, False), ("की", "का", None, False)])
 def test_a_request_that_the_answer_repeats_is_recognised(folder, asked, answer, spoken, shortened):
-    """Then the target turn is speech alone, as in generation; other words of the answer stay and are trained."""
+    """Then the target turn holds only speech, as in generation; other words of an answer stay and are trained."""
     for user in ([text(REFERENCE), audio("ref.wav"), text(asked)], [text(asked), text(REFERENCE), audio("ref.wav")]):
         if spoken is None and user[0] != text(REFERENCE):
-            continue        # nothing tells which of the two texts is the reference's
+            continue        # either text may be the transcript of the reference
         sample, = read(folder, [wild(*user, answer=answer)])
         assert shape(sample) == cloning(spoken) if spoken else shape(sample)[3:] == [
             ("user", asked, False), ("assistant", answer, "target.wav", True)]
         assert any(t.shortened for t in sample.turns) == shortened
     sample, = read(folder, [wild(text(asked), audio("ref.wav"), answer=answer, misc={"ref_transcript": REFERENCE})])
-    if spoken:      # the one text is the target, so it is not the reference's transcript
+    if spoken:      # the only text is the target, not the transcript of the reference
         assert shape(sample) == cloning(spoken) and any(t.shortened for t in sample.turns) == shortened

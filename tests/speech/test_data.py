@@ -14,16 +14,15 @@ def slow_sample(turns, tokenizer, ids):
     def say(text, trained):
         for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
             positions.append((token, None, token if trained else None, None))
-
     say("<|begin_of_text|>", False)
     for number, t in enumerate(turns):
         say(f"<|start_header_id|>{t.role}<|end_header_id|>\n\n", False)
-        for part in t.parts:
-            if isinstance(part, str):
-                say(part + " " * (t.role == "system" and len(t.parts) > 1 and part is t.parts[0]), t.trained)
+        for piece in t.parts:
+            if isinstance(piece, str):
+                say(piece + " " * (t.role == "system" and len(t.parts) > 1 and piece is t.parts[0]), t.trained)
                 continue
             say("<|audio_out_bos|>", t.trained)
-            codes = codes_of(part).tolist()
+            codes = codes_of(piece).tolist()
             n = len(codes)
             for row in range(n + 9):
                 frame = [row - k - 1 for k in range(BOOKS)]
@@ -37,8 +36,14 @@ def slow_sample(turns, tokenizer, ids):
     return positions
 
 
-def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
-    """Every tensor of a PackedBatch against the slow reference of the samples in it."""
+ALL = list(range(len(CONVERSATIONS)))
+
+
+@pytest.mark.parametrize("numbers, pad_to", [
+    *[([i], 0) for i in ALL], (ALL, 0), ([1, 1], 0), ([6, 2, 0], 0), ([0], 200), (ALL, 1500), ([], 0), ([], 256)])
+def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
+    samples = SpeechSamples(table, ids)
+    batch = collate([samples[i] for i in numbers], ids, pad_to)
     slow = [slow_sample(CONVERSATIONS[i], tokenizer, ids) for i in numbers]
     total = sum(map(len, slow))
     padding = max(pad_to - total, 0) if slow else max(pad_to, 1)
@@ -47,8 +52,7 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     flat = [p for sample in slow for p in sample]
     is_audio = [row is not None for _, row, _, _ in flat]
     text_at, audio_at = [i for i, a in enumerate(is_audio) if not a], [i for i, a in enumerate(is_audio) if a]
-    order = text_at + audio_at                                  # modality order -> place in the sequence
-
+    order = text_at + audio_at                                  # modality order -> position in the sequence
     assert batch.input_ids.tolist() == [p[0] for p in flat]
     assert batch.position_ids.tolist() == [i for sample in slow for i in range(len(sample))]
     assert batch.seqlens == tuple(map(len, slow))
@@ -60,8 +64,7 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     assert batch.audio_ids.tolist() == [row for _, row, _, _ in flat if row is not None]
     assert batch.audio_ids.shape == (len(audio_at), BOOKS)
     assert batch.samples == tuple(numbers)
-
-    text_targets, audio_targets = {}, {}                        # what each place must predict: the next place's label
+    text_targets, audio_targets = {}, {}                        # {position: label of the next position}
     start = 0
     for sample in slow:
         for i in range(len(sample) - 1):
@@ -75,25 +78,14 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     assert {order[r]: t for r, t in zip(batch.audio_rows.tolist(), batch.audio_targets.tolist())} == audio_targets
     assert len(batch.text_rows) == len(text_targets) and len(batch.audio_rows) == len(audio_targets)
     assert all(is_audio[p] for p in audio_targets)              # codes are predicted from audio positions only
-
     trained = [c for i in numbers for t in CONVERSATIONS[i] if t.trained for c in t.clips]
     assert batch.counts == {
         "tokens": total, "samples": len(numbers), "padding": padding,
         "audio_targets": sum(8 * (int(c.duration) + 1) for c in trained), "text_targets": len(text_targets)}
 
 
-ALL = list(range(len(CONVERSATIONS)))
-
-
-@pytest.mark.parametrize("numbers, pad_to", [
-    *[([i], 0) for i in ALL], (ALL, 0), ([1, 1], 0), ([6, 2, 0], 0), ([0], 200), (ALL, 1500), ([], 0), ([], 256)])
-def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
-    samples = SpeechSamples(table, ids)
-    check_against_slow(collate([samples[i] for i in numbers], ids, pad_to), numbers, tokenizer, ids, pad_to)
-
-
 def test_table_counts_are_those_of_the_batches(table, ids):
-    """The loss is divided by counts of the table before any batch exists, so they must be the batches' own."""
+    """The loss is divided by counts of the table, so they must equal the counts of the batches."""
     samples = SpeechSamples(table, ids)
     for i in ALL:
         counts = collate([samples[i]], ids).counts

@@ -1,4 +1,4 @@
-"""Tokenised samples on disk: what several processes make is what one makes."""
+"""Tokenised samples on disk: several processes write the same table as one process."""
 import json
 
 import numpy as np
@@ -17,13 +17,13 @@ from speech.conversations import Clip
 from speech.dataset import Sources, TableBuilder, read_all
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tools(tokenizer, ids):
     return tokenizer, ids
 
 
 def entry(i, **more):
-    """A sample whose reference comes again in other chunks, with a cut here and there."""
+    """A sample whose reference occurs in several chunks; every fifth has a cut."""
     audio = {"type": "audio", "audio_url": f"{i % 29}.wav"}
     if i % 5 == 0:
         audio |= {"offset": i % 3, "duration": 0.5 + i % 2}
@@ -34,7 +34,7 @@ def entry(i, **more):
 
 
 def write_entries(folder, kind, n, change=lambda i, raw: raw):
-    """A data file of n entries and the audio files they name -> its path."""
+    """Write a data file of n entries and the audio files that they name; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in [*range(29), *(f"r{i}" for i in range(7))]:
         (folder / f"{name}.wav").write_bytes(b"audio")
@@ -44,7 +44,7 @@ def write_entries(folder, kind, n, change=lambda i, raw: raw):
 
 
 def files_of(sources, tools, folder, processes):
-    """{file name: bytes} of the table of (training source, validation source), its clips, its problems in order."""
+    """({file name: bytes} of the table of (training source, validation source), its clips, its problems)."""
     train, held_out = sources
     builder = TableBuilder(*tools, folder)
     problems = Problems(CHECKS, folder.parent)
@@ -64,45 +64,42 @@ def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
     assert len(validation) == held_out and sorted([*train, *validation]) == list(range(n))
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(speech_table, "CHUNK", 3)
-    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
-
-
 def spoil(i, raw):
-    """Samples that cannot be used, of two kinds."""
+    """Make some samples unusable, in two ways."""
     if i in (7, 19, 20, 21, 22, 23, 24, 38):
         return {**raw, "messages": raw["messages"][:2] + [{"role": "nobody"}]}
-    return {**raw, "messages": [{"role": "user", "content": "<|eot_id|>"}, *raw["messages"][1:]]} if i in (31, 51) else raw
+    spoilt = {**raw, "messages": [{"role": "user", "content": "<|eot_id|>"}, *raw["messages"][1:]]}
+    return spoilt if i in (31, 51) else raw
 
 
 @pytest.mark.parametrize("kind", ["list", "lines"])
-def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_parts):
-    """And find the same problems in the same order."""
+def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, monkeypatch):
+    """They also find the same problems in the same order."""
+    monkeypatch.setattr(speech_table, "CHUNK", 3)
+    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
     sources = write_entries(tmp_path / "train", kind, 61, spoil), write_entries(tmp_path / "held_out", "lines", 20)
-    one, clips, problems = files_of(sources, tools, tmp_path / "table", 0)
-    assert set(one) == {f"{name}.npy" for name in (
+    expected, clips, problems = files_of(sources, tools, tmp_path / "table", 0)
+    assert set(expected) == {f"{name}.npy" for name in (
         "tokens", "labelled", "token_offsets", "clips", "clip_offsets", "where", "lengths", "frames", "audio_targets",
         "audible", "text_targets", "names", "name_offsets")} | {"codes.json"}
     assert len(problems) == 10
     assert any(f"{'line' if kind == 'lines' else 'sample'} 39" in row for row in problems)
     assert any("control token <|eot_id|>" in row for row in problems)
     for processes in (1, 2):
-        many, again, others = files_of(sources, tools, tmp_path / f"table{processes}", processes)
-        assert others == problems and again == clips and list(map(repr, again)) == list(map(repr, clips))
-        assert {name: many[name] == one[name] for name in one} == dict.fromkeys(many, True)
-    plain = {}      # order of first use, by Python
+        actual, same_clips, others = files_of(sources, tools, tmp_path / f"table{processes}", processes)
+        assert others == problems and same_clips == clips and list(map(repr, same_clips)) == list(map(repr, clips))
+        assert {name: actual[name] == expected[name] for name in expected} == dict.fromkeys(actual, True)
+    ordered = {}      # clips in the order of first use
     for i in (i for i in range(61) if spoil(i, entry(i)) == entry(i)):
         cut = {} if i % 5 else {"offset": i % 3, "duration": 0.5 + i % 2}
         for name, more in ((f"r{i % 7}", {}), (f"{i % 29}", cut)):
-            plain.setdefault(Clip(str(tmp_path / "train" / f"{name}.wav"), **more))
-    assert clips[:len(plain)] == list(plain)
+            ordered.setdefault(Clip(str(tmp_path / "train" / f"{name}.wav"), **more))
+    assert clips[:len(ordered)] == list(ordered)
 
 
-def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
-    """In the same length; a copy elsewhere is the same. A dry run, which encodes nothing, knows of neither."""
-    def known(folder, sound, dry=False):
+def test_a_rerecorded_clip_is_other_data(tiny, tools, tmp_path):
+    """A copy in another folder is the same data. A dry run encodes nothing, so it cannot see a difference."""
+    def fingerprint_of(folder, sound, dry=False):
         folder.mkdir(exist_ok=True)
         for name, (seconds, seed) in {"a": (0.4, 1), **sound}.items():
             wave = np.random.default_rng(seed).normal(0, 0.1, round(24000 * seconds))
@@ -112,15 +109,15 @@ def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
         table = make_table(World(device=torch.device("cpu")), *tools, Sources([(folder / "m.csv", 1.0)]),
                               Encoding(tiny.codec, work / "codes", 8), work, dry=dry)
         return table.fingerprint(np.arange(2))
-    first = known(tmp_path / "x", {"b": (0.6, 2)})
-    again = known(tmp_path / "x", {"b": (0.6, 3)})
+    first = fingerprint_of(tmp_path / "x", {"b": (0.6, 2)})
+    again = fingerprint_of(tmp_path / "x", {"b": (0.6, 3)})
     assert first != again and first.split(" audio ")[0] == again.split(" audio ")[0]
-    assert known(tmp_path / "y", {"b": (0.6, 2)}) == first
-    assert known(tmp_path / "y", {"b": (0.6, 3)}, dry=True) == first.split(" audio ")[0]
+    assert fingerprint_of(tmp_path / "y", {"b": (0.6, 2)}) == first
+    assert fingerprint_of(tmp_path / "y", {"b": (0.6, 3)}, dry=True) == first.split(" audio ")[0]
 
 
 def test_bad_rows_are_listed_before_audio_is_encoded(tools, tmp_path, monkeypatch, capfd):
-    """And a start that fails while it encodes leaves no table, but those of earlier starts."""
+    """A start that fails during the encoding deletes its table and keeps tables of earlier starts."""
     write_entries(tmp_path / "in", "list", 0)
     (tmp_path / "in" / "m.csv").write_text("audio,text\n0.wav,One.\n1.wav,\n")
     out, sources = tmp_path / "out", Sources([(tmp_path / "in" / "m.csv", 1.0)], drop=("empty_text",))

@@ -1,4 +1,4 @@
-"""Audio is encoded exactly and once: with a shared cache, after kills, and without torchaudio."""
+"""Audio is decoded exactly and encoded once, with a shared cache and after kills."""
 import os
 import signal
 import sys
@@ -41,13 +41,13 @@ def fill(clips, codec, cache, num_proc=0):
 
 
 def encoded(folder):
-    """Content keys of all codes in a cache folder, one for each clip that went through the codec."""
+    """Content keys of all codes in a cache folder, one for each encoded clip."""
     return [key for path in sorted(Path(folder).glob("codes-*.safetensors"))
             for key in map(bytes, load_file(path)["keys"])]
 
 
 def clips_of(tiny):
-    """The clips of the tiny dataset, each once."""
+    """The distinct clips of the tiny data set."""
     problems = []
     clips = {c.path: c for s in read_samples(tiny.train_json, problems) for t in s.turns for c in t.clips}
     assert not problems and len(clips) == 24
@@ -74,8 +74,8 @@ def direct(codec, wave):
         return codec.encode(torch.from_numpy(wave)[None, None], bandwidth=2).audio_codes[0].T.numpy()
 
 
-@pytest.mark.parametrize("kind, rate, channels", [("wav", 8000, 1), ("wav", 44100, 2), ("flac", 22050, 2), ("mp3", 44100, 2),
-                                                  ("mp3", 22050, 1), ("ogg", 44100, 1)])
+@pytest.mark.parametrize("kind, rate, channels", [
+    ("wav", 8000, 1), ("wav", 44100, 2), ("flac", 22050, 2), ("mp3", 44100, 2), ("mp3", 22050, 1), ("ogg", 44100, 1)])
 def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels):
     wave = sine(440, rate) + 0.05 * np.random.default_rng(0).standard_normal(rate)
     path = write_audio(tmp_path / f"a.{kind}", wave if channels == 1 else np.stack([wave, 0.3 * wave[::-1]], 1), rate)
@@ -85,11 +85,11 @@ def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels
     mono = samples if channels == 1 else (samples[:, 0] + samples[:, 1]) / 2
     expected = soxr.resample(mono, rate, 24000, quality="HQ")
     assert decoded.dtype == np.float32 and decoded.flags.c_contiguous and decoded.shape == expected.shape
-    assert abs(len(decoded) - 24000 * len(mono) / rate) <= 1 and 24000 <= len(decoded) <= 26000     # mp3 and ogg may pad
+    assert abs(len(decoded) - 24000 * len(mono) / rate) <= 1 and 24000 <= len(decoded) <= 26000     # mp3, ogg may pad
     assert np.abs(decoded - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize("content, cut, said", [
+@pytest.mark.parametrize("content, cut, message", [
     (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised.*wav, flac, mp3 and ogg are read"),
     (np.zeros(900), (None, None), "is too short: 0.037 s; a clip needs 0.04 s"),
     (np.array([0.1, np.nan] * 4800), (None, None), "peaks at nan"),
@@ -97,13 +97,13 @@ def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels
     (np.zeros(24000), (0.5, 0.03), "is too short: 0.030 s"),
     (np.r_[sine(440, 24000), np.full(24000, -0.25)], (1.0, None), "is silent: every sample is -0.25"),
     (32768 * sine(440, 24000), (0.5, 0.2), "peaks at 1.64e.04")])
-def test_undecodable_audio_gives_the_reason(tmp_path, content, cut, said):
+def test_undecodable_audio_gives_the_reason(tmp_path, content, cut, message):
     path = tmp_path / "a.wav"
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
         write_audio(path, content, subtype="FLOAT")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         decode_audio(path, [cut])
 
 
@@ -128,7 +128,7 @@ def test_a_recording_is_decoded_for_its_cuts_but_not_as_one_clip(tmp_path, monke
 
 
 def test_a_file_that_is_cut_off_is_refused(tmp_path):
-    """An mp3 and a wav decode as far as they go without an error; a wav written into a pipe has no size."""
+    """libsndfile decodes the first part without an error. A wav written into a pipe has no size and is read."""
     for kind in ("mp3", "wav", "flac"):
         path = write_audio(tmp_path / f"a.{kind}", np.tile(sine(440, 24000), 3))
         data = path.read_bytes()
@@ -138,13 +138,13 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path):
                            kind != "flac" else "is not readable audio"):
             decode_audio(path)
         if kind == "wav":
-            at = data.index(b"data")
-            path.write_bytes(data[:at + 4] + b"\xff\xff\xff\xff" + data[at + 8:])
+            start = data.index(b"data")
+            path.write_bytes(data[:start + 4] + b"\xff\xff\xff\xff" + data[start + 8:])
             assert len(decode_audio(path)[0]) == 72000
 
 
 def test_files_written_into_a_pipe_are_refused(tmp_path):
-    """An mp3 without a frame that has its length, which libsndfile guesses, and a FLAC file of unknown length."""
+    """An mp3 without the frame for its length, which libsndfile guesses, and a FLAC file of unknown length."""
     wave = np.random.default_rng(0).normal(0, 0.2, 24000 * 6).astype(np.float32)
     wave[72000:] *= 1e-4        # with a variable bitrate the guess would be wrong
     for kind in ("mp3", "flac"):
@@ -155,8 +155,8 @@ def test_files_written_into_a_pipe_are_refused(tmp_path):
             data[21] &= 0xF0            # 36 bits: samples in STREAMINFO
             data[22:26] = bytes(4)
         else:
-            at = data.index(data[:2], data.index(b"LAME") + 36)     # after the frame that has the length
-            data = tag + data[at:] + b"TAG".ljust(128)
+            end = data.index(data[:2], data.index(b"LAME") + 36)     # cut the frame with the length
+            data = tag + data[end:] + b"TAG".ljust(128)
         (tmp_path / f"b.{kind}").write_bytes(data)
         for read in (decode_audio, lambda path: header_frames(Clip(str(path)))):
             read(path), read(tmp_path / f"tagged.{kind}")
@@ -165,7 +165,7 @@ def test_files_written_into_a_pipe_are_refused(tmp_path):
 
 
 def test_a_second_fill_opens_no_audio(filled, tiny):
-    """Only the files' dates are read."""
+    """It reads only the dates of the files."""
     cache, folder, codes = filled
     shards = sorted(p.name for p in folder.iterdir())
     opened, watching = [], [True]                       # an audit hook cannot be removed
@@ -206,35 +206,35 @@ def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec):
     (new,), _ = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
     assert len(encoded(folder)) == 2
     assert (new == direct(codec, *decode_audio(path))).all() and new.tobytes() != old.tobytes()
-    os.utime(path)                                      # only touched: read again, but not encoded again
+    os.utime(path)                                      # a new date alone: read again, but not encoded again
     (same,), _ = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
     assert len(encoded(folder)) == 2 and (same == new).all()
 
 
-def test_an_unusable_clip_takes_no_other_with_it(filled, tiny, tmp_path):
-    """Neither another cut of its file nor other clips: only its row has no codes."""
+def test_an_unusable_clip_spoils_no_other(filled, tiny, tmp_path):
+    """Other cuts of its file and other clips have codes; only its row has none."""
     good = clips_of(tiny)[0]
     path = write_audio(tmp_path / "a.wav", np.r_[sine(440, 24000), np.zeros(24000)])
     clips = [Clip(str(path), 0.2, 0.5), Clip(str(path), 1.2, 0.5), good, Clip(str(path), 9.0, 1.0)]
-    said = {1: f"{path}: is silent: every sample is 0",
+    messages = {1: f"{path}: is silent: every sample is 0",
             3: f"{path}: is too short: 0.000 s; a clip needs 0.04 s"}
     for num_proc in (0, 2):
-        how = Encoding(tiny.codec, tmp_path / "codes", 8, num_proc)
-        folder, shards, where, _, bad = ensure_codes(WORLD, clips, how)
-        assert bad == said and where[[1, 3], :3].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
+        encoding = Encoding(tiny.codec, tmp_path / "codes", 8, num_proc)
+        folder, shards, where, _, bad = ensure_codes(WORLD, clips, encoding)
+        assert bad == messages and where[[1, 3], :3].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
         assert (CodeReader(folder, shards).codes(*where[2].tolist()) == filled[2][good.path]).all()
-    _, _, planned, _, bad = plan_codes(clips, how)      # a header has only the length
-    assert list(bad) == [3] and bad[3] == said[3] and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 13
+    _, _, planned, _, bad = plan_codes(clips, encoding)      # a header shows only the length
+    assert bad == {3: messages[3]} and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 13
 
 
 def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):
-    """Fill a cache in a separate run, which is killed after `dies_after` shards."""
+    """Fill a cache in another process, which kills itself after `dies_after` shards."""
     encode.SHARD_CLIPS = shard_clips
 
-    def encode_one(*given):
+    def encode_one(*args):
         if dies_after is not None and len(list(Path(cache).rglob("codes-*.safetensors"))) >= dies_after:
             os.kill(os.getpid(), signal.SIGKILL)
-        return encode_clip(*given)
+        return encode_clip(*args)
     encode.encode_clip = encode_one
     ensure_codes(WORLD, [Clip(path) for path in paths], Encoding(codec, cache, 8))
 
@@ -242,7 +242,7 @@ def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):
 @pytest.mark.slow
 @pytest.mark.race
 def test_a_killed_run_leaves_a_usable_cache_which_two_runs_fill_at_the_same_time(filled, pool, tiny, tmp_path):
-    """Each clip goes through the codec once."""
+    """Each clip is encoded once."""
     paths, folder = [clip.path for clip in clips_of(tiny)], tmp_path / "codes" / codec_fingerprint(tiny.codec)
 
     def start(runs, *options):
@@ -253,7 +253,7 @@ def test_a_killed_run_leaves_a_usable_cache_which_two_runs_fill_at_the_same_time
     assert 4 <= len(before) < 24
     statuses, output = start(2, 5)
     assert statuses == [0, 0], output
-    assert output.count("another run is using") <= 1        # 0: the other had not begun yet, or had ended
+    assert output.count("another run is using") <= 1        # 0 if the runs do not overlap
     codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
     assert all((c == filled[2][path]).all() for c, path in zip(codes, paths))
     assert len(encoded(folder)) == len(set(encoded(folder))) == 24 and set(before) < set(encoded(folder))

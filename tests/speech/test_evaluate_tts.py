@@ -1,4 +1,4 @@
-"""Judging speech: arithmetic against known values, and random models against transformers alone."""
+"""evaluate_tts.py: metrics against known values, and random models against plain transformers."""
 import json
 
 import numpy as np
@@ -17,10 +17,6 @@ from tests.helpers.trainer import run_script
 RATE = 24000
 
 
-def speech(text, speaker=0, seed=0):
-    return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(seed))
-
-
 WORDS = list(dict.fromkeys("the river is wider than it looks keep your gloves dry".split()))
 TEXTS = ["The river.", "It looks wider!", "Keep your gloves dry.", "The river is wider.", "Dry gloves."]
 
@@ -37,7 +33,7 @@ def listener(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
                             bos_token="<|endoftext|>").save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=20, chunk_length=3).save_pretrained(folder)
-    torch.manual_seed(5)        # one that hears different words in different clips
+    torch.manual_seed(5)        # with this seed it hears different words in different clips
     model = WhisperForConditionalGeneration(WhisperConfig(
         vocab_size=len(names), num_mel_bins=20, d_model=16, encoder_layers=1, decoder_layers=1, init_std=1.0,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
@@ -64,7 +60,7 @@ def speaker(tmp_path_factory):
 
 
 def write(folder, waves, **facts):
-    """A folder as generate_tts.py leaves it; facts: {key: list of values, one a sample; None leaves it out}."""
+    """Write a folder like generate_tts.py. facts: {key: a value for each sample; None leaves the key out}."""
     folder.mkdir(parents=True)
     for i, wave in enumerate(waves):
         soundfile.write(folder / f"{i:04d}.wav", wave, RATE, subtype="FLOAT")
@@ -77,28 +73,29 @@ def write(folder, waves, **facts):
 
 @pytest.fixture(scope="module")
 def waves():
-    return [speech(f"{text} {text} {text}", speaker, seed=1) for speaker, text in enumerate(TEXTS)]
+    return [make_tiny.synthesise(f"{text} {text} {text}", speaker, RATE, np.random.default_rng(1))
+            for speaker, text in enumerate(TEXTS)]
 
 
 @pytest.fixture(scope="module")
 def targets(waves, tmp_path_factory):
-    """A folder of recordings named as the samples are."""
+    """A folder of recordings with the names of the samples."""
     return write(tmp_path_factory.mktemp("clips") / "targets", waves)
 
 
 def run(*args):
-    """main(args) -> what evaluation.json of the first folder holds."""
+    """Run the script; return evaluation.json of the first folder."""
     run_script("speech/evaluate_tts.py", [str(a) for a in args])
     return json.loads((args[0] / "evaluation.json").read_text())
 
 
-def values(found, key):
-    return [row[key] for row in found["samples"]]
+def values(report, key):
+    return [row[key] for row in report["samples"]]
 
 
 @torch.no_grad()
 def embed(folder, wave):
-    """The embedding by transformers alone."""
+    """The embedding of plain transformers."""
     wave = judges.resample(np.asarray(wave, np.float32), RATE, 16000)
     inputs = Wav2Vec2FeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16000, return_tensors="pt")
     return WavLMForXVector.from_pretrained(folder).eval()(**inputs).embeddings[0].numpy()
@@ -107,19 +104,19 @@ def embed(folder, wave):
 def test_similarity_is_the_cosine_to_the_voice_that_was_cloned(waves, targets, speaker, tmp_path):
     paths = [str(targets / f"{i:04d}.wav") for i in range(5)]
     voices = [paths[1], paths[1], None, None, paths[0]]
-    found = run(write(tmp_path / "a", waves, target_audio=[*paths[:3], None, None], reference_audio=voices),
+    report = run(write(tmp_path / "a", waves, target_audio=[*paths[:3], None, None], reference_audio=voices),
                 "--speaker_model", speaker)
     for i, j in ((0, 1), (4, 0)):
         a, b = embed(speaker, waves[i]), embed(speaker, waves[j])
         cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
-        assert found["samples"][i]["speaker_similarity"] == pytest.approx(cosine, abs=1e-4) and abs(cosine) < 0.9999
-    assert found["samples"][1]["speaker_similarity"] == pytest.approx(1)
-    assert found["samples"][2]["speaker_similarity"] == pytest.approx(1)        # no voice given: the target is it
-    assert found["samples"][3]["speaker_similarity"] is None and found["samples"][3]["length_ratio"] is None
+        assert report["samples"][i]["speaker_similarity"] == pytest.approx(cosine, abs=1e-4) and abs(cosine) < 0.9999
+    assert report["samples"][1]["speaker_similarity"] == pytest.approx(1)
+    assert report["samples"][2]["speaker_similarity"] == pytest.approx(1)     # without a reference: the target
+    assert report["samples"][3]["speaker_similarity"] is None and report["samples"][3]["length_ratio"] is None
 
 
 def test_the_output_of_generate_tts_is_read(waves, targets, speaker, tmp_path):
-    """The target may be a stretch of a longer file."""
+    """The target may be a cut of a longer file."""
     folder, long = tmp_path / "a", tmp_path / "long.wav"
     soundfile.write(long, np.concatenate([waves[1], waves[0], waves[2]]), RATE, subtype="FLOAT")
     offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
@@ -127,10 +124,10 @@ def test_the_output_of_generate_tts_is_read(waves, targets, speaker, tmp_path):
         prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
                               [Clip(str(long), offset + seconds)] * (i == 2), target)
         speak.write_sample(folder, prompt, np.zeros((25, 8)), "eos" if i else "length", waves[i])
-    found = run(folder, "--speaker_model", speaker)
-    assert values(found, "length_ratio") == [1, 1, None]
-    assert values(found, "stop_rate") == [0, 1, 1]
-    assert values(found, "speaker_similarity") == pytest.approx([1, 1, 1], abs=1e-4)
+    report = run(folder, "--speaker_model", speaker)
+    assert values(report, "length_ratio") == [1, 1, None]
+    assert values(report, "stop_rate") == [0, 1, 1]
+    assert values(report, "speaker_similarity") == pytest.approx([1, 1, 1], abs=1e-4)
 
 
 def test_speech_beyond_full_scale_is_clipped_and_nan_is_refused(tmp_path):
@@ -144,7 +141,7 @@ def test_speech_beyond_full_scale_is_clipped_and_nan_is_refused(tmp_path):
 
 @torch.no_grad()
 def hear(folder, wave, **options):
-    """Transcripts by transformers alone, one clip at a time."""
+    """The transcript of plain transformers, one clip at a time."""
     wave = judges.resample(np.asarray(wave, np.float32), RATE, 16000)
     features = WhisperFeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16000, return_tensors="pt")
     model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
@@ -152,7 +149,7 @@ def hear(folder, wave, **options):
     return PreTrainedTokenizerFast.from_pretrained(folder).batch_decode(ids, skip_special_tokens=True)[0]
 
 
-def test_word_errors_are_those_of_what_the_model_hears(waves, listener, tmp_path):
+def test_word_errors_are_counted_in_the_transcripts_of_the_model(waves, listener, tmp_path):
     waves = [wave[:5 * RATE // 2] for wave in waves]
     heard = [hear(listener, wave) for wave in waves]
     assert len(set(heard)) > 1 and all(heard)
@@ -162,11 +159,11 @@ def test_word_errors_are_those_of_what_the_model_hears(waves, listener, tmp_path
     assert truth["metrics"]["wer"] == truth["metrics"]["cer"] == 0 and set(values(truth, "wer")) == {0}
     texts = [heard[0] + " fox", "", *heard[2:4], heard[4] + " " + heard[4]]
     words = [len(text.split()) for text in heard]
-    found = run(write(tmp_path / "b", waves, text=texts), "--asr_model", listener)
-    assert values(found, "wer") == pytest.approx([1 / (words[0] + 1), None, 0, 0, 0.5])
+    report = run(write(tmp_path / "b", waves, text=texts), "--asr_model", listener)
+    assert values(report, "wer") == pytest.approx([1 / (words[0] + 1), None, 0, 0, 0.5])
     errors, total = 1 + words[1] + words[4], words[0] + 1 + words[2] + words[3] + 2 * words[4]
-    assert found["metrics"]["wer"] == pytest.approx(errors / total)         # over all words, not the mean of shares
-    assert found["metrics"]["wer_mean"] == pytest.approx((1 / (words[0] + 1) + 0.5) / 4)        # which this one is
+    assert report["metrics"]["wer"] == pytest.approx(errors / total)         # over all words, not the mean of shares
+    assert report["metrics"]["wer_mean"] == pytest.approx((1 / (words[0] + 1) + 0.5) / 4)       # mean of shares
     letters = [len(text.replace(" ", "")) for text in heard]
-    assert found["metrics"]["cer"] == pytest.approx((3 + letters[1] + letters[4]) / (
+    assert report["metrics"]["cer"] == pytest.approx((3 + letters[1] + letters[4]) / (
         letters[0] + 3 + letters[2] + letters[3] + 2 * letters[4]))

@@ -1,4 +1,4 @@
-"""Checkpoints written for others: what transformers, PEFT and boson-ai's 2025 layout, written out here, expect."""
+"""Exported checkpoints: the files that transformers, PEFT and boson-ai's 2025 layout expect."""
 import json
 import math
 import shutil
@@ -27,7 +27,7 @@ NAMES = {"audio_codebook_embeddings.weight": "model.embed_audio_tokens.embed_aud
          "audio_decoder_proj.audio_lm_head.weight": "audio_lm_head.weight",
          "audio_decoder_proj.text_lm_head.weight": "text_lm_head.weight",
          "embed_tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
-         **{f"layers.{i}.{part}.weight": f"model.layers.{i}.{part}.weight" for i in range(2) for part in LAYER}}
+         **{f"layers.{i}.{module}.weight": f"model.layers.{i}.{module}.weight" for i in range(2) for module in LAYER}}
 SPLIT = {"embed_tokens": ("embedding_frozen", "embedding_trainable"),
          "audio_decoder_proj.text_lm_head": ("linear_frozen", "linear_trainable")}
 PUBLISHED_GENERATION = {"_from_model_config": True, "bos_token_id": 128000, "eos_token_id": 128001,
@@ -37,7 +37,7 @@ RAS = {"ras_win_len": 7, "ras_win_max_num_repeat": 2, "use_text_head": True}
 
 def published_config(vocab=128256, hidden=3072, inner=8192, layers=28, heads=24, kv=8, head_dim=128, first=128000,
                      dtype="bfloat16"):
-    """The released config.json: what its model reads. first: id of <|begin_of_text|>, the others follow it."""
+    """The released config.json. first: id of <|begin_of_text|>, which the other special tokens follow."""
     return {
         "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "audio_adapter_type":
         "dual_ffn_fast_forward", "audio_dual_ffn_layers": list(range(layers)), "audio_codebook_size": 1024,
@@ -62,12 +62,12 @@ def published_config(vocab=128256, hidden=3072, inner=8192, layers=28, heads=24,
 
 def tensors(folder):
     """Every tensor of a checkpoint's weight files."""
-    found = {}
+    weights_by_name = {}
     for path in sorted(folder.glob("model*.safetensors")):
-        part = load_file(path)
-        assert not found.keys() & part.keys()
-        found |= part
-    return found
+        shard = load_file(path)
+        assert not weights_by_name.keys() & shard.keys()
+        weights_by_name |= shard
+    return weights_by_name
 
 
 def same(a, b):
@@ -75,7 +75,7 @@ def same(a, b):
 
 
 def load(folder, **more):
-    """from_pretrained that must find every weight and no other."""
+    """from_pretrained, which must find every weight and no other."""
     model, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(
         folder, use_text_head=True, output_loading_info=True, **more)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -102,7 +102,7 @@ def served(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def original(tiny, tmp_path_factory):
-    """A bf16 base as it was published in 2025, two of its tensors split, without any processor file."""
+    """A bf16 base in the published 2025 layout, with two split tensors and no processor file."""
     folder = tmp_path_factory.mktemp("original") / "model"
     native = load_file(tiny.model / "model.safetensors")
     state = {old: native[new].bfloat16() for old, new in NAMES.items()}
@@ -110,7 +110,7 @@ def original(tiny, tmp_path_factory):
         whole = state.pop(f"{name}.weight")
         state |= {f"{name}.{kind}.weight": rows.clone() for kind, rows in zip(kinds, (whole[:570], whole[570:]))}
     state |= {"audio_codebook_weights": torch.ones(8) / 8, "rotary_emb.inv_freq": torch.rand(16),
-              "layers.0.self_attn.rotary_emb.inv_freq": torch.rand(16)}        # for nothing
+              "layers.0.self_attn.rotary_emb.inv_freq": torch.rand(16)}        # which nothing reads
     AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
@@ -122,7 +122,7 @@ def original(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapter(tiny, tmp_path_factory):
-    """(folder, PeftModel): an adapter on every linear kind, written by PEFT itself, that changes the output."""
+    """(folder, PeftModel): an adapter that changes the output, written by PEFT."""
     return make_adapter(tiny, tmp_path_factory.mktemp("adapter"))
 
 
@@ -148,13 +148,12 @@ def test_2025_layout_has_the_published_names_and_the_same_bits(tiny, served):
 def test_2025_config_is_the_published_one(tiny, served):
     expected = published_config(600, 128, 256, 2, 4, 2, 32, first=576, dtype="float32")
     expected["text_config"]["initializer_range"] = 0.06
-    extra = {"audio_delay_token_id": 590, "bos_token_id": 576, "eos_token_id": 585}     # not the released model's
+    extra = {"audio_delay_token_id": 590, "bos_token_id": 576, "eos_token_id": 585}     # not in the release
     assert read(served, "config.json") == expected | extra
     real = HiggsAudioV2Config(codebook_size=1026)
-    ids = {name: 128000 + at for at, name in ((0, "<|begin_of_text|>"), (1, "<|end_of_text|>"), (12, "<|audio_eos|>"),
-                                              (15, "<|AUDIO|>"))}
+    ids = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|audio_eos|>": 128012, "<|AUDIO|>": 128015}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the hub
+    tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the Hub
     assert weights.original_config(real, tokenizer, "bfloat16") == published_config()
 
 
@@ -164,14 +163,14 @@ def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):
     state = {name: value for name, value in state.items() if "codebook_weights" not in name and "inv_freq" not in name}
     for name, kinds in SPLIT.items():
         state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{kind}.weight") for kind in kinds])
-    for source in (tmp_path / "native", original):      # the config is rebuilt, or copied
+    for source in (tmp_path / "native", original):      # the first export rebuilds the config, the second copies it
         merge(str(source), None, out := tmp_path / f"from-{source.name}", None, layout="2025")
         assert same(tensors(out), state) and {t.dtype for t in state.values()} == {torch.bfloat16}
         assert read(out, "config.json") == read(original, "config.json")
 
 
 def test_native_export_of_a_2025_base_can_generate(original, tmp_path):
-    """That base ends at <|end_of_text|> and has no repetition guard: speech would run to the limit."""
+    """The base stops at <|end_of_text|> and has no repetition guard: its speech would run to the limit."""
     merge(str(original), None, tmp_path / "out", "float32")
     expected = {"eos_token_id": 585, "pad_token_id": 577, "do_sample": True, **RAS}
     generation = read(tmp_path / "out", "generation_config.json")
@@ -186,7 +185,7 @@ def test_native_export_of_a_2025_base_can_generate(original, tmp_path):
 def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_path, layout):
     folder, net = adapter
     merge(str(tiny.model), folder, tmp_path / "out", layout=layout, shard_bytes=3 * 10**6)
-    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 3      # the two large tables by themselves
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 3      # each large table has a file
     named = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"].keys()
     assert named == (NAMES.keys() if layout == "2025" else set(NAMES.values()))
     back = tmp_path / "out"
@@ -208,28 +207,28 @@ def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind, said", [({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
-                                        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
-def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, said):
-    """They would be folded in wrongly or in part."""
+@pytest.mark.parametrize("kind, words", [({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
+                                         ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
+def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, words):
+    """The merge would be wrong or incomplete."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
-    with pytest.raises(UserError, match=f"adapter_config.json: the adapter has {said}, which is not supported"):
+    with pytest.raises(UserError, match=f"adapter_config.json: the adapter has {words}, which is not supported"):
         merge(str(tiny.model), folder, tmp_path / "out")
 
 
-def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path):
-    """generate_tts.py's model: logits as by PeftModel.from_pretrained."""
+def test_speech_uses_an_adapter_like_peft(tiny, data, tmp_path):
+    """The model of generate_tts.py has the logits of PeftModel.from_pretrained."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", use_dora=True)
     config = json.loads((tiny.model / "config.json").read_text())
-    ours = load_model(tiny.model, config, folder, torch.float32, torch.device("cpu"))
-    theirs = PeftModel.from_pretrained(load(tiny.model), folder)
-    torch.testing.assert_close(logits(ours, data), logits(theirs, data), rtol=1e-5, atol=1e-5)
-    assert (logits(ours, data) - logits(load(tiny.model), data)).abs().max() > 0.05
+    model = load_model(tiny.model, config, folder, torch.float32, torch.device("cpu"))
+    reference = PeftModel.from_pretrained(load(tiny.model), folder)
+    torch.testing.assert_close(logits(model, data), logits(reference, data), rtol=1e-5, atol=1e-5)
+    assert (logits(model, data) - logits(load(tiny.model), data)).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("where, value", [("base", math.nan), ("update", 1e30)])
 def test_weights_that_are_not_finite_are_refused(tiny, adapter, tmp_path, where, value):
-    """An update may also overflow."""
+    """Weights of the base or of an update that overflows."""
     model, folder = shutil.copytree(tiny.model, tmp_path / "model"), shutil.copytree(adapter[0], tmp_path / "adapter")
     name, path = "model.layers.1.self_attn.q_proj", folder / "adapter_model.safetensors"
     names = [f"base_model.model.{name}.lora_{half}.weight" for half in "AB"]
@@ -245,7 +244,7 @@ def test_weights_that_are_not_finite_are_refused(tiny, adapter, tmp_path, where,
 
 
 def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, original, tmp_path):
-    """Added in bf16, an update of less than half a step of the weight is lost."""
+    """In bf16, an update below half a step of the weight would be lost."""
     folder, net = adapter
     merge(str(original), folder, tmp_path / "out", None)
     got = tensors(tmp_path / "out")
@@ -258,23 +257,19 @@ def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, 
     assert not torch.equal(got[f"model.{name}.weight"].bfloat16().float(), got[f"model.{name}.weight"])
 
 
-# ---- Folders that are read: every weight is there, or the run stops
-
-
 def open_model(folder):
     return load_model(folder, read(folder, "config.json"), None, torch.float32, "cpu")
 
 
 def test_original_weights_compute_what_the_native_ones_do(tiny, original, data):
     model, expected = open_model(original), load(tiny.model, dtype=torch.bfloat16).float()
-    got = model.state_dict()
-    assert got.keys() == expected.state_dict().keys() and all(torch.equal(got[n], t) for n, t in expected.state_dict().items())
+    assert same(model.state_dict(), expected.state_dict())
     assert model.config.codebook_size == 1026 and model.config.audio_stream_eos_id == 1025
     assert torch.equal(logits(model, data), logits(expected, data))
 
 
 def test_original_config_gives_the_released_native_config():
-    """The rope spelling differs but must not matter."""
+    """The names of the RoPE settings differ, its frequencies do not."""
     config = published_config()
     native, text = weights.native_config(config), config["text_config"]
     expected = {key: text[key] for key in weights.TEXT_KEYS} | {
@@ -287,16 +282,16 @@ def test_original_config_gives_the_released_native_config():
     assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
 
 
-UP, KEYS, HEAD = "model.layers.1.audio_mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight", "text_lm_head.weight"
-ODD = "model.layers.0.audio_attn.q_proj.weight"
-# (weights that are added, or removed if None; words of the message)
-BROKEN = [({UP: None, HEAD: None}, ["2 missing keys", UP, HEAD]), ({ODD: torch.ones(2, 2)}, ["1 unexpected key", ODD]),
+UP, KEYS = "model.layers.1.audio_mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+HEAD, EXTRA = "text_lm_head.weight", "model.layers.0.audio_attn.q_proj.weight"
+# (added weights, or removed ones if None; words of the message)
+BROKEN = [({UP: None, HEAD: None}, ["2 missing keys", UP, HEAD]), ({EXTRA: torch.ones(2)}, ["1 unexpected key", EXTRA]),
           ({KEYS: torch.ones(32, 128)}, ["1 mismatched key", f"{KEYS} (32, 128) instead of (64, 128)"])]
 
 
 @pytest.mark.parametrize("change, words", BROKEN)
 def test_a_checkpoint_that_does_not_fit_stops_with_the_names(tiny, tmp_path, change, words):
-    """transformers only prints a report, and trains on random weights."""
+    """transformers only prints a report and continues with random weights."""
     folder = shutil.copytree(tiny.model, tmp_path / "model")
     state = {name: value for name, value in (tensors(folder) | change).items() if value is not None}
     save_file(state, folder / "model.safetensors")
@@ -306,7 +301,7 @@ def test_a_checkpoint_that_does_not_fit_stops_with_the_names(tiny, tmp_path, cha
 
 
 def test_codebook_size_without_the_stream_tokens_is_refused(tiny, tmp_path):
-    """transformers' default of 1024: an all-BOS row would index past the table, or another codebook's rows."""
+    """With transformers' default of 1024, a BOS row would index past the table or into another codebook."""
     folder = shutil.copytree(tiny.model, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(read(folder, "config.json") | {"codebook_size": 1024}))
     with pytest.raises(UserError, match="codebook_size 1024.*must be 1026"):

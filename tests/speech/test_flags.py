@@ -1,4 +1,4 @@
-"""The flags of train_v2_ddp.py: one list, frozen; old names are accepted, and none of them is in --help."""
+"""The flags of train_v2_ddp.py are a fixed list. Old names are accepted, but --help does not show them."""
 import re
 
 from core import cli
@@ -14,7 +14,7 @@ FLAGS = """adam_beta2 audio_tokenizer_path auto base_dtype bf16 code_cache colle
     report_to reshard_after_forward resume sample_prompts sample_seconds save_steps
     save_total_limit seed text_loss_weight tf32 train_audio_table train_data_file use_dora
     use_lora use_rslora validation_split wandb_project warmup_steps weight_decay"""
-# accepted, not shown: flags of prepare_tts.py, and others that few need
+# accepted, not shown: flags of prepare_tts.py and rarely used ones
 HIDDEN = """columns disable_eval drop_too_long eval_data_dir keep_every
     reference reference_share task_type train_data_dir wait_timeout"""
 

@@ -1,4 +1,4 @@
-"""Every format is recognised by its content, and its rows become samples or are refused with the reason."""
+"""Every format is recognised by its content; its rows become samples or are refused with a reason."""
 import io
 import json
 import resource
@@ -21,7 +21,7 @@ from tests.helpers.trainer import ROOT
 
 
 def write(folder, files):
-    """Write {path: text or bytes} below a folder; returns the last path."""
+    """Write {path: text or bytes} below a folder; return the last path."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 def read(path, **reading):
-    """(samples, problems) of a source, converted and read."""
+    """(samples, problems) of a source."""
     problems = []
     return list(read_samples(path, problems, **reading)), problems
 
@@ -55,7 +55,7 @@ def jsonl(*entries):
     return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
 
 
-# as JimmyMa99's converter writes it: "audio_generation", and the placeholder still in the transcripts
+# the converter of JimmyMa99 writes "audio_generation" and leaves the placeholder in the transcripts
 JIMMYS = {"samples": [{"id": n, "audio_file": f"{n}.wav", "transcript_file": f"{n}.txt", "speaker_id": "spk",
                        "user_instruction": None, "task_type": "audio_generation"} for n in "ab"]}
 GUI = {"samples": [{"id": n, "audio_file": f"{n}.wav", "transcript_file": f"{n}.txt", "split": split}
@@ -66,11 +66,11 @@ GIGASPEECH = {"language": "EN", "audios": [{"aid": "A", "path": "audio/A.opus", 
     {"sid": "A3", "speaker": "P7", "begin_time": 3, "end_time": 4, "text_tn": "WELL <QUESTIONMARK>"}]}]}
 TWO = [("a.wav", "This is a.", "anna"), ("b.wav", "This is b.", "ben")]
 PLAIN = [(file, text) for file, text, _ in TWO]
-# {format: (files, which of them is given, [(audio, text, and maybe the speaker)], checks of refused rows)}
+# {format: (files, source to read, [(audio, text, and maybe the speaker)], checks of refused rows)}
 FORMATS = {
     "metadata.json": ({f"{n}{end}": f"<audio>This is {n}." for n in "ab" for end in (".txt", ".wav")} | {
         "metadata.json": json.dumps(JIMMYS)}, "", PLAIN, []),
-    "metadata.json of a GUI, which leaves out the folder of the split": (
+    "metadata.json of a GUI without the folder of the split": (
         {"metadata.json": json.dumps(GUI), "train/a.wav": "", "train/a.txt": "Hi.", "eval/b.wav": "",
          "eval/b.txt": "Ho.", "c.wav": "", "c.txt": "Hu."}, "", [("a.wav", "Hi.")], []),
     "ms-swift": ({"m.jsonl": jsonl(*({"messages": [{"role": "assistant", "content": f"<audio>This is {n}."}],
@@ -81,31 +81,31 @@ FORMATS = {
         "wavs/a.wav": "", "wavs/b.wav": ""}, "m.jsonl", PLAIN, ["invalid"] * 2),
     "jsonl": ({"m.jsonl": jsonl(*({"audio": f"{n}.wav", "text": f"This is {n}."} for n in "ab")),
                "a.wav": "", "b.wav": ""}, "m.jsonl", PLAIN, []),
-    "csv of excel": ({"m.csv": "\ufeffwav, sentence,client_id\r\na.wav, \"This is a.\",anna\r\nb.wav,This is b.,ben\r\n",
+    "csv of excel": ({"m.csv": "\ufeffwav, text,client_id\r\na.wav, \"This is a.\",anna\r\nb.wav,This is b.,ben\r\n",
                       "a.wav": "", "b.wav": ""}, "m.csv", TWO, []),
     "csv without a header": ({"m.csv": 'wav\\c.wav,"Hi, you."\nd.wav,Ho.\n', "wav/c.wav": "", "d.wav": ""}, "",
                              [("c.wav", "Hi, you."), ("d.wav", "Ho.")], []),
-    "ljspeech": ({"metadata.csv": 'a|This is (a).|This is a.\nb|This is b.|\nc|He said "no|He said "no\nd|"Go!"|"Go!"\n'} | {
-        f"wavs/{n}.wav": "" for n in "abcd"}, "", [*PLAIN, ("c.wav", 'He said "no'), ("d.wav", '"Go!"')], []),
-    "piper": ({"metadata.csv": 'c.wav|"She said ""now"", twice."\nd.wav|"a | b"\n', "wav/c.wav": "", "wav/d.wav": ""},
-              "", [("c.wav", 'She said "now", twice.'), ("d.wav", "a | b")], []),
-    "pandas": ({"m.csv": 'audio_file|text\na.wav|"He said ""no""."\nb.wav|"odd\n', "a.wav": "", "b.wav": ""}, "",
-               [("a.wav", 'He said "no".'), ("b.wav", '"odd')], []),
+    "ljspeech": ({"metadata.csv": 'a|This is (a).|This is a.\nb|This is b.|\nc|So "no|So "no\nd|"Go!"|"Go!"\n'} | {
+        f"wavs/{n}.wav": "" for n in "abcd"}, "", [*PLAIN, ("c.wav", 'So "no'), ("d.wav", '"Go!"')], []),
+    "piper": ({"metadata.csv": 'c.wav|"She says ""now"", twice."\nd.wav|"a | b"\n', "wav/c.wav": "", "wav/d.wav": ""},
+              "", [("c.wav", 'She says "now", twice.'), ("d.wav", "a | b")], []),
+    "pandas": ({"m.csv": 'audio_file|text\na.wav|"He says ""no""."\nb.wav|"odd\n', "a.wav": "", "b.wav": ""}, "",
+               [("a.wav", 'He says "no".'), ("b.wav", '"odd')], []),
     "gpt-sovits": ({"train.list": "wavs/a.wav|anna|EN|This is a.\nwavs/b.wav|ben|EN|This is b.\n", "wavs/a.wav": "",
                     "wavs/b.wav": ""}, "train.list", TWO, []),
     "kaldi": ({"wav.scp": "u1 a.wav\nu2 b.wav\nu3 a.wav\n", "utt2spk": "u1 anna\nu2 ben\n", "a.wav": "", "b.wav": "",
                "text": "u1 This is a.\nu2 This is b.\n"}, "", TWO, ["empty_text"]),
     "kaldi with segments": ({"wav.scp": "r1 a.wav\n", "segments": "u1 r1 1.5 -1\n", "a.wav": "",
                              "text": "u1 This is a.\nr1 Whole.\n"}, "", [("a.wav", "This is a.")], ["invalid"]),
-    "texts": ({f"{who}/{n}{end}": f"This is {n}.\n" for n, who in zip("ab", ("anna", "ben")) for end in (".txt", ".wav")},
-              "", TWO, []),
+    "texts": ({f"{who}/{n}{end}": f"This is {n}.\n" for n, who in (("a", "anna"), ("b", "ben"))
+               for end in (".txt", ".wav")}, "", TWO, []),
     "texts in capitals": ({"0.TXT": "Hi.", "0.WAV": "audio"}, "", [("0.WAV", "Hi.")], []),
     "a text for m4a": ({f"a{end}": "This is a." for end in (".txt", ".wav")} | {"b.m4a": "", "b.txt": "Hi."}, "",
                        PLAIN[:1], ["audio"]),
     "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n\\\t80.0\t900.0\n4.500000 5.000000 Sails\n"}, "",
                  [("c.wav", "The ship"), ("c.wav", "Sails")], []),
-    "common voice": ({"train.tsv": "client_id\tpath\tsentence\nx\tc1.mp3\t\"Hi\" he said.\n", "clips/c1.mp3": "",
-                      "reported.tsv": "sentence\treason\nHi.\tx\n"}, "", [("c1.mp3", '"Hi" he said.', "x")], []),
+    "common voice": ({"train.tsv": "client_id\tpath\tsentence\nx\tc1.mp3\t\"Hi\" he calls.\n", "clips/c1.mp3": "",
+                      "reported.tsv": "sentence\treason\nHi.\tx\n"}, "", [("c1.mp3", '"Hi" he calls.', "x")], []),
     "emilia": ({"EN/EN_B0.jsonl": '{"id": "x", "wav": "EN_B0/S0/mp3/x.mp3", "text": " Hi.", "speaker": "s"}\n',
                 "EN/EN_B0/S0/mp3/x.mp3": ""}, "", [("x.mp3", "Hi.", "s")], []),
     "vctk": ({"txt/p225/p225_001.txt": "Hi.\n", "wav48_silence_trimmed/p225/p225_001_mic1.flac": "",
@@ -114,7 +114,7 @@ FORMATS = {
              "", [("p225_001_mic2.flac", "Hi.", "p225"), ("p280_001_mic1.flac", "Ho.", "p280")], []),
     "aishell3": ({"content.txt": "SSB00050001.wav\t你 ni3 好 hao3\n", "wav/SSB0005/SSB00050001.wav": ""}, "",
                  [("SSB00050001.wav", "你好", "SSB0005")], []),
-    "mls": ({"transcripts.txt": "1_2_3\tone\x85two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": ""}, "",  # only a line feed ends a line
+    "mls": ({"transcripts.txt": "1_2_3\tone\x85two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": ""}, "",   # \x85 ends no line
             [("1_2_3.opus", "one\x85two", "1")], ["empty_text"]),
     "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, "", [("X1.wav", "你好。", "")], []),
     "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""}, "",
@@ -128,9 +128,9 @@ CUTS = {"audacity": [(0, 3.2), (4.5, 0.5)], "gigaspeech": [(1.5, 0.5), (3, 1)], 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_found_and_read(tmp_path, name):
-    files, given, expected, refused = FORMATS[name]
+    files, source, expected, refused = FORMATS[name]
     write(tmp_path, files)
-    samples, problems = read(tmp_path / given)
+    samples, problems = read(tmp_path / source)
     assert [(*pair, s.speaker)[:len(expected[0])] for pair, s in zip(spoken(samples), samples)] == expected
     assert [p.check for p in problems] == refused
     assert name not in CUTS or cuts(samples) == CUTS[name]
@@ -141,9 +141,10 @@ def test_rows_in_are_rows_kept_and_rows_refused(folder):
     path = write(folder, {"m.tsv": "audio\ttext\na.wav\tOne.\nb.wav\t \ngone.wav\tTwo.\nc.wav\nd.wav\tThree.\n"})
     samples, problems = read(path)
     assert [name for name, _ in spoken(samples)] == ["a.wav", "d.wav"]
-    assert [(p.check, p.name.split(" ")[2]) for p in problems] == [("empty_text", "3"), ("invalid", "4"), ("invalid", "5")]
+    assert [p.check for p in problems] == ["empty_text", "invalid", "invalid"]
+    assert [p.name.split(" ")[2] for p in problems] == ["3", "4", "5"]
     assert "gone.wav' not found; tried" in problems[1] and "has 1 fields, not 2" in problems[2]
-    # nor does a missing file make another format of a table without a header
+    # a missing file does not change the format of a table without a header
     rows = "".join(f"{'gone' if i == 1 else 'abcd'[i % 4]}.wav|This is {i}.\n" for i in range(12))
     samples, (problem,) = read(write(folder, {"list.csv": rows}))
     assert len(samples) == 11 and "list.csv line 2 " in problem and "gone.wav' not found" in problem
@@ -151,26 +152,26 @@ def test_rows_in_are_rows_kept_and_rows_refused(folder):
     assert [s.turns[-2].text.split() for s in read(path)[0]] == [["one,", '"two"', "three"], ["four"]]
 
 
-SAID = ["The ship sails at noon.", "Nobody was at home.", "Bring me the red book.", "It rained all day."]
-IPA_SAID = ["ðə ʃˈɪp sˈeɪlz æt nˈuːn", "nˈoʊbɑːdi wʌz æt hˈoʊm", "bɹˈɪŋ miː ðə ɹˈɛd bˈʊk", "ɪt ɹˈeɪnd ˈɔːl dˈeɪ"]
+SENTENCES = ["The ship sails at noon.", "Nobody was at home.", "Bring me the red book.", "It rained all day."]
+IPA_SENTENCES = ["ðə ʃˈɪp sˈeɪlz æt nˈuːn", "nˈoʊbɑːdi wʌz æt hˈoʊm", "bɹˈɪŋ miː ðə ɹˈɛd bˈʊk", "ɪt ɹˈeɪnd ˈɔːl dˈeɪ"]
 
 
 def table(rows, separator="|"):
     return "".join(separator.join((f"{name}.wav", *map(str, fields))) + "\n" for name, fields in zip("abcd", rows))
 
 
-EQUAL = "audio,text\n" + "".join(f"{n}.wav,{text}\n" for n, text in zip("abcdabcd", ["calm", "calm", "happy", "calm"] * 2))
-REFUSED = {         # {name: (files, which is given, what the error says)}
+EQUAL = "audio,text\n" + "".join(f"{n}.wav,{text}\n" for n, text in zip("abcd" * 2, "calm calm happy calm".split() * 2))
+REFUSED = {         # {name: (files, source to read, pattern of the error)}
     "not utf-8": ({"m.csv": "audio,text\na.wav,Größe\n".encode("cp1252")}, "m.csv",
                   "line 2 is not UTF-8 text; convert it: iconv -f CP1252"),
     "excel": ({"m.csv": b"PK\x03\x04xlsx"}, "m.csv", "save an Excel table as CSV"),
     "open quote": ({"m.csv": 'audio,text\na.wav,One.\nb.wav,"Two\nc.wav,Three.\nd.wav,"Four"\n'}, "m.csv",
                    "row that begins at line 3"),
-    "no table": ({"x.txt": "gone|x\n"}, "x.txt", "is not a table that is known: .*no audio file that is there: .'gone'"),
+    "no table": ({"x.txt": "gone|x\n"}, "x.txt", "is not a table that is known: .*audio file that is there: .'gone'"),
     "no list": ({"x.json": '"hello"'}, "x.json", "holds a JSON str, not a list of samples"),
     "half a json": ({"x.json": '[{"messages":\n [{"role": "us'}, "x.json", "not valid JSON at line 2 column [0-9]+"),
-    "audio": ({"x.json": b"RIFF\xff\xfe\x00\x00WAVEfmt "}, "x.json", "is an audio file; give the folder with the texts"),
-    "phonemes": ({"m.csv": table(zip(IPA_SAID))}, "m.csv", "its texts are phonemes, such as"),
+    "audio": ({"x.json": b"RIFF\xff\xfe\x00\x00WAVEfmt "}, "x.json", "is an audio file; give the folder with the text"),
+    "phonemes": ({"m.csv": table(zip(IPA_SENTENCES))}, "m.csv", "its texts are phonemes, such as"),
     "equal texts": ({"m.csv": EQUAL}, "m.csv", "6 of 8 texts are equal, 'calm': .*--columns text=NAME"),
     "two splits": ({f"{split}/metadata.csv": "file_name,text\na.wav,Hi.\n" for split in ("train", "test")}, "",
                    "give one: .*/test/metadata.csv, .*/train/metadata.csv"),
@@ -178,57 +179,58 @@ REFUSED = {         # {name: (files, which is given, what the error says)}
                        "no column of text; its columns are audio, caption; .*transcript, .*--columns text=NAME"),
     "wrong --columns": ({"m.jsonl": '{"audio": "a.wav", "text": "Hi."}\n'}, "m.jsonl", "no column of scene"),
     "a command": ({"k/wav.scp": "u1 sox a.wav -t wav - |\n", "k/text": "u1 Hi.\n"}, "k", "u1 is a command"),
-    "no texts": ({"x/c.wav": "", "x/notes.csv": "name,size\nc,1\n"}, "x", "has audio, such as c.wav, but no list of .*c.srt"),
+    "no texts": ({"x/c.wav": "", "x/notes.csv": "name,size\nc,1\n"}, "x", "has audio, such as c.wav, but .*c.srt"),
     "nothing": ({"x/read.md": ""}, "x", "has neither a list nor audio files")}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unusable_data_is_refused_with_the_remedy(folder, name):
-    files, given, message = REFUSED[name]
+    files, source, message = REFUSED[name]
     write(folder, files)
     with pytest.raises(UserError, match=message):
-        read(folder / given, columns="scene=place" if "--columns" in name else "")
+        read(folder / source, columns="scene=place" if "--columns" in name else "")
 
 
 UNDECIDED = {
-    "tensorflowtts": table(zip(SAID, ["anna", "ben", "anna", "ben"])),
-    "seconds": table(zip(SAID, (1.25, 2.5, 0.75, 3))), "phonemes": table(zip(SAID, IPA_SAID)),
-    "speaker before": table(zip(["anna", "ben"] * 2, SAID)),
-    "a language, a name": table((said, "en", "anna") for said in SAID),
-    "csv with a speaker": table(zip(SAID, ["anna", "ben"] * 2), ","), "translations": table(zip(SAID, SAID[::-1])),
-    "speakers": table(zip(["anna", "ben"] * 2, (1.25, 2.5, 0.75, 3))), "durations": table(zip((1.2, 3.4, 2.25, 0.5)), ",")}
+    "tensorflowtts": table(zip(SENTENCES, ["anna", "ben"] * 2)),
+    "seconds": table(zip(SENTENCES, (1.25, 2.5, 0.75, 3))), "phonemes": table(zip(SENTENCES, IPA_SENTENCES)),
+    "speaker before": table(zip(["anna", "ben"] * 2, SENTENCES)),
+    "a language, a name": table((text, "en", "anna") for text in SENTENCES),
+    "csv with a speaker": table(zip(SENTENCES, ["anna", "ben"] * 2), ","),
+    "translations": table(zip(SENTENCES, SENTENCES[::-1])), "durations": table(zip((1.2, 3.4, 2.25, 0.5)), ","),
+    "speakers": table(zip(["anna", "ben"] * 2, (1.25, 2.5, 0.75, 3)))}
 
 
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_a_text_column_is_never_guessed(folder, name):
-    """Each trained "0.", "anna." or the seconds before, with `dry run ok`."""
+    """Else the trainer learns "0.", "anna." or seconds as texts."""
     path = write(folder, {"list.csv": UNDECIDED[name]})
     with pytest.raises(UserError, match=r"what its fields mean is not certain: 1 'a.wav', .*--columns audio=1,text=2"):
         read(path)
     with pytest.raises(UserError, match="not certain"):
-        read(folder)        # nor are they passed over for another format
-    if SAID[0] in UNDECIDED[name]:
+        read(folder)        # the folder is not read as another format
+    if SENTENCES[0] in UNDECIDED[name]:
         text = 3 if name == "speaker before" else 2
-        assert [text for _, text in spoken(read(path, columns=f"audio=1,text={text}")[0])] == SAID
+        assert [text for _, text in spoken(read(path, columns=f"audio=1,text={text}")[0])] == SENTENCES
 
 
-ODD_TEXTS = ["(laughs) Well then.", "<laugh> Well.", "[breath] Well.", "*gasps* Well.", "anna: Well then.", "Tom &amp; Ann.",
-             "GrÃ¶ÃŸe.", "Well\x00 then.", "[S1] Well. [S2] No."]
+MARKED_TEXTS = ["(laughs) Well then.", "<laugh> Well.", "[breath] Well.", "*gasps* Well.", "anna: Well.",
+                "Tom &amp; Ann.", "GrÃ¶ÃŸe.", "Well\x00 then.", "[S1] Well. [S2] No."]
 
 
 def test_odd_rows_are_counted_and_nothing_is_no_text(folder, capsys):
     plain = ["a < b and c > d", "Plain text.", "[SPEAKER0] Hi."]
     path = write(folder, {"in/m.jsonl": jsonl(*({"audio": "a.wav", "text": text} for text in (
-        *ODD_TEXTS, *plain, "nan", "None", "<NA>", None)))})
+        *MARKED_TEXTS, *plain, "nan", "None", "<NA>", None)))})
     samples, problems = read(path)
-    assert [p.check for p in problems] == ["empty_text"] * 4 and len(samples) == len(ODD_TEXTS) + len(plain)
+    assert [p.check for p in problems] == ["empty_text"] * 4 and len(samples) == len(MARKED_TEXTS) + len(plain)
     out = capsys.readouterr().out
-    assert f"           {len(ODD_TEXTS)} rows hold marks, a name and a colon, or odd characters" in out
+    assert f"           {len(MARKED_TEXTS)} rows hold marks, a name and a colon, or odd characters" in out
     assert "12 rows name audio that is not below the folder of the list" in out
 
 
 ONE = "1\n00:00:01,000 --> 00:00:02,000\n"
-SUBTITLES = {       # {what, or a file's name: (text of it, or of talk.srt, [(words, offset, seconds)], checks)}
+SUBTITLES = {       # {file name, or a case in talk.srt: (text of the file, [(words, offset, seconds)], checks)}
     "talk.en.srt": (ONE + "Hi there.\n", [("Hi there.", 1, 1)], []),
     "talk.json": ('{"segments": [{"start": 1.0, "end": 2.0, "text": " Hi there."}]}', [("Hi there.", 1, 1)], []),
     "talk.tsv": ("start\tend\ttext\n1000\t2000\tHi there.\n", [("Hi there.", 1, 1)], []),      # whisper's
@@ -236,26 +238,26 @@ SUBTITLES = {       # {what, or a file's name: (text of it, or of talk.srt, [(wo
                        [("One.", 1, 1), ("Two.", 2, 1), ("Three.", 3, 1)], []),
     "blank line inside": (ONE + "One,\n\nand more.\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n",
                           [("One, and more.", 1, 1), ("Two.", 2, 1)], []),
-    "damaged arrow": (ONE + "One.\n\n2\n00:00:02,000 -> 00:00:03,000\nTwo.\n\n3\n00:00:03,000 --> 00:00:04,000\nThree.\n",
-                      [("Three.", 3, 1)], ["invalid"]),
-    "damaged first": ("1\n00:00:01,000 -> 00:00:02,000\nOne.\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n", [("Two.", 2, 1)],
-                      ["invalid"]),
+    "bad arrow": (ONE + "One.\n\n2\n00:00:02,000 -> 00:00:03,000\nTwo.\n\n3\n00:00:03,000 --> 00:00:04,000\nThree.\n",
+                  [("Three.", 3, 1)], ["invalid"]),
+    "bad first": ("1\n00:00:01,000 -> 00:00:02,000\nOne.\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n", [("Two.", 2, 1)],
+                  ["invalid"]),
     "a note": ("WEBVTT\n\nNOTE by hand\n\nfirst\n00:01.000 --> 00:02.000\nOne.\n\nNOTE more\n", [("One.", 1, 1)], []),
     "less than": (ONE + "a < b and c > d\n", [("a < b and c > d", 1, 1)], []),
     "entities and places": (ONE + "{\\an8}<i>Tom</i> &amp; Ann\n", [("Tom & Ann", 1, 1)], []),
-    "rolling": (ONE + "One\ntwo\n\n2\n00:00:02,000 --> 00:00:03,000\ntwo\nthree\n", [("One two", 1, 1), ("three", 2, 1)], []),
+    "rolling": (ONE + "A\nb\n\n2\n00:00:02,000 --> 00:00:03,000\nb\nc\n", [("A b", 1, 1), ("c", 2, 1)], []),
     "music": (ONE + "♪ la la ♪\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n", [("Two.", 2, 1)], ["empty_text"])}
 
 
 @pytest.mark.parametrize("name", SUBTITLES)
-def test_subtitles_as_they_come(tmp_path, name):
+def test_subtitles_are_read(tmp_path, name):
     text, expected, checks = SUBTITLES[name]
     file = name if name.startswith("talk.") else "talk.srt"
     write(tmp_path, {file: text, "talk.wav": "audio"})
     samples, problems = read(tmp_path)
     assert [(s.turns[-2].text, *cut) for s, cut in zip(samples, cuts(samples))] == expected
     assert [p.check for p in problems] == checks
-    assert all(f"{file} entry" in place for place in (samples[0].name, *problems))
+    assert all(f"{file} entry" in name for name in (samples[0].name, *problems))
 
 
 def test_texts_next_to_audio_and_links(tmp_path):
@@ -270,7 +272,7 @@ def test_texts_next_to_audio_and_links(tmp_path):
 
 
 def test_the_script(folder, quick_python):
-    """Rows, reasons, the first sample and the file; one line for a source that it cannot read."""
+    """It prints rows, reasons and the first sample, writes the file, and refuses other sources in one line."""
     path = write(folder, {"m.csv": "audio,text,speaker,language,split\na.wav,Hi.,anna,en,train\nb.wav,,anna,en,\n"
                                    "c.wav,Ho.,x,en,test\n"})
     done = subprocess.run([quick_python, ROOT / "speech" / "convert.py", path, "--output", folder / "out.jsonl"],
@@ -287,7 +289,7 @@ def test_the_script(folder, quick_python):
 
 
 def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
-    """The text decides; ChatML without a system turn, and a text to speak, get the same."""
+    """A text with speakers gets them, also in ChatML without a system turn and in a text to speak."""
     words, scene = "[SPEAKER0] Hi.\n[SPEAKER1] Ho.", "Audio is recorded from a room."
     voices = "SPEAKER0: feminine\nSPEAKER1: masculine\n<|scene_desc_end|>"
     path = write(folder, {"m.jsonl": jsonl(
@@ -303,28 +305,28 @@ def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
     assert read(chat)[0][0].turns[0].text == vibe.turns[0].text == expected.replace(f"{scene}\n\n", "")
 
 
-def test_references_are_other_clips_of_the_speaker_whoever_reads(folder):
+def test_references_are_other_clips_of_the_speaker(folder):
     rows = [{"audio": f"wavs/{n}.wav", "text": f"Wavs {n}.", "speaker": "anna"} for n in "abcd"]
     rows += [{"audio": "a.wav", "text": "Ben.", "speaker": "ben"}, {"audio": "b.wav", "text": "Nobody."}]
 
     def references(rows, **more):
         samples, _ = read(write(folder, {"m.jsonl": jsonl(*rows)}), reference="same_speaker", **more)
         return samples, {s.turns[-2].text: s.turns[1].text if len(s.turns) > 3 else None for s in samples}
-
-    samples, found = references(rows)
-    assert found["Ben."] is found["Nobody."] is None
+    samples, reference_texts = references(rows)
+    assert reference_texts["Ben."] is reference_texts["Nobody."] is None
     assert [s.notes[0][0] for s in samples[4:]] == ["no_second_clip"] * 2 and not any(s.notes for s in samples[:4])
     for sample in samples[:4]:
         reference, target = (sample.turns[i].clips[0].path[-5] for i in (2, 4))
-        assert sample.turns[1].text == f"Wavs {reference}." and sample.turns[3].text == f"Wavs {target}." and reference != target
-    assert references(rows[::-1])[1] == found
-    assert any(references(rows, seed=seed)[1] != found for seed in range(8))
+        assert [turn.text for turn in sample.turns[1:4:2]] == [f"Wavs {reference}.", f"Wavs {target}."]
+        assert reference != target
+    assert references(rows[::-1])[1] == reference_texts
+    assert any(references(rows, seed=seed)[1] != reference_texts for seed in range(8))
 
 
 def test_given_references(folder):
-    """A row's own task type may want none; --reference none drops them; a clip that is its own reference is counted."""
-    multi = [{"ref_audio_file": f"{n}.wav", "ref_transcript": f"This is {n}.", "speaker_tag": "[SPEAKER0]"} for n in "bc"]
-    rows = [{"ref_audio": "b.wav", "ref_text": "This is b."}, {"ref_audio": "b.wav"}, {"ref_speakers": multi},
+    """A task type or --reference none drops a reference; a clip that refers to itself gets a note."""
+    two = [{"ref_audio_file": f"{n}.wav", "ref_transcript": f"This is {n}.", "speaker_tag": "[SPEAKER0]"} for n in "bc"]
+    rows = [{"ref_audio": "b.wav", "ref_text": "This is b."}, {"ref_audio": "b.wav"}, {"ref_speakers": two},
             {"ref_audio": "b.wav", "ref_text": "Hi.", "task_type": "single_speaker_smart_voice"},
             {"ref_audio": "a.wav", "ref_text": "Ho."}]
     path = write(folder, {"m.jsonl": jsonl(*({"audio": "a.wav", "text": "Ho.", **row} for row in rows))})
@@ -344,8 +346,8 @@ def test_given_references(folder):
     assert "has no reference clip, which its task type needs" in problem
 
 
-def test_tts_3_clones_a_clip_whose_words_are_not_known(folder):
-    """A manifest's row and a text to speak give the sequence that the servers have for it, and nothing is left out."""
+def test_tts_3_clones_a_clip_without_a_transcript(folder):
+    """A manifest's row and a text to speak become the same sequence, which servers use as well."""
     path = write(folder, {"m.jsonl": jsonl({"audio": "a.wav", "text": "Ho.", "ref_audio": "c.wav"})})
     ids = v3.Ids(tts=1, text=2, audio=3, ref_audio=4, ref_text=5)
     (row,), problems = read(path, lone_reference=True)
@@ -359,13 +361,13 @@ def test_tts_3_clones_a_clip_whose_words_are_not_known(folder):
 
 
 def waves(n):
-    """{name: bytes of a wav file}, each of another pitch."""
-    found = {}
+    """{name: bytes of a wav file} with different pitches."""
+    files = {}
     for i in range(n):
         file = io.BytesIO()
         soundfile.write(file, 0.3 * np.sin(2 * np.pi * (200 + 20 * i) * np.arange(8000) / 16000), 16000, format="WAV")
-        found[f"c{i}.wav"] = file.getvalue()
-    return found
+        files[f"c{i}.wav"] = file.getvalue()
+    return files
 
 
 def tar_of(path, members):
@@ -378,7 +380,7 @@ def tar_of(path, members):
 
 
 def assert_sounds(samples, clips):
-    """The clips of samples are the sounds in the bytes of files."""
+    """The clips of the samples have the sounds of these files."""
     assert len(samples) == len(clips)
     for sample, data in zip(samples, clips):
         clip = sample.turns[-1].clips[0]
@@ -387,8 +389,8 @@ def assert_sounds(samples, clips):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrays", "stream", "tar"])
-def test_clips_inside_other_files_decode_to_their_own_sound(tmp_path, kind):
-    """As datasets.push_to_hub and save_to_disk, or WebDataset, write them."""
+def test_clips_inside_other_files_decode_to_the_right_sound(tmp_path, kind):
+    """In files of datasets.push_to_hub, save_to_disk and WebDataset."""
     clips, source = waves(8), tmp_path / f"a.{kind}"
     audio = [{"bytes": data, "path": name} for name, data in clips.items()]
     if kind == "arrays":
@@ -412,8 +414,8 @@ def test_clips_inside_other_files_decode_to_their_own_sound(tmp_path, kind):
 
 
 def test_parquet_with_paths(folder):
-    pyarrow.parquet.write_table(pyarrow.table({"audio": [{"path": "b.wav"}], "text": ["Hi."]}), folder / "paths.parquet")
-    assert spoken(read(folder / "paths.parquet")[0]) == [("b.wav", "Hi.")]
+    pyarrow.parquet.write_table(pyarrow.table({"audio": [{"path": "b.wav"}], "text": ["Hi."]}), folder / "p.parquet")
+    assert spoken(read(folder / "p.parquet")[0]) == [("b.wav", "Hi.")]
 
 
 def test_tars_with_dots_in_names_and_without_texts(tmp_path):
@@ -430,7 +432,7 @@ def test_tars_with_dots_in_names_and_without_texts(tmp_path):
 
 
 def test_a_full_disk_is_not_the_fault_of_a_sample(tmp_path):
-    """Files may not grow, as on a full disk: the run stops, and no sample is reported as unreadable audio."""
+    """A limit of file sizes acts like a full disk: the run stops, and no sample counts as unreadable audio."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     sound = {"array": np.random.default_rng(0).uniform(-1, 1, 400_000), "sampling_rate": 16000}
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -442,14 +444,14 @@ def test_a_full_disk_is_not_the_fault_of_a_sample(tmp_path):
 
 
 def test_a_pattern_of_one_list_reads_the_audio_of_its_folder(folder):
-    """Files of the same names in a folder above are another corpus."""
+    """A folder above has files with the same names, which belong to another corpus."""
     write(folder, {"corpus/l.jsonl": jsonl({"audio": "a.wav", "text": "This is a."}), "corpus/a.wav": "x"})
     samples, problems = read(folder / "corp*" / "*.jsonl")
     assert not problems and samples[0].turns[-1].clips[-1].path == str(folder / "corpus" / "a.wav")
 
 
-def test_training_rows_never_validate_where_rows_are_marked(folder):
-    """Though no row that is marked can be used."""
+def test_training_rows_never_validate_if_rows_have_splits(folder):
+    """This also holds if no row of the test split can be used."""
     source = write(folder, {"m.jsonl": jsonl({"audio": "a.wav", "text": "This is a.", "split": "train"},
                                              {"audio": "gone.wav", "text": "This is b.", "split": "test"})})
     for held_out, n_rows, n_problems in ((True, 0, 1), (False, 1, 0)):

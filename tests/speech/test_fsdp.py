@@ -1,7 +1,7 @@
-"""FSDP2 and HSDP train what DDP and one process train, in every logged number, weights and moments.
+"""FSDP2 and HSDP log the numbers of DDP and of one process, and end with the same weights and moments.
 
-The model has odd sizes: most tensors do not divide by the number of ranks, and one rank has no row of some tensors. A
-run's name is its method, its mode, "ranks x samples x micro-steps" and further flags.
+The model has uneven sizes: the ranks do not divide most tensors, and one rank has no row of some tensors. The name of a
+run is its method, its mode, "ranks x samples x micro-steps" and further flags.
 """
 import functools
 import json
@@ -30,19 +30,11 @@ COUNTED = "full fsdp 2x2x3"
 HSDP = "hsdp:2 4x3x1"      # two copies, each in two shards
 
 
-def flags_of(name):
-    """(ranks, flags) of a run's name."""
-    method, mode, split, *more = name.split()
-    ranks, samples, micro_steps = map(int, split.split("x"))
-    return ranks, (*COMMON, *METHODS[method], "--parallel", mode, "--per_device_train_batch_size", samples,
-                   "--gradient_accumulation_steps", micro_steps, *more)
-
-
 @pytest.fixture(scope="module")
-def odd(tiny, tmp_path_factory):
-    """A Tiny whose model has odd sizes and norms that differ, with clips of half a second."""
-    root = tmp_path_factory.mktemp("odd")
-    # on 4 ranks the 6 rows of k_proj are shared out 2, 2, 2, 0
+def uneven(tiny, tmp_path_factory):
+    """A Tiny whose model has uneven sizes and random norms, with clips of half a second."""
+    root = tmp_path_factory.mktemp("uneven")
+    # 4 ranks get 2, 2, 2 and 0 of the 6 rows of k_proj
     make_tiny.make_model(root, AutoTokenizer.from_pretrained(tiny.model), hidden_size=38, intermediate_size=53,
                          num_attention_heads=2, num_key_value_heads=1, head_dim=6)
     weights, generator = load_file(root / "model" / "model.safetensors"), torch.Generator().manual_seed(1)
@@ -63,44 +55,47 @@ def odd(tiny, tmp_path_factory):
 
 
 def complete(pool, tiny, output_dir, name, *more, **options):
-    """Train to the end; the Run."""
-    ranks, flags = flags_of(name)
-    return train_forked(pool, tiny, output_dir, *flags, *more, ranks=ranks, **options)
+    """Train to the end; return the Run."""
+    method, mode, split, *flags = name.split()
+    ranks, samples, micro_steps = map(int, split.split("x"))
+    return train_forked(pool, tiny, output_dir, *COMMON, *METHODS[method], "--parallel", mode,
+                        "--per_device_train_batch_size", samples, "--gradient_accumulation_steps", micro_steps, *flags,
+                        *more, ranks=ranks, **options)
 
 
 @pytest.fixture(scope="module")
-def shared(pool, odd, tmp_path_factory):
-    """shared(name) -> the Run, trained when first asked for. Look, do not touch."""
+def shared(pool, uneven, tmp_path_factory):
+    """shared(name) -> Run, trained on first use; read only."""
     root, done = tmp_path_factory.mktemp("shared"), {}
 
     def get(name):
         if name not in done:
             counted = {"main": f"{__name__}.count_collectives"} if name == COUNTED else {}
-            done[name] = complete(pool, odd, root / re.sub(r"\W+", "-", name), name, **counted)
+            done[name] = complete(pool, uneven, root / re.sub(r"\W+", "-", name), name, **counted)
         return done[name]
     return get
 
 
 def assert_close(run, other, after=0):
-    """Equal up to the order of float32 sums: all that was logged after a step, final weights, moments."""
-    ours, theirs = (rows(r, after, CLOCK | CUTS) for r in (run, other))
-    assert [line.keys() for line in ours] == [line.keys() for line in theirs] and ours
-    for mine, yours in zip(ours, theirs):
-        assert mine == pytest.approx(yours, abs=1e-5, rel=1e-5)
-    worst = apart(tensors(run), tensors(other))
+    """Logs after a step, final weights and moments are equal up to the order of float32 sums."""
+    lines, other_lines = (rows(r, after, CLOCK | CUTS) for r in (run, other))
+    assert len(lines) == len(other_lines) and lines
+    for line, other_line in zip(lines, other_lines):
+        assert line == pytest.approx(other_line, abs=1e-5, rel=1e-5)
+    worst = differences(tensors(run), tensors(other))
     assert max(worst.values()) < LR / 100, f"weights: {worst}"
-    worst = apart(moments(run), moments(other), relative=True)
+    worst = differences(moments(run), moments(other), relative=True)
     assert max(worst.values()) < 1e-5, f"moments: {worst}"
 
 
-def apart(ours, theirs, relative=False):
-    """{name: largest difference}; relative: as a share of the largest value."""
-    assert ours.keys() == theirs.keys() and ours
-    scale = {name: theirs[name].abs().max().clamp_min(1e-12) if relative else 1 for name in ours}
-    return {name: ((ours[name] - theirs[name]).abs().max() / scale[name]).item() for name in ours}
+def differences(actual, expected, relative=False):
+    """{name: largest difference}; relative: divided by the largest value."""
+    assert actual.keys() == expected.keys() and actual
+    scale = {name: expected[name].abs().max().clamp_min(1e-12) if relative else 1 for name in actual}
+    return {name: ((actual[name] - expected[name]).abs().max() / scale[name]).item() for name in actual}
 
 
-# each kind of training, each way to share it out and each mode at least once
+# each method, each sharding and each mode at least once
 SAME = ["full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}", "lora fsdp 2x2x3 --gradient_checkpointing selective",
         f"full {HSDP} {EVERY}", "packs ddp 2x1x1"]
 
@@ -109,13 +104,13 @@ SAME = ["full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}", "lora fsdp 2x2x3 --gradien
 @pytest.mark.parametrize("name", SAME)
 def test_ranks_accumulation_and_sharding_change_nothing(shared, name):
     method = name.split()[0]
-    one = shared(f"{method} ddp 1x1x2" if method == "packs" else f"{method} ddp 1x12x1")
-    assert_close(shared(name), one)
+    reference = shared(f"{method} ddp 1x1x2" if method == "packs" else f"{method} ddp 1x12x1")
+    assert_close(shared(name), reference)
 
 
-def test_equal_runs_really_trained(shared, odd):
-    """Otherwise the comparison above would also pass for runs that train nothing."""
-    base = load_file(odd.model / "model.safetensors")
+def test_equal_runs_really_trained(shared, uneven):
+    """Else the comparisons would pass for runs that train nothing."""
+    base = load_file(uneven.model / "model.safetensors")
     full, adapter = tensors(shared("full ddp 1x12x1")), tensors(shared("lora ddp 1x12x1"))
     assert full.keys() == base.keys()
     assert all((full[name] - base[name]).abs().max() > LR for name in base)
@@ -132,9 +127,9 @@ def test_offloading_changes_no_bit(shared):
 
 
 @pytest.mark.slow
-def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
+def test_compiled_layers_train_the_same(pool, uneven, shared, tmp_path):
     """aot_eager traces the layers with FSDP2's hooks but builds no kernels."""
-    run = complete(pool, odd, tmp_path / "out", "packs fsdp 1x1x2 --compile", main=f"{__name__}.train_compiled")
+    run = complete(pool, uneven, tmp_path / "out", "packs fsdp 1x1x2 --compile", main=f"{__name__}.train_compiled")
     assert_close(run, shared("packs ddp 1x1x2"))
 
 
@@ -151,19 +146,21 @@ def test_bf16_is_close_to_fp32_and_the_trained_weights_stay_fp32(shared):
         assert fsdp.metrics(name) == pytest.approx(exact.metrics(name), rel=3e-3)
         assert fsdp.metrics(name) != pytest.approx(exact.metrics(name), rel=1e-6)      # not computed in fp32
     assert fsdp.metrics("train/grad_norm") == pytest.approx(exact.metrics("train/grad_norm"), rel=2e-2)
-    for part in (tensors, moments):
-        ours, fp32 = part(fsdp), part(exact)
-        for name, mine in ours.items():       # gradients that bf16 hardly resolves may go either way
-            assert torch.cosine_similarity(*(t.double().flatten() for t in (mine, fp32[name])), 0, 0) > 0.9, name
-            assert mine.dtype == torch.float32 and (name.endswith("step") or (mine.bfloat16() != mine).any())   # not rounded
+    for read in (tensors, moments):
+        fp32 = read(exact)
+        for name, value in read(fsdp).items():       # the sign of a tiny gradient may differ in bf16
+            assert torch.cosine_similarity(*(t.double().flatten() for t in (value, fp32[name])), 0, 0) > 0.9, name
+            assert value.dtype == torch.float32
+            assert name.endswith("step") or (value.bfloat16() != value).any()       # not rounded
 
 
 @pytest.mark.slow
 def test_gradients_are_reduced_once_a_step(shared):
-    """Counted in the run: three micro-steps cost the reductions of one, a layer each and one for the rest."""
+    """Three micro-steps cost the reductions of one: one for each layer and one for the rest."""
     run = shared(COUNTED)
     counts, steps = json.loads((run.output_dir / "counts.json").read_text()), len(run.metrics("train/loss"))
-    assert steps == 4 and sum(number for name, number in counts.items() if "reduce_scatter" in name) == steps * (2 + 1), counts
+    reductions = sum(number for name, number in counts.items() if "reduce_scatter" in name)
+    assert steps == 4 and reductions == steps * (2 + 1), counts
 
 
 def count_collectives(argv):
@@ -177,26 +174,26 @@ def count_collectives(argv):
     Path(argv[argv.index("--output_dir") + 1], "counts.json").write_text(json.dumps(counts))
 
 
-# an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
+# an epoch has two steps, so step 3 is in the middle of an epoch
 @pytest.mark.slow
-@pytest.mark.parametrize("source, step, name", [(f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
-                                                (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2")])
-def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp_path, source, step, name):
-    run = complete(pool, odd, tmp_path / "out", name, "--resume", shared(source).output_dir / f"checkpoint-{step}")
-    assert rows(run)[0]["step"] == step + 1
-    assert_close(run, shared(source), after=step)
+@pytest.mark.parametrize("source, name", [("fsdp 4x3x1", "full ddp 2x3x2"), (HSDP, "full fsdp 2x3x2")])
+def test_resume_with_other_ranks_or_mode_trains_the_same(pool, uneven, shared, tmp_path, source, name):
+    first = shared(f"full {source} {EVERY}")
+    run = complete(pool, uneven, tmp_path / "out", name, "--resume", first.output_dir / "checkpoint-3")
+    assert rows(run)[0]["step"] == 4
+    assert_close(run, first, after=3)
 
 
-def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
+def test_full_checkpoint_is_a_transformers_model(shared, uneven, tmp_path):
     run = shared(f"full fsdp 4x3x1 {EVERY}")
-    for same in (run, shared(f"full {HSDP} {EVERY}")):      # each of the four has written its share
+    for same in (run, shared(f"full {HSDP} {EVERY}")):      # each of the four ranks writes a file
         assert len(list(newest(same).glob("model-*-of-00004.safetensors"))) == 4
     model, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(newest(run), use_text_head=True,
                                                                        output_loading_info=True)
     assert not any(info.values()), info
-    ours = tensors(run)
-    assert ours.keys() == model.state_dict().keys()
-    assert all(torch.equal(ours[name], value) for name, value in model.state_dict().items())
+    saved = tensors(run)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
     ddp = HiggsAudioV2ForConditionalGeneration.from_pretrained(newest(shared("full ddp 2x2x3")), use_text_head=True)
-    inputs = spoken.inputs_of(odd.model, [spoken.CLONING], tmp_path / "table")
+    inputs = spoken.inputs_of(uneven.model, [spoken.CLONING], tmp_path / "table")
     torch.testing.assert_close(spoken.logits(model, inputs), spoken.logits(ddp, inputs))

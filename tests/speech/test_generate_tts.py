@@ -1,4 +1,4 @@
-"""Speech out of what was trained: prompts, generation, files; what was learnt by heart is spoken code by code."""
+"""Speech of a trained model: prompts, generation, files; a model speaks memorised clips code by code."""
 import copy
 import io
 import json
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def voice(tiny):
-    """(native model, tokenizer, TokenIds, codec, its bandwidth) of the tiny model."""
+    """(native model, tokenizer, TokenIds, codec, bandwidth) of the tiny model."""
     native, tokenizer = speech.native(tiny.model), AutoTokenizer.from_pretrained(tiny.model)
     return native, tokenizer, token_ids(tokenizer, native.config), *load_codec(tiny.codec, "cpu", 8)
 
@@ -34,7 +34,7 @@ def written(path, entries):
 
 @pytest.fixture(scope="module")
 def short(tiny, tmp_path_factory):
-    """File of three voice-cloning samples of half a second and a bit, the last without a voice; beside it unheard.json."""
+    """File of three samples of about half a second, two with a voice to clone; its folder has unheard.json."""
     entries = copy.deepcopy(tiny.samples()[:3])
     for number, entry in enumerate(entries):
         for message in entry["messages"][1:]:
@@ -54,42 +54,40 @@ def prompts_of(voice, path, room=2000):
     return speak.prepare(speak.read_prompts(path, False), tokenizer, ids, codec, bandwidth, room)
 
 
-def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
-    """Conversations with one voice and with two: transformers' processor gives the same padded tensors."""
+def test_batch_equals_that_of_the_processor(tiny, voice, tmp_path):
+    """transformers' processor makes the same padded tensors of conversations with one voice and with two."""
     clip = tiny.root / "speech" / "0000_speaker0.wav"
     waves = [speech.decode_audio(clip, [(0.2, frames / 25)])[0] for frames in (9, 14)]
-    clips = [str(tmp_path / f"{len(wave)}.wav") for wave in waves]      # whole frames: the processor would pad others
+    clips = [str(tmp_path / f"{len(wave)}.wav") for wave in waves]      # whole frames, since the processor pads
     for clip, wave in zip(clips, waves):
         soundfile.write(clip, wave, 24000, subtype="FLOAT")
 
     def turns(*pairs, ask):
-        said = [{"role": "system", "content": "Generate audio following instruction."}]
+        messages = [{"role": "system", "content": "Generate audio following instruction."}]
         for text, clip in pairs:
-            said += [{"role": "user", "content": text},
+            messages += [{"role": "user", "content": text},
                      {"role": "assistant", "content": [{"type": "audio", "audio_url": clip}]}]
-        return [*said, {"role": "user", "content": ask}]
-
+        return [*messages, {"role": "user", "content": ask}]
     talks = [turns(("This is my voice.", clips[0]), ask="Good night."),
              turns(("[SPEAKER0] One.", clips[0]), ("[SPEAKER1] Two, longer.", clips[1]), ask="The map?")]
     path = written(tmp_path / "talks.json", [{"messages": talk} for talk in talks])
-    ours = speak.prompt_batch(prompts_of(voice, path), voice[2])
-
+    batch = speak.prompt_batch(prompts_of(voice, path), voice[2])
     processor = AutoProcessor.from_pretrained(tiny.model)
     texts = [processor.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for talk in talks]
-    theirs = processor(text=texts, audio=[waves[0], waves[0], waves[1]], return_tensors="pt", padding=True,
+    expected = processor(text=texts, audio=[waves[0], waves[0], waves[1]], return_tensors="pt", padding=True,
                        padding_side="left", sampling_rate=24000, add_special_tokens=False)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name].to(ours[name].dtype)), name
-    assert ours["attention_mask"].sum(1).unique().numel() == 2      # the batch is ragged
+    assert batch.keys() == expected.keys()
+    for name in batch:
+        assert torch.equal(batch[name], expected[name].to(batch[name].dtype)), name
+    assert batch["attention_mask"].sum(1).unique().numel() == 2      # the batch is ragged
 
 
 def test_undelay_when_the_end_comes_askew(voice):
-    """Codebook 0 ends at frame 6; the others one row late, as transformers forces them when they miss their turn."""
+    """Codebook 0 ends at frame 6 and the others one row late, as transformers forces a missed end."""
     ids, codes = voice[2], np.random.default_rng(0).integers(0, 1024, (7, 8))
     rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
     rows[7, 0] = ids.stream_eos
-    rows[5, 5] = ids.stream_bos                 # and a stray special id inside: frame -1 of codebook 5 is the delay
+    rows[5, 5] = ids.stream_bos                 # and a special id inside the speech
     rows[9, 5] = ids.stream_eos
     got, ended = speak.undelay(rows, ids, "length")
     expected = codes[:6].copy()
@@ -99,15 +97,15 @@ def test_undelay_when_the_end_comes_askew(voice):
     assert none.shape == (0, 8) and ended == "eos" and len(speak.decode(voice[3], none)) == 0
 
 
-def test_waveform_is_what_the_processor_decodes(tiny, voice):
+def test_waveform_equals_that_of_the_processor(tiny, voice):
     native, _, ids, codec, _ = voice
     processor = AutoProcessor.from_pretrained(tiny.model)
     codes = np.random.default_rng(0).integers(0, 1024, (12, 8))
     rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
-    theirs = processor.batch_decode(torch.from_numpy(rows)[None])[0]
-    ours = speak.decode(codec, speak.undelay(rows, ids, "length")[0])
-    assert ours.shape == (12 * 960,) and np.abs(ours).max() > 0
-    assert np.allclose(ours, theirs.numpy(), atol=1e-6)
+    expected = processor.batch_decode(torch.from_numpy(rows)[None])[0]
+    wave = speak.decode(codec, speak.undelay(rows, ids, "length")[0])
+    assert wave.shape == (12 * 960,) and np.abs(wave).max() > 0
+    assert np.allclose(wave, expected.numpy(), atol=1e-6)
 
 
 def settings_of(voice, seconds=0.4, **more):
@@ -131,21 +129,21 @@ def test_draws_depend_on_the_seed_alone_and_leave_no_trace(voice, short):
     assert native.generation_config.to_dict() == own.to_dict()
 
 
-def test_a_batch_says_what_each_prompt_says_alone(voice, short):
+def test_a_batch_speaks_like_each_prompt_alone(voice, short):
     native, _, ids, _, _ = voice
     prompts, greedy = prompts_of(voice, short), settings_of(voice, temperature=0)
     together = speak.generate(native, prompts, ids, greedy, 0, CPU)
     for prompt, (codes, ended) in zip(prompts, together):
-        alone, why = speak.generate(native, [prompt], ids, greedy, 5, CPU)[0]     # greedy: the seed decides nothing
+        alone, why = speak.generate(native, [prompt], ids, greedy, 5, CPU)[0]     # greedy: the seed has no effect
         assert np.array_equal(codes, alone) and ended == why == "length"
         assert codes.shape == (10, 8)           # 0.4 s, not a frame more
     assert len({codes.tobytes() for codes, _ in together}) == 3
 
 
 def test_repetition_aware_sampling_breaks_a_loop(voice, short):
-    """A head that prefers one code: RAS draws it again after two repeats in seven rows."""
+    """The head prefers one code; RAS draws again after two repeats in seven rows."""
     looping, ids, bias = copy.deepcopy(voice[0]), voice[2], torch.zeros(8, 1026)
-    bias[:, 77] = 6.0           # 28 % of the whole distribution, all of it among the likeliest few
+    bias[:, 77] = 6.0           # 28 % of the distribution; with top_p 0.2 the only candidate
     looping.audio_lm_head.weight.data *= 0.01
     looping.audio_lm_head.register_forward_hook(lambda module, inputs, logits: logits + bias.view(-1))
     with_ras, without = (speak.generate(
@@ -162,14 +160,15 @@ def train(pool, tiny, data, output_dir, *flags, ranks=1, **options):
 def say(pool, tiny, output_dir, *flags, model=None, ranks=1):
     command = ["--model_path", model or tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", output_dir,
                "--save_codes", *flags]
-    statuses, output = pool.run(ranks, "tests.helpers.trainer.run_script", "speech/generate_tts.py", [str(word) for word in command])
+    statuses, output = pool.run(ranks, "tests.helpers.trainer.run_script", "speech/generate_tts.py",
+                                [str(word) for word in command])
     assert not any(statuses), output
     records = [json.loads(path.read_text()) for path in sorted(output_dir.glob("*.json"))]
     return records, output
 
 
 def true_codes(output_dir):
-    """Codes of each sample's target as the code cache holds them, in the order of the file."""
+    """Codes of the targets in the code cache, in the order of the file."""
     table = Table(next(output_dir.glob("table-*")))
     last = [table.clips[stop - 1] for stop in table.clip_offsets[1:]]
     return [table.reader.codes(*table.where[clip].tolist()) for clip in last]
@@ -177,33 +176,35 @@ def true_codes(output_dir):
 
 @pytest.fixture(scope="module")
 def learnt(pool, tiny, short, tmp_path_factory):
-    """(folder of a run that learnt the short file by heart and spoke it at its two validations, its output)."""
+    """(folder of a run that memorised the short file and spoke it at two validations, its output)."""
     folder = tmp_path_factory.mktemp("learnt") / "out"
     flags = ("--max_steps", 100, "--learning_rate", 3e-3, "--adam_beta2", 0.95, "--weight_decay", 0, "--logging_steps",
-             10, "--eval_data_file", short.with_name("unheard.json"), "--eval_steps", 50, "--save_steps", 0, "--report_to", "tensorboard",
-             "--per_device_train_batch_size", 3, "--sample_prompts", short, "--sample_seconds", 2)
+             10, "--eval_data_file", short.with_name("unheard.json"), "--eval_steps", 50, "--save_steps", 0,
+             "--report_to", "tensorboard", "--per_device_train_batch_size", 3, "--sample_prompts", short,
+             "--sample_seconds", 2)
     return folder, train(pool, tiny, short, folder, *flags).output
 
 
 @pytest.mark.slow
-def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, short, learnt, voice, tmp_path):
+def test_a_model_that_memorised_clips_speaks_their_codes(pool, tiny, short, learnt, voice, tmp_path):
     folder, _ = learnt
-    records, output = say(pool, tiny, tmp_path / "said", "--prompts", short, "--temperature", 0, "--max_seconds", 3,
+    out = tmp_path / "spoken"
+    records, output = say(pool, tiny, out, "--prompts", short, "--temperature", 0, "--max_seconds", 3,
                           model=folder / "checkpoint-100")
     for record, true, entry in zip(records, true_codes(folder), json.loads(short.read_text())):
-        assert np.array_equal(np.load(tmp_path / "said" / f"{record['name']}.npy"), true), record["name"]
+        assert np.array_equal(np.load(out / f"{record['name']}.npy"), true), record["name"]
         assert record["ended_by"] == "eos" and record["frames"] == len(true) and record["seconds"] == len(true) / 25
         assert record["text"] == conversations.normalise(entry["misc"]["target_transcript"])
         assert record["target_seconds"] == entry["messages"][2]["content"][1]["duration"]
-        wave, rate = soundfile.read(tmp_path / "said" / f"{record['name']}.wav", dtype="float32")
+        wave, rate = soundfile.read(out / f"{record['name']}.wav", dtype="float32")
         assert rate == 24000 and np.allclose(wave, speak.decode(voice[3], true).clip(-1, 1), atol=1e-4)
     assert len(records) == 3 and "3 ended by themselves" in output and "notice" not in output
     assert records[2]["text"] == "Quiet, please now." and f"on; {folder / 'checkpoint-100'} was trained" in output
     assert records[2]["normalize_text"] == "on"
 
 
-def test_validation_hears_the_model_learn(learnt):
-    """Stop rate in the log, sound in TensorBoard, the same as in the WAV files."""
+def test_validation_speaks_the_prompts(learnt):
+    """The log has the stop rate, and TensorBoard the sound of the WAV files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     folder, output = learnt
     rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -216,8 +217,8 @@ def test_validation_hears_the_model_learn(learnt):
     assert [event.step for event in events] == [50, 100] and events[0].sample_rate == 24000
     wave = soundfile.read(folder / "samples" / "step-100" / "0001.wav")[0]
     assert np.allclose(soundfile.read(io.BytesIO(events[1].encoded_audio_string))[0], wave, atol=2e-4)
-    about = json.loads((folder / "samples" / "step-100" / "0001.json").read_text())
-    assert about["step"] == 100 and about["frames"] * 960 == len(wave)
+    record = json.loads((folder / "samples" / "step-100" / "0001.json").read_text())
+    assert record["step"] == 100 and record["frames"] * 960 == len(wave)
 
 
 SMALL = ("--max_steps", 3, "--eval_steps", 2, "--save_steps", 2, "--save_total_limit", 0, "--learning_rate", 1e-3,
@@ -227,26 +228,22 @@ SPOKEN = {"eval/stop_rate"}
 
 @pytest.mark.slow
 def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path):
-    """Training goes on exactly as without them, and they are what generate_tts.py says from that step's checkpoint."""
+    """They do not change the training and equal the speech of generate_tts.py from the same checkpoint."""
     data = ("--eval_data_file", short.with_name("unheard.json"))
     speaking = ("--sample_prompts", short, "--sample_seconds", 0.5)
-    mute = train(pool, tiny, short, tmp_path / "mute", *data, *SMALL, "--use_lora", ranks=2)
-    loud = train(pool, tiny, short, tmp_path / "loud", *data, *SMALL, "--use_lora", *speaking, ranks=2)
-    mute, loud = (rows(run, without=CLOCK | SPOKEN) for run in (mute, loud))
-    assert mute == loud and len(mute) == 5
-    checkpoint = tmp_path / "loud" / "checkpoint-2"
-    records, _ = say(pool, tiny, tmp_path / "said", "--prompts", short, "--max_seconds", 0.5, "--batch_size", 8,
-                     "--adapter", checkpoint)
-    for record in records:
-        name = f"{record['name']}.wav"
-        heard = (tmp_path / "loud" / "samples" / "step-2" / name).read_bytes()
-        assert heard == (tmp_path / "said" / name).read_bytes(), name
-        assert heard != (tmp_path / "loud" / "samples" / "step-3" / name).read_bytes()
+    mute, loud = (train(pool, tiny, short, tmp_path / name, *data, *SMALL, "--use_lora", *flags, ranks=2)
+                  for name, flags in (("mute", ()), ("loud", speaking)))
+    assert rows(mute, without=CLOCK | SPOKEN) == rows(loud, without=CLOCK | SPOKEN) and len(rows(mute)) == 5
+    records, _ = say(pool, tiny, tmp_path / "spoken", "--prompts", short, "--max_seconds", 0.5, "--batch_size", 8,
+                     "--adapter", tmp_path / "loud" / "checkpoint-2")
+    for name in (f"{record['name']}.wav" for record in records):
+        step_2, step_3 = ((tmp_path / "loud" / "samples" / f"step-{step}" / name).read_bytes() for step in (2, 3))
+        assert step_2 == (tmp_path / "spoken" / name).read_bytes() and step_2 != step_3, name
 
 
 @pytest.fixture
 def refuse(tiny, tmp_path, capsys):
-    """refuse(*flags): run generate_tts.py's main, which must end with status 1 and one line; returns the line."""
+    """refuse(*flags) -> the only line of generate_tts.py, which must end with status 1."""
     def run(*flags):
         command = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out",
                    *flags]
@@ -270,7 +267,7 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     assert "noise.wav: is not readable audio" in refuse("--text", "a", *voice, "b")
     assert "--reference_audio and --reference_text go together" in refuse("--text", "a", *voice, "  ")
     assert "texts.csv: is a table" in refuse("--prompts", written(tmp_path / "texts.csv", ["a"]))
-    np.save(tmp_path / "bad.npy", np.full((9, 8), 1024))        # the first prompt must not leave them as good codes
+    np.save(tmp_path / "bad.npy", np.full((9, 8), 1024))        # also when a second prompt reads them again
     codes = {"role": "assistant", "content": {"type": "audio", "audio_url": "bad.npy"}}
     rows = [{"messages": [{"role": "user", "content": "b"}, codes, {"role": "user", "content": "a"}]}] * 2
     error = refuse("--prompts", written(tmp_path / "codes.json", rows))

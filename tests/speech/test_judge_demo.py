@@ -1,4 +1,4 @@
-"""launch/voice and its judge: the adapter passes; the base with the voice's code, and wrong codes, do not."""
+"""launch/voice and its judge: the adapter passes, the base with the code of the voice does not."""
 import json
 
 import numpy as np
@@ -15,13 +15,13 @@ from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
 SENTENCES = 16
-MAX_WER = 0.25      # of fewer sentences than the demo has
+MAX_WER = 0.25      # for fewer sentences than in the demo
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
 def spoken():
-    """{"base", "adapter": what judge_demo.read_spoken gives} of sentences drawn anew."""
+    """{"base", "adapter": a result like that of judge_demo.read_spoken} for new random sentences."""
     folder, config_dict = weights.find_model(VOICE / "model")
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids, cpu = token_ids(tokenizer, config), torch.device("cpu")
@@ -38,14 +38,8 @@ def spoken():
     return {"base": say(None), "adapter": say(VOICE / "adapter")}
 
 
-@pytest.fixture(scope="module")
-def judged(spoken):
-    """judge_demo.judge_all of base and adapter: [base, base in the new voice, adapter]."""
-    return judge_demo.judge_all(spoken["base"], spoken["adapter"])
-
-
 def failed(judged, after, texts):
-    """The criteria that `after`, a judgement, does not pass in the adapter's place."""
+    """The criteria that the judgement `after` fails when it replaces that of the adapter."""
     gain = judge_demo.interval(texts, np.array(judged[1]["errors"]) - after["errors"])
     return {name for name, passed in judge_demo.criteria(after, gain).items() if not passed}
 
@@ -55,9 +49,9 @@ def few_sentences(monkeypatch):
     monkeypatch.setattr(judge_demo, "MAX_WER", MAX_WER)
 
 
-def test_what_is_committed_is_what_was_made():
-    about = json.loads((VOICE / "about.json").read_text())
-    assert {name: sha256(VOICE / name) for name in about["sha256"]} == about["sha256"]
+def test_committed_files_have_their_checksums():
+    facts = json.loads((VOICE / "about.json").read_text())
+    assert {name: sha256(VOICE / name) for name in facts["sha256"]} == facts["sha256"]
     assert sum(path.stat().st_size for path in VOICE.rglob("*") if path.is_file()) < 12_000_000
     assert "Permission is hereby granted" in (VOICE / "LICENSE.flite").read_text()
     config = json.loads((VOICE / "model" / "config.json").read_text())
@@ -66,17 +60,19 @@ def test_what_is_committed_is_what_was_made():
 
 
 @pytest.mark.slow
-def test_the_adapter_passes_and_the_base_with_the_code_of_the_new_voice_does_not(spoken, judged):
-    """That is understood, but no better than before."""
+def test_the_adapter_passes_and_the_base_with_the_code_of_the_new_voice_does_not(spoken):
+    """That base has the new voice, but makes no fewer word errors."""
+    judged = judge_demo.judge_all(spoken["base"], spoken["adapter"])        # base, base in the new voice, adapter
     texts = spoken["base"][0]
-    assert failed(judged, judged[2], texts) <= {FEWER}       # so few sentences leave its interval wide
+    assert failed(judged, judged[2], texts) <= {FEWER}       # few sentences make a wide interval
     assert failed(judged, judged[1], texts) == {FEWER}
     assert "at least 90% of frames with the new voice's code" in failed(judged, judged[0], texts)
 
 
-@pytest.mark.parametrize("saved, passes", [([1] * 30, True), ([3] * 4 + [0] * 26, True), ([2, -1] * 4 + [0] * 22, False)])
-def test_the_gain_counts_where_its_whole_interval_is_above_zero(saved, passes):
-    """Errors that the adapter saves, sentence by sentence: a gain that other sentences may not show is none."""
+@pytest.mark.parametrize("saved, passes", [
+    ([1] * 30, True), ([3] * 4 + [0] * 26, True), ([2, -1] * 4 + [0] * 22, False)])
+def test_the_gain_counts_if_its_whole_interval_is_above_zero(saved, passes):
+    """saved: errors that the adapter avoids in each sentence."""
     texts, errors = ["one two three four"] * 30, np.array([3] * 30)
 
     def of(errors):

@@ -1,4 +1,4 @@
-"""--keep: the divergence from the base is a plain loop's, on any ranks, and a run that resumes goes on the same."""
+"""--keep: the divergence from the base equals a plain loop, on any ranks; a resumed run ends the same."""
 import contextlib
 import json
 import shutil
@@ -45,33 +45,33 @@ def model(tiny):
 
 
 def plain_loop(net, logits_of, samples):
-    """(K,) of PEFT's own switch and one sample at a time, cell by cell. logits_of(sample) -> (R, K, C)."""
-    found = torch.zeros(8)
+    """(K,) divergences, cell by cell, with disable_adapter() of PEFT. logits_of(sample) -> (R, K, C)."""
+    divergences = torch.zeros(8)
     for sample in samples:
-        ours = logits_of(sample)
+        tuned = logits_of(sample)
         with torch.no_grad(), net.disable_adapter():
             base = logits_of(sample)
         for row, targets in enumerate(sample["audio_targets"]):
             for book in np.flatnonzero(targets != IGNORE):
-                p, q = base[row, book].softmax(-1), ours[row, book].softmax(-1)
-                found[book] = found[book] + (p * (p.log() - q.log())).sum()
-    return found
+                p, q = base[row, book].softmax(-1), tuned[row, book].softmax(-1)
+                divergences[book] = divergences[book] + (p * (p.log() - q.log())).sum()
+    return divergences
 
 
 def assert_plain_divergence(model, logits_of, samples, ids):
-    """Value and every gradient of the packed forward and the plain loop, over 1,000 cells or more."""
+    """The packed forward has the value and all gradients of the plain loop."""
     batch, net = collate(samples, ids), model.net
-    ours = model(batch, keep=True)
-    ours.sum().backward()
+    packed = model(batch, keep=True)
+    packed.sum().backward()
     gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-    theirs = plain_loop(net, logits_of, samples)
-    theirs.sum().backward()
+    expected = plain_loop(net, logits_of, samples)
+    expected.sum().backward()
     cells = batch.counts["audio_targets"]
-    assert ours.min() > 1e-3 * cells / 8
-    torch.testing.assert_close(ours / cells, theirs.detach() / cells, rtol=1e-6, atol=1e-6)
+    assert packed.min() > 1e-3 * cells / 8
+    torch.testing.assert_close(packed / cells, expected.detach() / cells, rtol=1e-6, atol=1e-6)
     reached = {name for name, p in net.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
-    assert reached and all(".lora_" in name for name in gradients)      # the base gets none
+    assert reached and all(".lora_" in name for name in gradients)      # the base gets no gradient
     for name in reached:
         torch.testing.assert_close(gradients[name] / cells, dict(net.named_parameters())[name].grad / cells,
                                    rtol=1e-4, atol=1e-6)
@@ -92,17 +92,17 @@ def test_divergence_of_tts_3_equals_a_plain_loop(model3):
     ids = v3.token_ids(v3.load_tokenizer(model3), native.config)
     codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
     samples = [{"number": i, **ids.assemble(np.array([ids.tts, ids.text, 40 + i, ids.audio, ids.audio_placeholder_id]),
-                                            np.array([False] * 4 + [True]), [spoken])} for i, spoken in enumerate(codes)]
+                                            np.array([False] * 4 + [True]), [clip])} for i, clip in enumerate(codes)]
 
     def logits_of(sample):
         prompt = sample["input_ids"][:4], np.zeros(4, bool)
-        rows = torch.cat([torch.as_tensor(sample["audio_ids"]), torch.zeros(1, 8, dtype=torch.long)])   # last: no input
+        rows = torch.cat([torch.as_tensor(sample["audio_ids"]), torch.zeros(1, 8, dtype=torch.long)])   # unused row
         return higgs3.forced_logits.__wrapped__(model.base_model, prompt, None, rows)
     assert_plain_divergence(model, logits_of, samples, ids)
 
 
 def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_path):
-    """Of the codes that a run before has left: the reference's codes first, and that speech alone is trained."""
+    """From saved codes: the codes of the reference come first, and only the speech is trained."""
     ids, (reference, answer) = data[0], (spoken.codes_of(spoken.clip(name, 11)).astype(np.int16) for name in ("a", "b"))
     tokens = np.array([7, ids.audio_placeholder_id, 8, 9])
     prompt = speak.Prompt("0", "", "", tokens, reference, tokens == 7, [], None, (tokens, [reference]))
@@ -112,7 +112,8 @@ def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_pa
     keeper = object.__new__(keep.Keeper)
     vars(keeper).update(prompts=[prompt], ids=ids, args=args, fingerprint="f")
     keeper.speak(World(), model, contextlib.nullcontext)
-    wanted = ids.assemble(np.array([*tokens, ids.audio_placeholder_id]), np.array([False] * 4 + [True]), [reference, answer])
+    wanted = ids.assemble(np.array([*tokens, ids.audio_placeholder_id]), np.array([False] * 4 + [True]),
+                          [reference, answer])
     assert wanted.keys() < keeper.samples[0].keys() and not np.array_equal(reference, answer)
     for name, value in wanted.items():
         assert np.array_equal(keeper.samples[0][name], value), name
@@ -121,7 +122,7 @@ def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_pa
 
 @pytest.fixture(scope="module")
 def voice(tmp_path_factory):
-    """A Tiny of launch/voice's base, which speaks, with 8 clips to learn and 5 rows to keep, two of them references."""
+    """A Tiny of launch/voice's base, which speaks, with 8 clips to learn and 5 rows to keep, two with references."""
     root = tmp_path_factory.mktemp("voice")
     for name in ("model", "codec"):
         (root / name).symlink_to(VOICE / name)
@@ -138,13 +139,13 @@ def voice(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(pool, voice, tmp_path_factory):
-    """shared(ranks, *flags) -> the Run, trained when first asked for."""
+    """shared(ranks, *flags) -> Run, trained on first use."""
     root, done = tmp_path_factory.mktemp("shared"), {}
 
     def get(ranks, *flags):
         if (ranks, flags) not in done:
-            done[ranks, flags] = train_forked(pool, voice, root / str(len(done)), *KEPT, "--keep", voice.root / "keep.json",
-                                              *flags, ranks=ranks)
+            done[ranks, flags] = train_forked(pool, voice, root / str(len(done)), *KEPT, "--keep",
+                                              voice.root / "keep.json", *flags, ranks=ranks)
         return done[ranks, flags]
     return get
 
@@ -154,19 +155,20 @@ ONE = (1, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2
 
 @pytest.mark.slow
 def test_ranks_and_sharding_change_nothing(shared):
-    """Packs of 2, 2 and 1 rows: a step's ranks have unequal cells, so only the global count divides rightly."""
-    one, other = shared(*ONE), shared(2, "--per_device_train_batch_size", 2, "--parallel", "fsdp")
-    ours, theirs = one.metrics("train/keep_kl"), other.metrics("train/keep_kl")
-    assert list(ours) == [1, 3, 5] and ours[1] < 1e-7 < 1e-3 < ours[3] and theirs == pytest.approx(ours, rel=1e-4, abs=1e-9)
-    assert other.metrics("train/grad_norm") == pytest.approx(one.metrics("train/grad_norm"), rel=1e-4)
-    for key, tensor in tensors(one).items():
-        torch.testing.assert_close(tensors(other)[key], tensor, rtol=1e-3, atol=2e-5)
+    """Packs have 2, 2 and 1 rows: ranks have different numbers of cells, so the global count must divide."""
+    alone, sharded = shared(*ONE), shared(2, "--per_device_train_batch_size", 2, "--parallel", "fsdp")
+    kl, sharded_kl = alone.metrics("train/keep_kl"), sharded.metrics("train/keep_kl")
+    assert list(kl) == [1, 3, 5] and kl[1] < 1e-7 < 1e-3 < kl[3]
+    assert sharded_kl == pytest.approx(kl, rel=1e-4, abs=1e-9)
+    assert sharded.metrics("train/grad_norm") == pytest.approx(alone.metrics("train/grad_norm"), rel=1e-4)
+    for key, tensor in tensors(alone).items():
+        torch.testing.assert_close(tensors(sharded)[key], tensor, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", [False, True])
 def test_resume_is_exact(shared, pool, voice, tmp_path, damaged):
-    """The base does not speak again, unless a bit of its speech has flipped: then that file is set aside."""
+    """The base speaks again only if a bit of its saved speech has flipped; that file is renamed."""
     whole = shared(*ONE)
     out = shutil.copytree(whole.output_dir, tmp_path / "out")
     for _, folder in checkpoint.list_checkpoints(out)[1:]:
@@ -178,9 +180,10 @@ def test_resume_is_exact(shared, pool, voice, tmp_path, damaged):
     before = file.stat().st_mtime_ns
     again = train_forked(pool, voice, out, *KEPT, "--keep", voice.root / "keep.json", *ONE[1:])
     assert "resumed from" in again.output and (file.stat().st_mtime_ns == before) == (not damaged)
-    assert len(list(out.glob("keep.npz.*"))) == damaged and again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")
+    assert len(list(out.glob("keep.npz.*"))) == damaged
+    assert again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")
     assert all(torch.equal(tensors(whole)[key], tensor) for key, tensor in tensors(again).items())
-    if not damaged:     # other rows would be another run
+    if not damaged:     # other rows make another run
         (tmp_path / "other.txt").write_text("nine.\n")
         other = train_forked(pool, voice, out, *KEPT, "--keep", tmp_path / "other.txt", *ONE[1:], ok=False)
         assert other.status and "was made with another --keep" in other.output

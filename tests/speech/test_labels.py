@@ -26,17 +26,17 @@ def test_golden_labels():
 
 @pytest.mark.parametrize("frames", [1, 8, 30])
 def test_counts_are_those_of_the_rows(frames):
-    """What plans and budgets count of a clip before its codes are there; a heard clip trains nothing."""
+    """Plans and budgets use these counts before codes exist; an untrained clip has no targets."""
     ids = TokenIds(1, 2, 0, BOOKS, BOS, EOS)
     codes = np.random.default_rng(frames).integers(0, 1024, (frames, BOOKS))
     for trained in (True, False):
         sample = ids.assemble(np.array([5, 1, 6]), np.array([True, trained, True]), [codes])
-        places, rows = sample["audio_at"], sample["audio_targets"]
+        positions, rows = sample["audio_at"], sample["audio_targets"]
         assert len(sample["audio_ids"]) == sample["is_audio"].sum() == ids.rows(frames, trained)
-        assert len(places) == trained * ids.predictions(frames)
+        assert len(positions) == trained * ids.predictions(frames)
         assert (rows != IGNORE).sum() == trained * ids.targets(frames)
-        # a place is right before the row that it predicts
-        assert (delay_labels(codes, EOS)[places] == rows).all()    # audio rows begin at place 1
+        # position p predicts audio row p, since audio rows begin at position 1
+        assert (delay_labels(codes, EOS)[positions] == rows).all()
         assert sample["input_ids"][sample["is_audio"]].tolist() == [1] * (frames + 2) + [2] * (BOOKS - 1)
 
 
@@ -52,7 +52,7 @@ def test_rows_equal_transformers_delay_pattern(frames, books):
 
 @pytest.fixture
 def zero_shot(tmp_path):
-    """The canonical zero-shot cloning sample of the model card, read from a file."""
+    """The zero-shot cloning sample of the model card, read from a file."""
     for name in ("ref.wav", "target.wav"):
         (tmp_path / name).write_bytes(b"audio")
     messages = [
@@ -86,7 +86,7 @@ def stream(sample, tokenizer, ids):
 
 
 def native_text(tiny, conversation):
-    """The prompt string of the processor saved beside the model."""
+    """The prompt string of the processor in the model folder."""
     from transformers import AutoProcessor
     return AutoProcessor.from_pretrained(tiny.model).apply_chat_template(conversation, tokenize=False)
 
@@ -97,7 +97,7 @@ def turn(role, *items):
 
 
 def test_tokens_are_those_of_the_text_written_by_hand(tiny, zero_shot, tokenizer, ids):
-    """Which is that of the native template."""
+    """The native template writes the same text."""
     assert stream(zero_shot, tokenizer, ids)[0] == tokenizer(BY_HAND, add_special_tokens=False)["input_ids"]
     conversation = [turn("system", "Generate audio following instruction."),
                     turn("scene", "Audio is recorded from a quiet room."), turn("user", "This is how I sound."),
@@ -107,7 +107,7 @@ def test_tokens_are_those_of_the_text_written_by_hand(tiny, zero_shot, tokenizer
 
 @pytest.mark.parametrize("text", ["'s odd", "123456", "...", "你好，世界", "a", "!\nb", "é", "<|", "1. x", "- x:"])
 def test_tokenising_piece_by_piece_is_tokenising_the_whole_text(tokenizer, ids, text):
-    """Pieces are tokenised apart, which saves work; that must not cut a token that spans two of them."""
+    """The trainer tokenises pieces one by one, which must not cut a token that spans two pieces."""
     sample = Sample("s", [SYSTEM, user(text), speaker(text, TARGET, text)])
     whole = "".join(p if isinstance(p, str) else "<|AUDIO_OUT|>" for p, _ in conversation_pieces(sample))
     assert stream(sample, tokenizer, ids)[0] == tokenizer(whole, add_special_tokens=False)["input_ids"]
@@ -123,12 +123,7 @@ def test_scene_with_audio_is_that_of_the_native_template(tiny, tmp_path, tokeniz
     tokens, labelled = stream(sample, tokenizer, ids)
     text = native_text(tiny, conversation)
     assert not problems and tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert "SPEAKER0: <|audio_out_bos|>" in text and labelled.count(True) == 4      # the target's alone, with its clip
-
-
-def labelled_words(sample, tokenizer, ids):
-    tokens, labelled = stream(sample, tokenizer, ids)
-    return [t for t, on in zip(tokenizer.convert_ids_to_tokens(tokens), labelled) if on]
+    assert "SPEAKER0: <|audio_out_bos|>" in text and labelled.count(True) == 4      # only tokens of the target
 
 
 def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_turn(tokenizer, ids):
@@ -136,16 +131,17 @@ def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_tu
     text = "".join(p if isinstance(p, str) else "<|AUDIO_OUT|>" for p, on in conversation_pieces(sample) if on)
     assert text == "Wait<|eom_id|>Now <|audio_out_bos|><|AUDIO_OUT|><|audio_eos|> done<|eot_id|>"
     untrained = Sample("s", [SYSTEM, user("Speak"), speaker("Wait", trained=False), speaker(TARGET)])
-    assert labelled_words(untrained, tokenizer, ids) == ["<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>",
-                                                         "<|eot_id|>"]
-    assert "<|eom_id|>" in tokenizer.decode(stream(untrained, tokenizer, ids)[0])
+    tokens, labelled = stream(untrained, tokenizer, ids)
+    assert "<|eom_id|>" in tokenizer.decode(tokens) and tokenizer.convert_ids_to_tokens(
+        [token for token, on in zip(tokens, labelled) if on]) == [
+        "<|audio_out_bos|>", "<|AUDIO_OUT|>", "<|audio_eos|>", "<|eot_id|>"]
 
 
 @pytest.mark.parametrize("audio, n_audio, text, n_text, weight, wanted", [
     ([1.0, 2.0, 3.0], 12, 8.0, 4, 1.0, 6 / 12 + 8 / 4), ([1.0, 2.0, 3.0], 12, 8.0, 4, 0.25, 6 / 12 + 0.25 * 8 / 4),
     ([1.0, 2.0, 3.0], 12, 8.0, 4, 0.0, 6 / 12), ([3.0], 1, 8.0, 1, 1.0, 11), ([0.0] * 8, 0, 0.0, 0, 1.0, 0)])
 def test_the_loss_is_a_mean_over_global_counts(audio, n_audio, text, n_text, weight, wanted):
-    """A single target counts once; without targets the loss is 0."""
+    """A single target counts fully; without targets the loss is 0."""
     assert total_loss(torch.tensor(audio), n_audio, torch.tensor(text), n_text, weight).item() == pytest.approx(wanted)
 
 
@@ -156,7 +152,7 @@ def test_matrices_decay_but_no_norms_and_no_embeddings():
 
 
 def test_flops_of_a_pack():
-    """2 per weight and row forward, as many for the input's gradient and, where trained, for its own."""
+    """2 per weight and row: forward, for the gradient of the input and, if trained, of the weight."""
     config = SimpleNamespace(hidden_size=8, head_dim=4, num_attention_heads=2, num_key_value_heads=1,
                              intermediate_size=16, num_hidden_layers=3, codebook_size=10, vocab_size=20)
     layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16

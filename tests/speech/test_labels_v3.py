@@ -23,10 +23,10 @@ def ids3(model3, tokenizer3):
     return higgs3.load(model3)[1]
 
 
-def spoken(*turns):
-    """Sample of (role, text or Clip or a list of them, trained) turns."""
-    return Sample("sample 0", [Turn(role, part if isinstance(part, list) else [part], i, trained)
-                               for i, (role, part, trained) in enumerate(turns)])
+def sample_of(*turns):
+    """Sample of turns: (role, text or Clip or a list of them, trained)."""
+    return Sample("sample 0", [Turn(role, items if isinstance(items, list) else [items], i, trained)
+                               for i, (role, items, trained) in enumerate(turns)])
 
 
 A, B, C = Clip("a.wav"), Clip("b.wav"), Clip("c.wav")
@@ -38,11 +38,11 @@ def filled(clip):
 
 
 def words(stream):
-    return [part for part, _ in stream]
+    return [piece for piece, _ in stream]
 
 
 def test_reference_and_target_of_a_cloning_sample(ids3):
-    sample = spoken(SYSTEM, ("user", "Heard.", False), ("assistant", A, False), ("user", "Say this.", False),
+    sample = sample_of(SYSTEM, ("user", "Heard.", False), ("assistant", A, False), ("user", "Say this.", False),
                     ("assistant", B, True))
     (name, stream), = ids3.streams(sample)[0]
     assert name == "sample 0" and [labelled for _, labelled in stream] == [False] * 8 + [True]
@@ -51,25 +51,25 @@ def test_reference_and_target_of_a_cloning_sample(ids3):
     assert ids3.streams(sample)[1] == ["lose their system or scene text"]
 
 
-def test_each_trained_clip_is_a_sample_of_its_own(ids3):
-    sample = spoken(("user", "One.", False), ("assistant", A, True), ("user", "Two.", False), ("assistant", B, True))
-    found, left_out = ids3.streams(sample)
-    assert [name for name, _ in found] == ["sample 0 message 1", "sample 0 message 3"] and left_out == []
-    assert words(found[0][1]) == ["<|tts|>", "<|text|>", "One.", "<|audio|>", A]
-    assert words(found[1][1]) == ["<|tts|>", "<|ref_text|>", "One.", "<|ref_audio|>", filled(A), "<|text|>", "Two.",
+def test_each_trained_clip_is_a_sample(ids3):
+    sample = sample_of(("user", "One.", False), ("assistant", A, True), ("user", "Two.", False), ("assistant", B, True))
+    streams, left_out = ids3.streams(sample)
+    assert [name for name, _ in streams] == ["sample 0 message 1", "sample 0 message 3"] and left_out == []
+    assert words(streams[0][1]) == ["<|tts|>", "<|text|>", "One.", "<|audio|>", A]
+    assert words(streams[1][1]) == ["<|tts|>", "<|ref_text|>", "One.", "<|ref_audio|>", filled(A), "<|text|>", "Two.",
                                   "<|audio|>", B]
 
 
-def test_what_has_no_place_is_counted_or_refused(ids3):
-    sample = spoken(("user", "R1.", False), ("assistant", A, False), ("user", "R2.", False), ("assistant", B, False),
+def test_unsupported_parts_are_counted_or_refused(ids3):
+    sample = sample_of(("user", "R1.", False), ("assistant", A, False), ("user", "R2.", False), ("assistant", B, False),
                     ("user", "[SPEAKER1] Say <|emotion:elation|>this.", False), ("assistant", C, True))
     (_, stream), = ids3.streams(sample)[0]
     assert words(stream)[2:5] == ["R2.", "<|ref_audio|>", filled(B)]
     assert words(stream)[-3] == "Say <|emotion:elation|>this."
     assert ids3.streams(sample)[1] == ["lose a speaker's mark", "lose an earlier reference: the last one stays"]
     with pytest.raises(BadSample, match="several speakers"):
-        ids3.streams(spoken(("user", "[SPEAKER0] Hi. [SPEAKER1] Ho.", False), ("assistant", A, True)))
-    (_, stream), = ids3.streams(spoken(("user", "[SPEAKER0] Hi.\n[SPEAKER0]Ho.", False), ("assistant", A, True)))[0]
+        ids3.streams(sample_of(("user", "[SPEAKER0] Hi. [SPEAKER1] Ho.", False), ("assistant", A, True)))
+    (_, stream), = ids3.streams(sample_of(("user", "[SPEAKER0] Hi.\n[SPEAKER0]Ho.", False), ("assistant", A, True)))[0]
     assert words(stream)[-3] == "Hi.\nHo."
     stream = v3.pieces("Hi.", A, ("Heard.", B), False)
     assert words(stream) == ["<|tts|>", "<|ref_audio|>", filled(B), "<|text|>", "Hi.", "<|audio|>", A]
@@ -84,16 +84,16 @@ def test_structural_tokens_are_forbidden_in_texts_and_tags_are_not(ids3, tokeniz
 def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
     texts = ["<|emotion:elation|>Hi.", "<|emotion:elaton|>Hi.", "<|emotion:elaton|>Ho <|laugh|>.", "2 <| 3 |> 1"]
     builder, problems = TableBuilder(tokenizer3, ids3, tmp_path / "t"), []
-    builder.add([spoken(("user", text, False), ("assistant", A, True)) for text in texts], problems)
-    what = "which is not a control tag of this model: it is read aloud"
-    assert builder.notices == {f"hold <|emotion:elaton|>, {what}": 2, f"hold <|laugh|>, {what}": 1,
-                                f"hold <| 3 |>, {what}": 1} and not problems
+    builder.add([sample_of(("user", text, False), ("assistant", A, True)) for text in texts], problems)
+    reason = "which is not a control tag of this model: it is read aloud"
+    assert builder.notices == {f"hold <|emotion:elaton|>, {reason}": 2, f"hold <|laugh|>, {reason}": 1,
+                                f"hold <| 3 |>, {reason}": 1} and not problems
 
 
 def test_a_message_of_several_clips_or_without_text_is_refused(ids3):
     for parts, why in (["First.", A, "Second.", B], "several clips in one message"), ([" ", A], "no text"):
         with pytest.raises(BadSample, match=why):
-            ids3.streams(spoken(("user", "", False), ("assistant", parts, True)))
+            ids3.streams(sample_of(("user", "", False), ("assistant", parts, True)))
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +121,12 @@ def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3,
         tokens = table3.tokens[table3.token_offsets[i]:table3.token_offsets[i + 1]].tolist()
         where = table3.where[table3.clips[table3.clip_offsets[i]:table3.clip_offsets[i + 1]]]
         *reference, target = (torch.from_numpy(table3.reader.codes(*row).astype(np.int64)) for row in where.tolist())
-        at = tokens.index(ids3.text)
+        text_start = tokens.index(ids3.text)
         ref_text = tokens[2:tokens.index(ids3.ref_audio)] if ids3.ref_text in tokens else None
         ref_rows = higgs3.delay(reference[0]) if reference else None
         rows, mask = higgs3.delay(target), higgs3.label_mask(len(target))
-        logits = higgs3.forced_logits(model, higgs3.prompt(ids3, tokens[at + 1:-2], ref_text, ref_rows), ref_rows, rows)
+        prompt = higgs3.prompt(ids3, tokens[text_start + 1:-2], ref_text, ref_rows)
+        logits = higgs3.forced_logits(model, prompt, ref_rows, rows)
         expected += torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.masked_fill(~mask, IGNORE).flatten(),
                                                       ignore_index=IGNORE, reduction="sum")
     torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)

@@ -1,5 +1,4 @@
-"""Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
-
+"""Adapters: their layers and precision; plain PEFT and transformers read the saved files."""
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -30,7 +29,7 @@ def base(tiny, dtype=torch.float32):
 
 
 def adapted(tiny, rank=4, alpha=8, targets="attention+audio_mlp", seed=0):
-    """A base with adapters that change its output: fresh ones have B = 0."""
+    """A base with adapters that change its output; new adapters have B = 0."""
     torch.manual_seed(seed)
     net = lora.add_lora(base(tiny), rank, alpha, 0.0, targets, "owner/base").eval()
     with torch.no_grad():
@@ -41,7 +40,7 @@ def adapted(tiny, rank=4, alpha=8, targets="attention+audio_mlp", seed=0):
 
 
 def with_adapter(net):
-    """Names of the base's modules that carry an adapter."""
+    """Names of the modules with an adapter."""
     return {name for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
 
@@ -67,12 +66,13 @@ def test_target_that_matches_nothing_is_named(tiny, targets, named):
 @pytest.mark.parametrize("shape", [(7, 48), (2, 3, 48), (0, 48)])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
-    """Outputs and gradients; dropout draws one mask for all. Without it, of ranks and scales that differ as well."""
+    """Outputs and gradients. With dropout, all layers share a mask; without it, ranks and scales differ."""
     torch.manual_seed(0)
     sizes = {"q": 80, "k": 32, "v": 32}
     holder = torch.nn.ModuleDict({name: torch.nn.Linear(48, size, bias=False) for name, size in sizes.items()})
     net = adapters.attach(holder, LoraConfig(r=4, lora_alpha=12, target_modules=list(sizes), lora_dropout=dropout,
-                                             **({} if dropout else {"rank_pattern": {"k": 2}, "alpha_pattern": {"v": 5}})))
+                                             rank_pattern={} if dropout else {"k": 2},
+                                             alpha_pattern={} if dropout else {"v": 5}))
     layers = [net.base_model.model[name].train() for name in sizes]
     weights = [half.weight for layer in layers for half in (layer.lora_A["default"], layer.lora_B["default"])]
     for layer in layers:
@@ -88,26 +88,23 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
     def run(outputs):
         inputs = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            found = outputs(inputs)
-        return [*found, *torch.autograd.grad(found, [inputs, *weights], grads)]
-
+            results = outputs(inputs)
+        return [*results, *torch.autograd.grad(results, [inputs, *weights], grads)]
     def one_by_one(inputs):
-        found = []
+        results = []
         for layer in layers:
             torch.manual_seed(1)
-            found.append(layer(inputs))
-        return found
-
+            results.append(layer(inputs))
+        return results
     def together(inputs):
         torch.manual_seed(1)
         return adapters.outputs(inputs, *layers)
-
-    found = run(together), run(one_by_one)
+    actual = run(together), run(one_by_one)
     for layer in layers:
         layer.__class__ = Linear
     expected = run(one_by_one)
-    for ours in found:
-        for tensor, wanted in zip(ours, expected, strict=True):
+    for tensors in actual:
+        for tensor, wanted in zip(tensors, expected, strict=True):
             largest = max([1.0, *wanted.abs().flatten().tolist()])
             torch.testing.assert_close(tensor, wanted, rtol=0, atol=(0.02 if bf16 else 1e-6) * largest)
     layer = layers[0]
@@ -119,7 +116,7 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
 
 
 def save(net, folder):
-    """The adapter files as the trainer writes them."""
+    """Write the adapter files like the trainer."""
     folder.mkdir(exist_ok=True)
     weights = adapters.adapter_weights(net)
     alone = World(device=torch.device("cpu"))
@@ -132,7 +129,7 @@ def save(net, folder):
 def saved(tiny, tmp_path_factory):
     """(adapter folder, the model that was saved)."""
     folder, net = tmp_path_factory.mktemp("adapter"), adapted(tiny)
-    v2.PackedHiggs(net)      # a trainer saves after wrapping
+    v2.PackedHiggs(net)      # the trainer saves a wrapped model
     save(net, folder)
     return folder, net
 
@@ -142,14 +139,15 @@ def test_saved_adapter_loads_in_plain_peft(tiny, data, saved):
     plain = PeftModel.from_pretrained(base(tiny), folder).eval()
     torch.testing.assert_close(spoken.logits(plain, data), spoken.logits(net, data), rtol=1e-5, atol=1e-5)
     differs = (spoken.logits(base(tiny), data) - spoken.logits(net, data)).abs().max()
-    assert differs > 0.05       # else the adapter may as well not have been loaded
+    assert differs > 0.05       # else this test could pass without an adapter
 
 
 @pytest.mark.parametrize("other", [{}, {"weight": torch.ones(4, 64)}], ids=["missing", "shape"])
 def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, other):
     save(saved[1], tmp_path)
-    state, name = load_file(tmp_path / "adapter_model.safetensors"), "base_model.model.model.layers.1.self_attn.k_proj.lora_A"
+    file, name = tmp_path / "adapter_model.safetensors", "base_model.model.model.layers.1.self_attn.k_proj.lora_A"
+    state = load_file(file)
     del state[f"{name}.weight"]
-    save_file(state | {f"{name}.{key}": value for key, value in other.items()}, tmp_path / "adapter_model.safetensors")
+    save_file(state | {f"{name}.{key}": value for key, value in other.items()}, file)
     with pytest.raises(UserError, match=f"{tmp_path}.*{name}"):
         adapters.load_adapters(adapted(tiny), tmp_path)

@@ -1,4 +1,4 @@
-"""pick_checkpoint.py: checkpoints speak and are judged, OUT/best leads to the best, a run without a better one is ended."""
+"""pick_checkpoint.py judges the speech of checkpoints, links OUT/best and stops a run that gets no better."""
 import os
 import shutil
 import sys
@@ -12,13 +12,13 @@ from tests.helpers.progress import wait_until
 from tests.helpers.runs import rows
 from tests.helpers.trainer import Run, run_script, speech_main, trainer_arguments
 
-# what is heard of "one two three four": of the base, and of each checkpoint; a silent clip is tried before each
+# transcripts of "one two three four" by the base and by each checkpoint; each judgement first tries a silent clip
 HEARD = ["one two x x", "x x x x", "one two three x", "one two three x"]
 LONG_S = 1500       # for the whole test
 
 
 def hear(folder):
-    """A command that hears HEARD one after another."""
+    """A command whose answers are those of HEARD in turn."""
     (folder / "hear.py").write_text(f"""import pathlib, sys
 count = pathlib.Path({str(folder / 'count')!r})
 number = len(count.read_text()) if count.exists() else 0
@@ -29,23 +29,23 @@ print({HEARD!r}[number // 2 - 1] if number and number % 2 == 0 else "")
 
 
 def pick_with(python, *argv):
-    """The script, which starts others with this interpreter and looks often for new checkpoints."""
+    """Run the script with this interpreter for its child processes and short waits."""
     sleep, sys.executable = time.sleep, python
     time.sleep = lambda seconds: sleep(min(seconds, 0.2))
     run_script("speech/pick_checkpoint.py", argv)
 
 
 def train_slowly(argv):
-    """The trainer, which leaves the processors to what judges it."""
+    """Run the trainer slowly, so that the judge gets CPU time."""
     backward = torch.Tensor.backward
-    torch.Tensor.backward = lambda *given, **more: (time.sleep(0.1), backward(*given, **more))[1]
+    torch.Tensor.backward = lambda *args, **options: (time.sleep(0.1), backward(*args, **options))[1]
     speech_main(argv)
 
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_ended(tiny, pool, quick_python, tmp_path):
-    """--follow during a run of far too many steps. The earlier of equal ones wins; nothing is spoken twice."""
+def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_stopped(tiny, pool, quick_python, tmp_path):
+    """--follow during a long run. The earlier of two equal checkpoints wins; no checkpoint speaks twice."""
     (tmp_path / "prompts.txt").write_text("one two three four\n")
     out = tmp_path / "out"
     words = [out, "--prompts", tmp_path / "prompts.txt", "--max_seconds", 0.2, "--asr_command", hear(tmp_path)]
@@ -54,8 +54,8 @@ def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_ended(ti
         statuses, output = pool.run(1, f"{__name__}.pick_with", quick_python, *map(str, words), timeout=LONG_S)
         assert statuses == [0], output
         return output
-    flags = trainer_arguments(tiny, out, "--use_lora", "--max_steps", 50_000, "--save_steps", 5, "--save_total_limit", 0,
-                              "--eval_steps", 5, "--validation_split", 0.05, "--num_workers", 0)
+    flags = trainer_arguments(tiny, out, "--use_lora", "--max_steps", 50_000, "--save_steps", 5, "--eval_steps", 5,
+                              "--save_total_limit", 0, "--validation_split", 0.05, "--num_workers", 0)
     with ThreadPoolExecutor(1) as during:
         run = during.submit(pool.run, 1, f"{__name__}.train_slowly", flags, timeout=LONG_S)
         try:
@@ -74,7 +74,7 @@ def test_the_best_understood_is_linked_and_a_run_that_gets_no_better_is_ended(ti
             shutil.rmtree(folder)
     again = pick(*words)
     assert again.splitlines() == [line for line in done.splitlines() if not line.startswith("stop ")]
-    assert len((tmp_path / "count").read_text()) == 10      # silence first, twice by us and once an evaluation
+    assert len((tmp_path / "count").read_text()) == 10      # silent clips and evaluations
     losses = {row["step"]: row["eval/loss"] for row in rows(Run(0, "", out)) if "eval/loss" in row}
     lowest = min((losses[step], step) for step in (5, 10, 15))[1]
     assert f"checkpoint-{lowest}" in pick(out, "--by", "loss") and os.readlink(out / "best") == f"checkpoint-{lowest}"

@@ -1,4 +1,4 @@
-"""--dry_run shows the numbers of the run that follows, and its memory is the peak of a real step."""
+"""--dry_run shows the numbers of the real run, and its memory is the peak of a real step."""
 import re
 
 import numpy as np
@@ -30,7 +30,7 @@ def test_planned_memory_is_the_peak_of_a_real_step(targets, recompute, sharded, 
     setup = Setup(1, "fsdp" if sharded else "ddp", True, recompute)
     pack = len(batch.text_pos), len(batch.audio_pos), len(batch.audio_rows), len(batch.text_rows)
     step = speech_plan.step_of(empty)
-    check_plan(step, setup, pack, model, batch, lambda model, batch: sum(part.sum() for part in model(batch)[:2]))
+    check_plan(step, setup, pack, model, batch, lambda model, batch: sum(losses.sum() for losses in model(batch)[:2]))
     if targets:
         check_plan(step, setup, (*pack, True), model, batch, lambda model, batch: model(batch, keep=True).sum())
 
@@ -60,7 +60,7 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
 
 
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
-    """The number of frames changes within 960 samples: all lengths around a few frames are tried."""
+    """The number of frames changes every 960 samples: lengths around such steps."""
     rng = np.random.default_rng(0)
     for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:
         if samples >= 960:
@@ -69,7 +69,7 @@ def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
 
 
 def line_of(output, start):
-    """The one line of an output that starts with a word."""
+    """The only line of an output with this start."""
     lines = [line for line in output.splitlines() if line.startswith(start)]
     assert len(lines) == 1, output
     return lines[0]
@@ -81,32 +81,31 @@ def number(pattern, text):
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path):
-    """Two ranks, an empty code cache. Then the real run."""
+def test_a_dry_run_has_the_numbers_of_the_real_run(forked, real_run, tiny, tmp_path):
+    """Two ranks, an empty code cache."""
     flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
              "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
              "--validation_split", 0.1, "--save_steps", 3)
-    said = forked(*flags, "--dry_run", ranks=2).output
+    plan = forked(*flags, "--dry_run", ranks=2).output
     assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
-    assert re.fullmatch(r"FITS 2\.\d of 80\.0 GiB · \d+ steps · at least 0:00:00 on an H200", line_of(said, "FITS"))
-    assert said.count("dry run ok") == 1
-    clips = int(number(r"(\d+) distinct clips", said))
-    assert f"{clips} still to be encoded" in said
-    # one process that plans for two GPUs says the same, up to what is free on the disk
+    assert re.fullmatch(r"FITS 2\.\d of 80\.0 GiB · \d+ steps · at least 0:00:00 on an H200", line_of(plan, "FITS"))
+    assert plan.count("dry run ok") == 1
+    clips = int(number(r"(\d+) distinct clips", plan))
+    assert f"{clips} still to be encoded" in plan
+    # one process that plans for two GPUs prints the same, except for the free disk space
     alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
-    assert said[said.index("FITS"):said.index("dry run ok")] in alone
-
+    assert plan[plan.index("FITS"):plan.index("dry run ok")] in alone
     done = forked(*flags, ranks=2)
-    assert line_of(done.output, "samples") == line_of(said, "samples")
-    assert line_of(said, "steps").startswith(line_of(done.output, "steps").partition(";")[0])
+    assert line_of(done.output, "samples") == line_of(plan, "samples")
+    assert line_of(plan, "steps").startswith(line_of(done.output, "steps").partition(";")[0])
     lengths = np.load(next((tmp_path / "out").glob("table-*")) / "lengths.npy")
     train_ids, _ = split_validation(24, 0.1, 42)
-    assert number(r"samples +(\d+)", said) == len(train_ids) == 22
-    assert f"max {lengths[train_ids].max()};" in line_of(said, "samples")
+    assert number(r"samples +(\d+)", plan) == len(train_ids) == 22
+    assert f"max {lengths[train_ids].max()};" in line_of(plan, "samples")
     (step,) = done.metrics("train/loss")
-    assert step == number(r"steps +(\d+)", said)
+    assert step == number(r"steps +(\d+)", plan)
     newest = tmp_path / "out" / f"checkpoint-{step}"
-    assert number(r"disk +([\d.]+) MiB", said) == pytest.approx(sum(
+    assert number(r"disk +([\d.]+) MiB", plan) == pytest.approx(sum(
         path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 2**20, abs=0.1)
 
 

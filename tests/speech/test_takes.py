@@ -1,4 +1,4 @@
-"""--best_of, --split_text, --max_cer: the best take is kept, parts follow one another, good takes are trained."""
+"""--best_of keeps the best take, --split_text joins parts of a text, --max_cer selects takes for training."""
 import json
 import os
 import subprocess
@@ -41,7 +41,7 @@ def voice():
 
 
 def test_speech_that_does_not_end_is_spoken_again(voice, monkeypatch):
-    """Without a judge, until it ends or the takes are used up."""
+    """Without a judge, until it ends or no take is left."""
     native, ids, codec, settings, prepare = voice
     prompts, asked = prepare(speak.text_prompts([(text, text) for text in TEXTS], False), None), []
     ends = {TEXTS[0]: ["eos"], TEXTS[1]: ["length", "length", "eos"], TEXTS[2]: ["length"] * 4}
@@ -50,14 +50,14 @@ def test_speech_that_does_not_end_is_spoken_again(voice, monkeypatch):
         asked.append(([prompt.text for prompt in some], seed))
         return [(np.zeros((9, 8), int), ends[prompt.text].pop(0)) for prompt in some]
     monkeypatch.setattr(speak, "generate", scripted)
-    found = speak.speak(native, codec, ids, settings, prompts, 7, 4, judges.load_judges())
-    assert [(how, facts["take"]) for _, how, _, facts in found] == [("eos", 0), ("eos", 2), ("length", 0)]
+    results = speak.speak(native, codec, ids, settings, prompts, 7, 4, judges.load_judges())
+    assert [(how, facts["take"]) for _, how, _, facts in results] == [("eos", 0), ("eos", 2), ("length", 0)]
     assert asked == [(TEXTS, 7), (TEXTS[1:], 7 + speak.STRIDE), (TEXTS[1:], 7 + 2 * speak.STRIDE),
                      (TEXTS[2:], 7 + 3 * speak.STRIDE)]
 
 
-def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
-    """Then the most similar; a take without errors ends the search, unless similarity is measured."""
+def test_the_best_understood_of_the_ended_takes_is_kept(voice, monkeypatch):
+    """Similarity decides between equal ones. Without it, a take without errors ends the search."""
     native, ids, codec, settings, prepare = voice
     prompts = prepare(speak.text_prompts([(text, text) for text in TEXTS[:1]], False), None)
     heard, likes = ["one", TEXTS[0], TEXTS[0], "two two two two"], [0.9, 0.2, 0.7, 1.0]
@@ -67,7 +67,8 @@ def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
         monkeypatch.setattr(speak, "decode", lambda codec, codes, takes=takes: takes.append(int(codes[0, 0])))
         monkeypatch.setattr(speak, "listen", lambda some, waves, by, takes=takes: [
             judges.word_rates([TEXTS[0]], [heard[takes[-1]]])[0][0] | {"speaker_similarity": likes[takes[-1]]}])
-        (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judges.Judges(None, embed, False, None))
+        judge = judges.Judges(None, embed, False, None)
+        (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judge)
         assert facts["take"] == codes[0, 0] == best and len(takes) == (4 if embed else 2)
 
 
@@ -76,18 +77,17 @@ def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
     ("One two, three four five.", 12, ["One two,", "three four", "five."]),
     ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]), ("你好。再见。谢谢。", 7, ["你好。再见。", "谢谢。"])])
 def test_texts_are_cut_after_sentences_else_between_words(text, most, expected):
-    assert [part for _, part in speak.split_text(text, most)] == expected
+    assert [chunk for _, chunk in speak.split_text(text, most)] == expected
 
 
-def test_each_part_is_spoken_after_the_codes_of_the_one_before(voice):
-    """The prompt's rows are exactly those codes: they do not pass through sound."""
+def test_the_prompt_of_each_part_has_the_codes_of_the_part_before(voice):
+    """These are the generated codes, not codes of the decoded sound."""
     native, ids, codec, settings, prepare = voice
     seen = []
 
     def noted(samples, numbers):
         seen.append(prepare(samples, numbers))
         return seen[-1]
-
     def say(prompts, turn):
         return speak.speak(native, codec, ids, settings, prompts, turn)
     prompts = prepare(speak.text_prompts([("a", "one two. three."), ("b", "four.")], False), None)
@@ -102,41 +102,41 @@ def test_each_part_is_spoken_after_the_codes_of_the_one_before(voice):
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("[SPEAKER0] One two. Three. [SPEAKER1] Four five.", [
-        ("[SPEAKER0]", "[SPEAKER0] One two."), ("[SPEAKER0]", "[SPEAKER0] Three."), ("[SPEAKER1]", "[SPEAKER1] Four five.")]),
-    ("<|emotion:elation|><|prosody:pitch_low|>One <|prosody:pause|>two. Three. <|emotion:fear|>Four five.", [
-        ("", "<|emotion:elation|><|prosody:pitch_low|>One"), ("", "<|emotion:elation|><|prosody:pitch_low|><|prosody:pause|>two."),
-        ("", "<|emotion:elation|><|prosody:pitch_low|>Three."), ("", "<|emotion:fear|><|prosody:pitch_low|>Four five.")]),
-    ("<|prosody:pitch_low|><|prosody:speed_fast|>One two. Three.", [
-        ("", "<|prosody:pitch_low|><|prosody:speed_fast|>One two."), ("", "<|prosody:pitch_low|><|prosody:speed_fast|>Three.")])])
+    ("[SPEAKER0] One two. Three. [SPEAKER1] Four five.",
+     ["[SPEAKER0] One two.", "[SPEAKER0] Three.", "[SPEAKER1] Four five."]),
+    ("<|emotion:elation|><|prosody:pitch_low|>One <|prosody:pause|>two. Three. <|emotion:fear|>Four five.",
+     ["<|emotion:elation|><|prosody:pitch_low|>One", "<|emotion:elation|><|prosody:pitch_low|><|prosody:pause|>two.",
+      "<|emotion:elation|><|prosody:pitch_low|>Three.", "<|emotion:fear|><|prosody:pitch_low|>Four five."]),
+    ("<|prosody:pitch_low|><|prosody:speed_fast|>One two. Three.",
+     ["<|prosody:pitch_low|><|prosody:speed_fast|>One two.", "<|prosody:pitch_low|><|prosody:speed_fast|>Three."])])
 def test_marks_are_repeated_in_all_parts_that_they_apply_to(text, expected):
     """A pause is not repeated."""
-    assert speak.split_text(text, 12) == expected and speak.split_text(text, 200) == [("", text)]
+    speakers = [chunk[:10] if chunk[0] == "[" else "" for chunk in expected]
+    assert speak.split_text(text, 12) == list(zip(speakers, expected)) and speak.split_text(text, 200) == [("", text)]
 
 
-def test_a_part_continues_from_the_same_speakers_last_part():
+def test_a_part_continues_the_last_part_of_its_speaker():
     asked = []
 
     def say(prompts, turn):
         return [(np.full((9, 8), turn), "eos", np.zeros(9 * 960, np.float32), {})]
-
     def noted(samples, numbers):
         asked.extend([int(np.load(clip.path)[0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
                      for sample in samples)
         return [SimpleNamespace(text="") for _ in samples]
-    whole = SimpleNamespace(name="0000", source="a", text="[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.")
-    speak.speak_chunks([whole], 9, None, None, noted, say)
+    text = "[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four."
+    speak.speak_chunks([SimpleNamespace(name="0000", source="a", text=text)], 9, None, None, noted, say)
     assert asked == [[], [], [0], [1]]
 
 
 @pytest.mark.slow
 def test_a_pipe_is_written_while_it_is_read(tmp_path, quick_python):
-    """A WAV file without a length. Without a reader, and after it has left: one line."""
+    """It holds a WAV file without a length. A missing reader, or one that ends early, gives one line."""
     pipe, copy = tmp_path / "now.wav", tmp_path / "copy.wav"
     os.mkfifo(pipe)
-    words = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
-             VOICE / "codec", "--output_dir", tmp_path / "said", "--stream", pipe, "--text", "one two. three four.",
-             "--split_text", 9, "--ras_window", 0, "--max_seconds", 2, "--overwrite"]
+    words = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--output_dir",
+             tmp_path / "out", "--audio_tokenizer_path", VOICE / "codec", "--stream", pipe, "--text",
+             "one two. three four.", "--split_text", 9, "--ras_window", 0, "--max_seconds", 2, "--overwrite"]
 
     def generate():
         return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE_S)
@@ -146,7 +146,7 @@ def test_a_pipe_is_written_while_it_is_read(tmp_path, quick_python):
         assert generate().returncode == 0
     samples = np.frombuffer(copy.read_bytes()[44:], "<i2")
     assert copy.read_bytes()[:4] == b"RIFF" and soundfile.info(copy).samplerate == 24000 and samples.any()
-    assert np.array_equal(samples, soundfile.read(tmp_path / "said" / "0000.wav", dtype="int16")[0])
+    assert np.array_equal(samples, soundfile.read(tmp_path / "out" / "0000.wav", dtype="int16")[0])
     with subprocess.Popen(["head", "-c", "9", pipe], stdout=subprocess.DEVNULL):
         left = generate()
     assert left.returncode == 1 and left.stderr.count("error: ") == 1 and "Traceback" not in left.stderr
@@ -157,61 +157,62 @@ def test_a_pipe_is_written_while_it_is_read(tmp_path, quick_python):
     (np.zeros((5, 8)), "whole numbers"), (np.full((5, 8), 1024, np.int16), "0 to 1023"),
     (np.zeros((0, 8), np.int16), "cannot be read"), (b"\x93NUMPY\x01\x00\x0a\x00{'shape': (", "cannot be read")])
 def test_other_arrays_are_not_codes(tmp_path, array, why):
-    """In training data and in a dry run."""
+    """Both in training data and in a dry run."""
     if isinstance(array, bytes):
         (tmp_path / "a.npy").write_bytes(array)
     else:
         np.save(tmp_path / "a.npy", array)
-    clips, how = [Clip(str(tmp_path / "a.npy"))], Encoding(VOICE / "codec", tmp_path / "cache", 8)
-    planned, bad = plan_codes(clips, how)[-1], ensure_codes(WORLD, clips, how)[-1]
+    clips, encoding = [Clip(str(tmp_path / "a.npy"))], Encoding(VOICE / "codec", tmp_path / "cache", 8)
+    planned, bad = plan_codes(clips, encoding)[-1], ensure_codes(WORLD, clips, encoding)[-1]
     assert list(bad) == [0] and why in bad[0] and "a.npy" in bad[0] and planned == bad
 
 
-def asked(tmp_path):
-    """Samples of read_prompts: one text with a voice to take, the others without."""
+def make_prompts(tmp_path):
+    """Samples of read_prompts: TEXTS[1] has a reference, the others have none."""
     system = {"role": "system", "content": "Speak."}
     np.save(tmp_path / "voice.npy", np.arange(80).reshape(10, 8).astype(np.int16))
     voice = [{"role": "user", "content": "one two."},
              {"role": "assistant", "content": {"type": "audio", "audio_url": "voice.npy"}}]
-    rows = [{"messages": [system, *(voice if text == TEXTS[1] else ()), {"role": "user", "content": text}]} for text in TEXTS]
+    rows = [{"messages": [system, *(voice if text == TEXTS[1] else ()), {"role": "user", "content": text}]}
+            for text in TEXTS]
     (tmp_path / "prompts.json").write_text(json.dumps(rows))
     return speak.read_prompts(tmp_path / "prompts.json", True)
 
 
-BEST = "best.jsonl"
-
-
-def write_good(folder, samples, about):
-    (folder / BEST).write_text("".join(json.dumps(row) + "\n" for row in speak.good_rows(samples, about, 0.0, 1)))
+def write_best(folder, samples, takes):
+    """Write best.jsonl; return its path."""
+    path = folder / "best.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in speak.good_rows(samples, takes, 0.0, 1)))
+    return path
 
 
 def records(*scores):
-    """Records of takes, as in their JSON files. scores: (character errors, how it ended) of each."""
+    """Records of takes, as in their JSON files. scores: (character error rate, ended_by) of each take."""
     return [{"name": f"{i:04d}", "cer": cer, "ended_by": how, "frames": 9, "normalize_text": "on"}
             for i, (cer, how) in enumerate(scores)]
 
 
-def test_takes_that_are_understood_and_ended_are_learnt(tmp_path):
-    samples = asked(tmp_path)
+def test_takes_that_are_understood_and_ended_are_trained(tmp_path):
+    samples = make_prompts(tmp_path)
 
-    def kept(found):
-        return [row["messages"][-1]["content"][-1]["audio_url"] for row in speak.good_rows(samples, found, 0.1, 9)]
-    found = records((0.1, "eos"), (0.11, "eos"), (0.0, "eos"))
-    assert kept(found) == ["0000.npy", "0002.npy"]
+    def kept(takes):
+        return [row["messages"][-1]["content"][-1]["audio_url"] for row in speak.good_rows(samples, takes, 0.1, 9)]
+    takes = records((0.1, "eos"), (0.11, "eos"), (0.0, "eos"))
+    assert kept(takes) == ["0000.npy", "0002.npy"]
     assert kept(records((0.0, "length"), (None, "eos"), (0.05, "eos"))) == ["0002.npy"]
-    assert not speak.good_rows(samples, found, 0.1, 10)         # too short to be trained
+    assert not speak.good_rows(samples, takes, 0.1, 10)         # too short to train on
 
 
 def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
     """The same prompt, with its reference, and the same codes."""
-    samples, draw = asked(tmp_path), np.random.default_rng(3)
+    samples, draw = make_prompts(tmp_path), np.random.default_rng(3)
     spoken = [draw.integers(0, 256, (9 + i, 8)) for i in range(3)]
     for i, codes in enumerate(spoken):
         speak.save_codes(tmp_path / f"{i:04d}.npy", codes)
-    write_good(tmp_path, samples, records(*[(0.0, "eos")] * 3))
+    best = write_best(tmp_path, samples, records(*[(0.0, "eos")] * 3))
     problems, prompts = [], voice[-1](samples, None)
     builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1])
-    builder.add(list(read_samples(tmp_path / BEST, problems, normalize=True)), problems)
+    builder.add(list(read_samples(best, problems, normalize=True)), problems)
     clips = list(builder.clips)
     how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
     assert not problems and [len(builder.used[i]) for i in range(3)] == [1, 2, 1]
@@ -227,15 +228,14 @@ def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
         assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
 
 
-def test_a_take_is_normalised_in_training_only_if_it_was_in_speaking(tmp_path):
-    """In a row of best.jsonl, and next to its sound."""
+def test_training_normalises_a_take_only_if_speaking_did(tmp_path):
+    """The setting is in a row of best.jsonl, or in the JSON file of the sound."""
     text = speak.text_prompts([("", "Wait (please)")], False)
     for setting, wanted in (("off", "Wait (please)"), ("on", "Wait please.")):
-        about = [about | {"normalize_text": setting} for about in records((0.0, "eos"))]
-        write_good(tmp_path, text, about)
+        best = write_best(tmp_path, text, [records((0.0, "eos"))[0] | {"normalize_text": setting}])
         (tmp_path / "0000.npy").touch(), (tmp_path / "b").mkdir(exist_ok=True)
         (tmp_path / "b" / "0000.wav").touch()
         (tmp_path / "b" / "0000.json").write_text(json.dumps({"text": "Wait (please)", "normalize_text": setting}))
-        for source in (tmp_path / BEST, tmp_path / "b"):
+        for source in (best, tmp_path / "b"):
             (sample,), problems = (list(read_samples(source, problems := [], normalize=True)), problems)
             assert sample.turns[-2].text == wanted and not problems

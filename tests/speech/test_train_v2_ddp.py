@@ -1,9 +1,8 @@
-"""Whole training runs: resumable, logged once, hard to poison. That all splits train the same: test_fsdp.py."""
+"""Whole runs: they resume exactly, log each step once and skip bad steps. test_fsdp.py compares splits over ranks."""
 import functools
 import json
 import math
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ from core import checkpoint, json_files
 from tests.helpers.runs import assert_same_bits, rows, tensors
 from tests.helpers.trainer import bad_token, brief, train_forked, unheard
 
-LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
+LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below
 
 COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 4, "--num_train_epochs", 2)
-# dropout makes the random state matter; a constant rate does not depend on where a run was told to stop
+# dropout makes the random state matter; a constant rate does not depend on --max_steps
 DROPOUT = ("--use_lora", "--lora_dropout", 0.1, "--learning_rate", LR, "--lr_scheduler", "constant", "--disable_eval",
            "--save_steps", 0, "--num_train_epochs", 2)
 SHARED = {
@@ -40,7 +39,7 @@ def complete(pool, tiny):
 
 @pytest.fixture(scope="module")
 def shared(complete, tiny, tmp_path_factory):
-    """shared(name) -> Run of SHARED[name], trained when first asked for. Look, do not touch."""
+    """shared(name) -> Run of SHARED[name], trained on first use; read only."""
     root, done = tmp_path_factory.mktemp("shared"), {}
 
     def get(name):
@@ -56,36 +55,24 @@ def state_of(path):
 
 
 def steps_of(output_dir):
-    """Steps of the checkpoints there."""
+    """Steps of the checkpoints of a run."""
     return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
 
 
-def base_weights(tiny):
-    return load_file(tiny.model / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def stopped(complete, tmp_path_factory):
-    """Folder of the "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples) and 8."""
-    output_dir = tmp_path_factory.mktemp("stopped") / "out"
-    for step, before in ((3, None), (6, 3), (8, 6)):
-        part = complete(output_dir, *DROPOUT, "--max_steps", step)
-        where = f"resumed from {output_dir}/checkpoint-{before}" if before else "base model"
-        assert f"start      step {before or 0}, {where}" in part.output
-    return output_dir
-
-
 @pytest.mark.slow
-def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
-    """Stopped in the middle of an epoch, exactly at its end, and in the second one."""
-    output_dir = shutil.copytree(stopped, tmp_path / "out")
+def test_resumed_run_equals_uninterrupted(shared, complete, tmp_path):
+    """Stopped at steps 3 (in the first epoch), 6 (at its end, after 24 samples) and 8 (in the second)."""
+    output_dir = tmp_path / "out"
+    for step, before in ((3, None), (6, 3), (8, 6)):
+        run = complete(output_dir, *DROPOUT, "--max_steps", step)
+        start = f"resumed from {output_dir}/checkpoint-{before}" if before else "base model"
+        assert f"start      step {before or 0}, {start}" in run.output
     assert [state_of(path)["epoch"] for _, path in checkpoint.list_checkpoints(output_dir)] == [0, 0, 1]
     resumed = complete(output_dir, *DROPOUT)
     assert [row["step"] for row in rows(resumed)] == list(range(1, 13))     # no step twice, none left out
     assert_same_bits(shared("dropout"), resumed)
-
     before = tensors(resumed)
-    again = complete(output_dir, *DROPOUT)                                  # a finished run has nothing left to do
+    again = complete(output_dir, *DROPOUT)                                  # a finished run trains no step
     assert "already finished: raise --max_steps above 12" in again.output
     assert "already finished" not in resumed.output
     assert_same_bits(shared("dropout"), again)
@@ -94,8 +81,8 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
 
 
 @pytest.mark.slow
-def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path):
-    """An epoch ends between the packs of a step. Resumed with smaller steps, the next epochs are still whole."""
+def test_resume_with_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path):
+    """An epoch ends in the middle of a step. After a resume with smaller steps, the next epochs are complete."""
     flags = ("--use_lora", "--disable_eval", "--per_device_train_batch_size", 8)        # 3 packs an epoch
     complete(tmp_path / "out", *flags, "--gradient_accumulation_steps", 4, "--max_steps", 1)
     resumed = complete(tmp_path / "out", *flags, "--num_train_epochs", 2)
@@ -105,12 +92,11 @@ def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path)
 
 def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     run = forked(*COMMON, "--freeze_llm", "--max_steps", 3, "--num_workers", 0,
-                 "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)      # accepted
-    base, trained = base_weights(tiny), tensors(run)
+                 "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)     # accepted
+    base, trained = load_file(tiny.model / "model.safetensors"), tensors(run)
     assert {name for name in base if not torch.equal(base[name], trained[name])} == {
         "model.embed_audio_tokens.embed_audio_tokens.weight", "audio_lm_head.weight"}
-
-    # step 1 saw the same weights and samples as "full 1x4"
+    # step 1 has the weights and samples of "full 1x4"
     mean = {name: shared("full 1x4").metrics(f"train/{name}")[1] for name in ("audio_loss", "text_loss")}
     assert run.metrics("train/loss")[1] == pytest.approx(mean["audio_loss"] + 0.5 * mean["text_loss"], rel=1e-6)
 
@@ -127,13 +113,13 @@ def test_losses_in_the_log_add_up(shared, name):
         assert 0 <= row["train/stop_recall"] <= 1 and 0 <= row["train/false_stop_rate"] <= 1
     shown = [f"{100 * row['train/stop_recall']:.1f}" for row in lines]
     assert re.findall(r"^step .* \| stop +(\S+)% \|", shared(name).output, re.M) == shown
-    assert name != "packs 2" or max(row["train/epoch"] for row in lines) > 1      # the topped-up tail was among them
+    assert name != "packs 2" or max(row["train/epoch"] for row in lines) > 1      # also after the first epoch
     assert lines[0]["train/audio_loss"] == pytest.approx(math.log(1026), abs=0.5)      # a random model guesses
 
 
 @pytest.fixture(scope="module")
 def poisoned(tiny):
-    """(flags for six samples of which number 4 says "~", options for a run whose embedding of "~" is NaN)."""
+    """(flags for six samples with "~" in number 4, options for a run whose embedding of "~" is NaN)."""
     samples, data = tiny.samples()[:6], tiny.root / "poisoned.json"
     samples[4]["messages"][-1]["content"][0]["text"] += " ~"
     samples[4]["messages"][1]["content"][-1]["text"] += " ~"
@@ -148,7 +134,7 @@ def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
     skipped = dict(re.findall(
         r"^step (\d+): gradient norm is not finite, step skipped .*?with a non-finite loss: (.*)$", run.output, re.M))
     assert len(skipped) == 2 and all(re.search(r"^[^;]*poisoned.json sample 5 \(sample_00000004\)$", name)
-                                     for name in skipped.values())      # once an epoch; people count from 1
+                                     for name in skipped.values())      # once in each epoch
     assert "2 steps skipped" in run.output and run.metrics("train/bad_steps")[12] == 2
     state = load_file(run.output_dir / "checkpoint-12" / "trainer_state" / "optimizer.safetensors")
     assert {int(tensor) for name, tensor in state.items() if name.endswith(".step")} == {10}
@@ -156,12 +142,12 @@ def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
     assert "NaN" not in (run.output_dir / "metrics.jsonl").read_text()      # it is not JSON
     losses = run.metrics("train/loss")
     assert all(0 < losses[step] < 100 for step in range(1, 13) if str(step) not in skipped)
-    # a step without a loss logs none: 0 would pull means down
+    # a skipped step logs no loss: 0 would reduce the mean
     assert all(value is None or value > 1 for value in losses.values())
 
 
 def test_validation_without_a_number_is_never_the_best(poisoned, forked, tiny):
-    """A NaN as the best loss would stay: nothing is smaller."""
+    """NaN as the best loss would stay, since no loss is smaller."""
     flags, options = poisoned
     held_out = tiny.root / "eval.json"
     held_out.write_text(json.dumps(unheard(json.loads(flags[1].read_text()))))
@@ -174,7 +160,7 @@ def test_validation_without_a_number_is_never_the_best(poisoned, forked, tiny):
 
 @pytest.mark.slow
 def test_weights_without_a_number_are_never_saved(forked):
-    """The gradient is finite, the update is not: the run ends, and what was saved before stays the newest."""
+    """The gradient is finite, the update is not: the run ends and writes no new checkpoint."""
     flags = ("--use_lora", "--save_steps", 1, "--save_total_limit", 2, "--warmup_steps", 2)
     good = forked(*flags, "--max_steps", 1)
     assert good.status == 0 and steps_of(good.output_dir) == [1]

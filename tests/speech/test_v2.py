@@ -1,5 +1,4 @@
-"""The packed model against transformers' own: loss, gradients, hidden states, syncs, checkpoint formats, FLOPs."""
-
+"""The packed model against transformers: losses, gradients, stops, empty packs, frozen weights."""
 import pytest
 import torch
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
@@ -27,33 +26,29 @@ def packed(tiny):
     return v2.PackedHiggs(spoken.native(tiny.model))
 
 
-def assert_same_gradients(ours, theirs, tolerance=1e-5):
-    assert ours.keys() == theirs.keys() and len(ours) > 30
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name:
-                                   f"{n}: {m}")
-
-
 @pytest.mark.parametrize("pack", PACKS)
 def test_loss_and_every_gradient_equal_transformers(tiny, data, packed, pack):
     ids, samples = data
     picked = [samples[name] for name in PACKS[pack]]
-    theirs = spoken.native(tiny.model)
-    expected = theirs(**spoken.native_batch(picked, ids)).loss
+    native = spoken.native(tiny.model)
+    expected = native(**spoken.native_batch(picked, ids)).loss
     expected.backward()
     loss = spoken.total(packed, collate(picked, ids))
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(spoken.gradients(packed.net), spoken.gradients(theirs))
-    reached = [n for n, g in spoken.gradients(theirs).items() if g.abs().max() > 1e-3]
-    assert len(reached) > (15 if pack == "text only" else 30)       # else equal means little
+    gradients, expected = spoken.gradients(packed.net), spoken.gradients(native)
+    assert gradients.keys() == expected.keys()
+    for name, grad in gradients.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    reached = [name for name, grad in expected.items() if grad.abs().max() > 1e-3]
+    assert len(reached) > (15 if pack == "text only" else 30)       # else equality proves little
 
 
-def test_each_codebook_and_the_text_have_their_own_right_sum(tiny, data, packed):
-    """The total could hide two codebooks that are swapped, or loss moved from text to audio."""
+def test_each_codebook_and_the_text_have_the_right_sum(tiny, data, packed):
+    """The total could hide swapped codebooks, or a loss that moved from text to audio."""
     ids, samples = data
     batch = collate([samples["cloning"], samples["multi-turn"]], ids)
-    theirs = spoken.native(tiny.model)
+    native = spoken.native(tiny.model)
     with torch.no_grad():
         audio, text, eos = packed(batch)
         inputs = spoken.native_batch([samples["cloning"], samples["multi-turn"]], ids)
@@ -61,14 +56,14 @@ def test_each_codebook_and_the_text_have_their_own_right_sum(tiny, data, packed)
         for k in range(8):
             only = torch.full_like(audio_labels, -100)
             only[..., k] = audio_labels[..., k]
-            # transformers divides by the number of labels it is told; the 7 codebooks without labels give 0
-            one = theirs(**inputs, audio_labels=only, num_items_in_batch=1).loss
-            torch.testing.assert_close(audio[k], one, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(text, theirs(**inputs, labels=labels, num_items_in_batch=1).loss, rtol=1e-5, atol=0)
+            # transformers divides by num_items_in_batch; the 7 codebooks without labels give 0
+            loss = native(**inputs, audio_labels=only, num_items_in_batch=1).loss
+            torch.testing.assert_close(audio[k], loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(text, native(**inputs, labels=labels, num_items_in_batch=1).loss, rtol=1e-5, atol=0)
         is_eos = torch.where(audio_labels == ids.stream_eos, audio_labels, -100)
-        torch.testing.assert_close(eos[0], theirs(**inputs, audio_labels=is_eos, num_items_in_batch=1).loss,
+        torch.testing.assert_close(eos[0], native(**inputs, audio_labels=is_eos, num_items_in_batch=1).loss,
                                    rtol=1e-5, atol=1e-5)
-    assert eos[2] == 8 * 3      # one a codebook of the three trained clips, none of the reference
+    assert eos[2] == 8 * 3      # one for each codebook of the three trained clips
 
 
 @pytest.mark.parametrize("speaks", [(0,), (1, 7), ()])
@@ -81,7 +76,7 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
     with torch.no_grad():
         heads = packed.net.audio_lm_head.weight.view(8, 1026, -1)
         heads[:] = 0.0
-        heads[list(speaks), ids.stream_eos] = 1.0       # these say end-of-stream where the state's sum is positive
+        heads[list(speaks), ids.stream_eos] = 1.0       # predict end-of-stream if the sum of the state is positive
         state = packed.hidden_states(batch).index_select(0, batch.audio_rows).sum(-1)
         audio, text, (*_, stops, false_stops) = sums = packed(batch)
         targets = [(batch.audio_targets >= 0).sum(), (batch.text_targets >= 0).sum()]
@@ -97,7 +92,7 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
 @pytest.mark.parametrize("pad_to", [0, 64])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data, method, pad_to):
-    """An untouched weight would leave DDP waiting for its gradient; 0/0 would poison the sum over ranks."""
+    """Without a gradient of each weight DDP would wait; 0/0 would make the sum over ranks NaN."""
     net = spoken.native(tiny.model)
     if method == "lora":
         net = lora.add_lora(net, 4, 8, 0.0, "all-linear", "base")
@@ -111,14 +106,6 @@ def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def fill_adapters(net):
-    """Random B matrices: fresh ones are zero, and then A gets no gradient and nothing differs from the base."""
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in net.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-
-
 def unreached(net, batch, text_weight):
     """Names of trainable parameters that the loss gives no gradient, by autograd."""
     audio, text, _ = v2.PackedHiggs(net)(batch)
@@ -130,14 +117,16 @@ def unreached(net, batch, text_weight):
 
 @pytest.mark.parametrize("layers", [2, 12])      # 12: "layers.1" is no part of "layers.11"
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_frozen_is_exactly_what_the_loss_cannot_reach(tiny, data, method, layers):
+def test_exactly_the_weights_without_a_gradient_are_frozen(tiny, data, method, layers):
     ids, samples = data
     config = HiggsAudioV2Config(**{**config_of(tiny.model), "num_hidden_layers": layers, "hidden_size": 64})
     torch.manual_seed(0)
     native = net = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True)
     if method == "lora":
         net = lora.add_lora(native, 4, 8, 0.0, "all-linear", "base")
-        fill_adapters(net)
+        for name, parameter in net.named_parameters():
+            if "lora_B" in name:        # new ones are zero, so A has no gradient
+                parameter.data = torch.randn(parameter.shape) * 0.05
     batch = collate([samples["cloning"], samples["multi-turn"]], ids)
     assert unreached(native, batch, text_weight=1.0) == set()
     trained = {name for name, p in native.named_parameters() if p.requires_grad}

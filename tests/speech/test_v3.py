@@ -28,23 +28,21 @@ def codes_of(frames, seed=0):
     return torch.randint(0, 1024, (frames, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def test_delay_and_labels_are_the_golden_picture():
+def test_delay_and_labels_are_those_written_by_hand():
     b, e = BOC, EOC
     codes = torch.tensor([[10, 20, 30, 40], [11, 21, 31, 41], [12, 22, 32, 42]])
     rows = [[10, b, b, b], [11, 20, b, b], [12, 21, 30, b], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
     assert higgs3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
     labels = [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
     assert [[row[k] for k in range(4) if higgs3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)] == labels
-    sample = v3.Ids(1, 2, 3, 4, num_codebooks=4).assemble(np.array([1, 3, -100]), np.array([False, False, True]), [codes])
+    trained = np.array([False, False, True])
+    sample = v3.Ids(1, 2, 3, 4, num_codebooks=4).assemble(np.array([1, 3, -100]), trained, [codes])
     assert sample["audio_ids"].tolist() == rows[:-1] and sample["audio_at"].tolist() == [1, 2, 3, 4, 5, 6]
     assert [[code for code in row if code != IGNORE] for row in sample["audio_targets"].tolist()] == labels
 
 
-# ---- The model against a reference: padded, one sample after the other, every logit, written from the layout alone
-
-
 class Reference(torch.nn.Module):
-    """transformers' Qwen3 with its own attention and mask; tables and labels by loops over cells."""
+    """transformers' Qwen3 on one padded sample at a time, with loops over cells for tables and labels."""
 
     def __init__(self, folder):
         super().__init__()
@@ -104,13 +102,13 @@ def prompt_of(ids, sample):
 
 
 def pack(ids, samples):
-    """PackedBatch of samples_of, as the trainer makes it."""
-    found, place = [], ids.audio_placeholder_id
+    """The PackedBatch of the trainer for samples like those of samples_of."""
+    rows, placeholder = [], ids.audio_placeholder_id
     for number, (before, reference, after, target) in enumerate(samples):
-        tokens = np.array([*before, *[place] * (reference is not None), *after, place])
+        tokens = np.array([*before, *[placeholder] * (reference is not None), *after, placeholder])
         codes = [clip.numpy() for clip in (reference, target) if clip is not None]
-        found.append({"number": number, **ids.assemble(tokens, np.arange(len(tokens)) == len(tokens) - 1, codes)})
-    return collate(found, ids)
+        rows.append({"number": number, **ids.assemble(tokens, np.arange(len(tokens)) == len(tokens) - 1, codes)})
+    return collate(rows, ids)
 
 
 @pytest.mark.slow
@@ -123,19 +121,18 @@ def test_packed_loss_and_gradients_equal_the_reference(model3, loaded):
     audio.sum().backward()
     torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)
     assert text == 0 and cells == sum(8 * len(s[3]) + 28 for s in samples) and eos[2] == 28 * len(samples)
-    theirs = {f"body.{name.removeprefix('model.')}": p.grad for name, p in reference.lm.named_parameters()
-              if name.startswith("model.")} | {"audio_embedding.weight": reference.table.grad}
-    ours = {name: p.grad for name, p in model.named_parameters()}
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    grads = {f"body.{name.removeprefix('model.')}": p.grad for name, p in reference.lm.named_parameters()
+             if name.startswith("model.")} | {"audio_embedding.weight": reference.table.grad}
+    assert grads.keys() == dict(model.named_parameters()).keys()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     report = v3.loss_report([*audio.tolist(), 0.0, *eos.tolist(), cells, 0], 0.0, "eval")
     assert report["eval/loss"] == pytest.approx(expected.item() / cells, rel=1e-5)
     assert report["eval/audio_loss_codebook_7"] == pytest.approx(audio[7].item() / sum(len(s[3]) for s in samples))
 
 
 def trace(first_eoc, books=8):
-    """Rows that step keeps when codebook 0 says EOC from row `first_eoc` on and the others always say their number."""
+    """Rows of step() if codebook 0 predicts EOC from row `first_eoc` on and the others always their number."""
     rows, end = [], None
     while end is None or len(rows) <= end:
         logits = torch.full((books, 1026), -9.0)
@@ -152,14 +149,14 @@ def test_step_machine_keeps_frames_plus_seven_rows(frames):
     assert len(rows) == frames + 7
     for r, row in enumerate(rows[:8]):
         assert row[r + 1:] == [BOC] * (7 - r) and row[1:r + 1] == list(range(1, r + 1))
-    assert all(row[1:] == list(range(1, 8)) for row in rows[8:])        # nothing is forced after the stop
-    assert len(trace(3)) == 15          # an end before row 8 is not seen
+    assert all(row[1:] == list(range(1, 8)) for row in rows[8:])        # the stop forces nothing
+    assert len(trace(3)) == 15          # row 8 is the first that can end
 
 
 @pytest.mark.parametrize("settings, expected", [
     ({"temperature": 0}, [1, 0, 0, 0]), ({"top_k": 2, "top_p": 1.0}, [0.5 / 0.8, 0.3 / 0.8, 0, 0]),
     ({"top_k": 0, "top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]), ({"top_k": 0, "top_p": 0.5}, [1, 0, 0, 0])])
-def test_draws_are_what_top_k_and_top_p_leave(settings, expected):
+def test_draws_follow_top_k_and_top_p(settings, expected):
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
     drawn = v3.draw(logits, v3.Sampling(**{"temperature": 1.0} | settings), torch.Generator().manual_seed(0))
     shares = torch.bincount(drawn, minlength=4) / 4000
@@ -168,7 +165,7 @@ def test_draws_are_what_top_k_and_top_p_leave(settings, expected):
 
 
 @pytest.mark.slow
-def test_learnt_clips_are_spoken_and_stop(loaded):
+def test_memorised_clips_are_spoken_and_stop(loaded):
     model, ids = loaded
     clips = [codes_of(9, 7), codes_of(11, 8)]
     batch = pack(ids, [([], None, [ids.tts, ids.text, 60 + i, ids.audio], codes) for i, codes in enumerate(clips)])
@@ -185,7 +182,7 @@ def test_learnt_clips_are_spoken_and_stop(loaded):
     assert all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
 
 
-def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
+def test_a_batch_speaks_like_each_prompt_alone(loaded):
     model, ids = loaded
     prompts = [(*prompt_of(ids, sample),) for sample in samples_of(ids)]
     together = v3.generate(model, prompts, v3.Sampling(0, max_new_tokens=25), 5)
@@ -208,7 +205,7 @@ def test_untied_copies_and_wrong_weights_are_refused(model3, tmp_path):
         save_file(tensors, copy / "model.safetensors")
         with pytest.raises(UserError, match=message):
             higgs3.load(copy)
-    save_file(stored, copy / "model.safetensors")       # with the tokenizer of a V2
+    save_file(stored, copy / "model.safetensors")       # with the tokenizer of V2
     (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text().replace("<|text|>", "<|AUDIO|>"))
     with pytest.raises(UserError, match=r"has no token <\|text\|>: it is not that of Higgs TTS 3"):
         higgs3.load(copy)
