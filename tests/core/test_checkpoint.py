@@ -18,8 +18,8 @@ from core.dist import World
 
 STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation": None, "best_step": None,
          "best_loss": None}
-LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
-THEIRS = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
+LEFTOVERS = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
+FOREIGN = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
           "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine", "checkpoint-500"]
 
 
@@ -145,7 +145,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_only_what_this_code_has_named_is_deleted(tmp_path):
-    for name in LEFT + THEIRS:
+    for name in LEFTOVERS + FOREIGN:
         if name.startswith("."):
             (tmp_path / name).write_text("x")
         else:
@@ -153,8 +153,8 @@ def test_only_what_this_code_has_named_is_deleted(tmp_path):
             (tmp_path / name / "model.safetensors").write_text("weights")
     (tmp_path / "checkpoint-7.tmp-0123abcd").symlink_to(tmp_path / "checkpoint-500")        # of a link only the link
     checkpoint.claim_output(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(THEIRS)
-    assert all((tmp_path / name / "model.safetensors").exists() for name in THEIRS if name[0] != ".")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(FOREIGN)
+    assert all((tmp_path / name / "model.safetensors").exists() for name in FOREIGN if name[0] != ".")
 
 
 def test_a_new_folder_is_whole_or_not_there_and_deletes_nothing(tmp_path):
@@ -185,8 +185,8 @@ def killed(out, step, change):
 
         def hook(event, args):
             writes = event != "open" or isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-            ours = event in CHANGES and (str(out) in str(args[0]) or not str(args[0]).startswith("/"))
-            if ours and writes:         # rmtree names what lies in an open folder
+            in_output = event in CHANGES and (str(out) in str(args[0]) or not str(args[0]).startswith("/"))
+            if in_output and writes:         # rmtree names what lies in an open folder
                 left[0] -= 1
                 if left[0] < 0:
                     os.kill(os.getpid(), signal.SIGKILL)

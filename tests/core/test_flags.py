@@ -29,15 +29,15 @@ def test_defaults():
     assert DEFAULTS.items() <= vars(parse()).items()
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     (["--learn", "1e-4"], "unrecognized arguments: --learn 1e-4"),
     (["--use_lora", "maybe"], "--use_lora: invalid choice: 'maybe'")])
-def test_refused_flags_in_one_line(words, said, capsys):
+def test_refused_flags_in_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(*words)
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and not printed.out
-    assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
 
 
 def test_names_that_hugging_face_users_know():
@@ -48,7 +48,7 @@ def test_names_that_hugging_face_users_know():
     assert parse("--resume_from_checkpoint", "out/checkpoint-5").resume == "out/checkpoint-5"
 
 
-@pytest.mark.parametrize("words, part", [
+@pytest.mark.parametrize("words, message", [
     (["--train_data_dir", "folder"], "give --train_data_file or --train_data_dir"),
     (["--learning_rate=-1e-5"], "--learning_rate is -1e-05"), (["--keep", "x"], "--keep needs --use_lora"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
@@ -58,8 +58,8 @@ def test_names_that_hugging_face_users_know():
     (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"), (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
     (["--float8", "--bf16", "--compile"], "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp"),
 ])
-def test_combinations_that_make_no_sense(words, part):
-    with pytest.raises(cli.UserError, match=re.escape(part)):
+def test_combinations_that_make_no_sense(words, message):
+    with pytest.raises(cli.UserError, match=re.escape(message)):
         script_flags()[1](parse(*words), world_size=1)
 
 
@@ -89,14 +89,14 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
     assert args.code_cache is None
 
 
-@pytest.mark.parametrize("text, said", [
+@pytest.mark.parametrize("text, message", [
     ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
     ("seed: 1\nseed: 2", "seed is there twice"), ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
-def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
+def test_a_bad_file_of_flags_is_one_line(tmp_path, text, message, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)
     err = capsys.readouterr().err
-    assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
+    assert end.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_only_a_plan_ends_at_once_on_other_ranks(monkeypatch):
@@ -117,8 +117,8 @@ def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
     assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists
 
 
-def settled(total, before=None, validates=True, **given):
-    args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | given)
+def settled(total, before=None, validates=True, **flags):
+    args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | flags)
     return args, cli.set_intervals(args, total, before or {}, validates).splitlines()
 
 

@@ -18,30 +18,30 @@ HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
 def test_the_scale_is_that_of_torch(monkeypatch):
     """An overflow halves the scale, steps without one double it; gradients are divided by it."""
     monkeypatch.setattr(optim, "GROW", 5)
-    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"), True)
+    reference, scaler = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"), True)
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     grad, scales = torch.randn(3), set()
     for step in range(40):
         bad = step in (0, 1, 7, 8, 9, 22)
-        theirs.scale(torch.zeros(()))
-        parameter.grad = grad * theirs.get_scale() * (float("inf") if bad else 1)
-        mine = torch.nn.Parameter(torch.zeros(3))
-        mine.grad = parameter.grad.clone()
-        theirs.unscale_(optimizer)
-        ours.unscale([mine])
-        assert torch.equal(mine.grad, parameter.grad) and (bad or torch.equal(mine.grad, grad))
-        theirs.step(optimizer)
-        theirs.update()
-        ours.update(torch.tensor(float(bad)))
+        reference.scale(torch.zeros(()))
+        parameter.grad = grad * reference.get_scale() * (float("inf") if bad else 1)
+        unscaled = torch.nn.Parameter(torch.zeros(3))
+        unscaled.grad = parameter.grad.clone()
+        reference.unscale_(optimizer)
+        scaler.unscale([unscaled])
+        assert torch.equal(unscaled.grad, parameter.grad) and (bad or torch.equal(unscaled.grad, grad))
+        reference.step(optimizer)
+        reference.update()
+        scaler.update(torch.tensor(float(bad)))
         if step % 3 == 0:       # saved and restored
-            ours = optim.Scaler(torch.device("cpu"), True, ours.saved())
-        assert ours.scale.item() == theirs.get_scale()
-        scales.add(theirs.get_scale())
+            scaler = optim.Scaler(torch.device("cpu"), True, scaler.saved())
+        assert scaler.scale.item() == reference.get_scale()
+        scales.add(reference.get_scale())
     assert len(scales) == 5
     for _ in range(40):
-        ours.update(torch.ones(()))
-    assert ours.scale.item() == 1, "never below"
+        scaler.update(torch.ones(()))
+    assert scaler.scale.item() == 1, "never below"
 
 
 def high(argv):
@@ -55,20 +55,20 @@ def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
     def run(name, *flags, **options):
         return train_forked(pool, tiny, tmp_path / name, *FLAGS, "--max_steps", 8, "--save_steps", 4, *flags,
                             main=f"{__name__}.high", **options)
-    one = run("one", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
-    scales = one.metrics("train/loss_scale")
-    skipped = int(one.metrics("train/bad_steps")[8])
+    one_rank = run("one", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
+    scales = one_rank.metrics("train/loss_scale")
+    skipped = int(one_rank.metrics("train/bad_steps")[8])
     assert 2 < skipped < 8 and scales[8] == HIGH / 2 ** skipped and scales[1] == HIGH / 2
-    assert one.output.count("every loss was finite") == skipped
-    shutil.copytree(one.output_dir, tmp_path / "again")
+    assert one_rank.output.count("every loss was finite") == skipped
+    shutil.copytree(one_rank.output_dir, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-8")
     again = run("again", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
     assert "resumed from" in again.output
-    assert_same_bits(one, again)
-    two = run("two", "--lora_dropout", 0.1, ranks=2)
-    more = int(two.metrics("train/bad_steps")[8])      # the loss is multiplied by the number of ranks before
-    assert skipped <= more <= skipped + 2 and two.metrics("train/loss_scale")[8] == HIGH / 2 ** more
-    assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
+    assert_same_bits(one_rank, again)
+    two_ranks = run("two", "--lora_dropout", 0.1, ranks=2)
+    more = int(two_ranks.metrics("train/bad_steps")[8])      # the loss is multiplied by the number of ranks before
+    assert skipped <= more <= skipped + 2 and two_ranks.metrics("train/loss_scale")[8] == HIGH / 2 ** more
+    assert two_ranks.metrics("train/loss")[8] == pytest.approx(one_rank.metrics("train/loss")[8], rel=0.02)
 
 
 def test_no_sum_over_rows_overflows_before_the_scale():

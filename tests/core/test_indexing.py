@@ -16,10 +16,10 @@ def test_parts_come_in_order(n, processes):
         for i in range(first, n, step):
             yield i, os.getpid()
 
-    found = []
-    packing.parallel_map_ordered(share, processes, found.append)
-    assert [i for i, _ in found] == list(range(n))
-    elsewhere = {pid for i, pid in found if pid != os.getpid()}
+    results = []
+    packing.parallel_map_ordered(share, processes, results.append)
+    assert [i for i, _ in results] == list(range(n))
+    elsewhere = {pid for i, pid in results if pid != os.getpid()}
     assert len(elsewhere) == min(processes, max(0, n - packing.FIRST_PARTS))
 
 
@@ -39,10 +39,10 @@ def test_several_processes_make_the_chats_of_one(tmp_path, monkeypatch):
     tables = []
     for processes in (0, 1, 2):
         encoder, folder = chat.Encoder(chats.tokenizer()), tmp_path / f"table{processes}"
-        found = chat_data.write_table(folder, paths, chat_data.Reading(
+        counts = chat_data.write_table(folder, paths, chat_data.Reading(
             encoder, 60, drop=("too_long",), processes=processes))
-        tables.append(({path.name: path.read_bytes() for path in folder.iterdir()}, found, encoder.ends))
-    one, (samples, dropped), ends = tables[0]
-    assert dropped == f"{71 - sum(samples)} too_long" and len(one) == 10
+        tables.append(({path.name: path.read_bytes() for path in folder.iterdir()}, counts, encoder.ends))
+    files, (samples, dropped), ends = tables[0]
+    assert dropped == f"{71 - sum(samples)} too_long" and len(files) == 10
     assert ends == {chats.tokenizer().convert_tokens_to_ids("<|im_end|>"): 71 + 13 + 6}     # all answers
     assert tables[1] == tables[0] == tables[2]

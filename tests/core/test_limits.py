@@ -13,10 +13,10 @@ CLONE_NEWNS = 0x20000   # sched.h
 
 def with_a_small_disk(*argv):
     """A run whose /dev/shm, which nobody else sees, has 256 KiB."""
-    made = not ctypes.CDLL(None).unshare(CLONE_NEWNS)
+    mounted = not ctypes.CDLL(None).unshare(CLONE_NEWNS)
     for words in ("--make-rprivate /", "-t tmpfs -o size=256k tmpfs /dev/shm"):
-        made = made and not subprocess.run(["mount", *words.split()]).returncode
-    if not made:
+        mounted = mounted and not subprocess.run(["mount", *words.split()]).returncode
+    if not mounted:
         os._exit(NO_NAMESPACE)
     speech_main(list(argv))
 

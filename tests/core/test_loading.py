@@ -64,7 +64,7 @@ def check_same(a, b):
 def loader(batches, make, workers=2, **options):
     """DataLoader of make(number) for each of the numbers."""
     return DataLoader(range(10**9), batch_sampler=([i] for i in batches), num_workers=workers,
-                      collate_fn=lambda one: make(*one), multiprocessing_context="fork" if workers else None,
+                      collate_fn=lambda numbers: make(*numbers), multiprocessing_context="fork" if workers else None,
                       worker_init_fn=init_loader, **options)
 
 

@@ -78,8 +78,8 @@ def test_window_is_what_the_ranks_take_in_one_step(kind):
     steps = -(-order.packs_per_epoch // 8)
     for epoch in range(2):
         for step in range(steps):
-            at = (epoch * steps + step) * accumulation
-            taken = sorted(i for r in ranks for pack in r[at:at + accumulation] for i in pack)
+            start = (epoch * steps + step) * accumulation
+            taken = sorted(i for r in ranks for pack in r[start:start + accumulation] for i in pack)
             assert taken == sorted(order.window(epoch, step * 8, 8).tolist()) and all(i % 2 for i in taken)
     assert len(order.window(0, order.packs_per_epoch, 8)) == len(order.window(0, order.packs_per_epoch + 99, 8)) == 0
 

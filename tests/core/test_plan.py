@@ -81,10 +81,10 @@ def test_what_does_not_fit_is_refused():
 
 def tried(args, ranks, lengths):
     """The Setups that --auto tries where none fits."""
-    found = []
-    memory.choose_packs(args, ALONE, ranks, lengths, lambda setup, order: found.append(setup) or Memory(
+    setups = []
+    memory.choose_packs(args, ALONE, ranks, lengths, lambda setup, order: setups.append(setup) or Memory(
         {}, {"": 999 * GIB}))
-    return found
+    return setups
 
 
 @pytest.mark.parametrize("words, sharded, more", [
@@ -134,8 +134,8 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     text = run("--max_steps", 1, "--gpu_memory", 80)
     assert "auto       --parallel ddp --max_tokens_per_batch 2048 " in text and "1 rank x 2 micro-steps" in text
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state" / "state.json").read_text())
-    found = {name: state["args"][name] for name in (*memory.FLAGS, "packs_per_step")}
-    assert found == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
+    choices = {name: state["args"][name] for name in (*memory.FLAGS, "packs_per_step")}
+    assert choices == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
                      "gradient_checkpointing": None, "gradient_accumulation_steps": 2, "packs_per_step": 2}
     assert state["identity"]["pack"] == "2048 tokens"
     text = run("--max_steps", 2, "--gpu_memory", 1)

@@ -31,7 +31,7 @@ def speech(mode):
     _, model = small_model("attention", torch.bfloat16, mode, dropout=0.0)
     del model.base_model.model.layers[1:]
     batch = pack_of(2, 20, 50, 20)
-    return model, model.base_model.model.layers, lambda: sum(part.sum() for part in model(batch)[:2])
+    return model, model.base_model.model.layers, lambda: sum(loss.sum() for loss in model(batch)[:2])
 
 
 def student(mode):
@@ -66,16 +66,16 @@ def test_products_are_those_of_float8_kernels():
     torch.manual_seed(0)
     rows, weight = torch.randn(24, 64) * torch.logspace(-4, 4, 24)[:, None], torch.randn(48, 64)
     stored, scales = quantized.rounded(weight)
-    ours = quantized.product(rows, stored.view(torch.uint8), scales).float()
+    product = quantized.product(rows, stored.view(torch.uint8), scales).float()
     small, row_scales = quantized.rounded(rows)
-    one = torch.ones(())
-    kernel = torch._scaled_mm(small, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    torch.testing.assert_close(ours, kernel * row_scales * scales.t(), rtol=0.01, atol=0)      # bf16 rounds by 0.4 %
+    unit = torch.ones(())
+    kernel = torch._scaled_mm(small, stored.t(), scale_a=unit, scale_b=unit, out_dtype=torch.float32)
+    torch.testing.assert_close(product, kernel * row_scales * scales.t(), rtol=0.01, atol=0)      # bf16 rounds by 0.4 %
     exact = rows @ weight.t()
     # both factors have 3 bits, so each is 2.6 % off in the mean
-    assert ((ours - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.06, "each row has a scale"
+    assert ((product - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.06, "each row has a scale"
     alone = torch.cat([quantized.product(row[None], stored.view(torch.uint8), scales) for row in rows]).float()
-    torch.testing.assert_close(ours, alone, rtol=0.01, atol=0)      # so ranks may share rows out as they like
+    torch.testing.assert_close(product, alone, rtol=0.01, atol=0)      # so ranks may share rows out as they like
     assert not quantized.product(torch.zeros(2, 64), stored.view(torch.uint8), scales).any()
     assert quantized.product(torch.zeros(0, 64), stored.view(torch.uint8), scales).shape == (0, 48)
 
@@ -94,11 +94,11 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
         assert rounded == sum(2 * m.in_features * m.out_features for m in small)
         assert names == [n for n, p in model.named_parameters() if p.requires_grad]
     exact, gradient, _ = trained(make, None, lambda *_: None)
-    loss, ours, _ = trained(make, None, round_weights)
+    loss, rounded_gradient, _ = trained(make, None, round_weights)
     assert loss != exact and loss == pytest.approx(exact, rel=0.01)
-    assert 0.98 < torch.cosine_similarity(ours, gradient, dim=0) and not torch.equal(ours, gradient)    # 0.9994 was seen
+    assert 0.98 < torch.cosine_similarity(rounded_gradient, gradient, dim=0) and not torch.equal(rounded_gradient, gradient)    # 0.9994 was seen
     again, recomputed, _ = trained(make, "selective", round_weights)
-    assert again == loss and torch.equal(recomputed, ours)
+    assert again == loss and torch.equal(recomputed, rounded_gradient)
 
 
 def test_gpu_kernels_take_both_products_as_they_lie(device=os.environ.get("TEST_DEVICE", "cpu")):
@@ -111,9 +111,9 @@ def test_gpu_kernels_take_both_products_as_they_lie(device=os.environ.get("TEST_
     x = x.to(device).requires_grad_()
     for call in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
         out = call(x.t())
-        found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
-        for one, other in zip(found, expected, strict=True):
-            assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
+        results = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
+        for actual, exact in zip(results, expected, strict=True):
+            assert (actual.cpu() - exact).norm() < 0.06 * exact.norm()     # as above
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ def test_a_model_trains_as_one_of_the_rounded_weights(make):
         return [t for t in kept if t.shape in shapes and not t.requires_grad and t.is_floating_point()]
     assert whole(kept)
     for mode in (None, "all", "selective"):
-        ours = trained(make, mode, lambda _, layers: converted(layers))
-        assert ours[0] == loss and torch.equal(ours[1], gradient) and not whole(ours[2]), mode
+        result = trained(make, mode, lambda _, layers: converted(layers))
+        assert result[0] == loss and torch.equal(result[1], gradient) and not whole(result[2]), mode
 
 
 def main_here(argv):
@@ -191,25 +191,25 @@ def test_an_adapter_on_nf4_is_spoken_and_merged_as_it_was_trained(pool, quick_py
     def run(name, *more, **options):
         return train_forked(pool, tiny, tmp_path / name, *flags, "--base_dtype", "nf4", "--max_steps", 4, *more,
                             main=f"{__name__}.main_here", **options)
-    one = run("one", "--gradient_accumulation_steps", 2)
-    learnt = one.output_dir / "checkpoint-4"
+    one_rank = run("one", "--gradient_accumulation_steps", 2)
+    learnt = one_rank.output_dir / "checkpoint-4"
     names = load_file(learnt / "adapter_model.safetensors")
     assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in names.items())
-    two = run("two", ranks=2)
-    assert two.metrics("train/loss") == pytest.approx(one.metrics("train/loss"), rel=2e-3)
+    two_ranks = run("two", ranks=2)
+    assert two_ranks.metrics("train/loss") == pytest.approx(one_rank.metrics("train/loss"), rel=2e-3)
     subprocess.run([quick_python, *map(str, (
         ROOT / "speech" / "generate_tts.py", "--model_path", tiny.model, "--adapter", learnt, "--output_dir",
         tmp_path / "said", "--audio_tokenizer_path", tiny.codec, "--text", "one.", "--max_seconds", 0.4))], check=True,
         env={**os.environ, "PYTHONPATH": os.environ.get("BITSANDBYTES", "")})
     assert json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] == "nf4"
-    base, place = load_file(tiny.model / "model.safetensors"), "model.layers.0.self_attn.q_proj"
-    up, down = (names[f"base_model.model.{place}.lora_{half}.weight"] for half in "BA")
-    frozen = base[f"{place}.weight"].float()
+    base, layer = load_file(tiny.model / "model.safetensors"), "model.layers.0.self_attn.q_proj"
+    up, down = (names[f"base_model.model.{layer}.lora_{half}.weight"] for half in "BA")
+    frozen = base[f"{layer}.weight"].float()
     for name, dtype in (("as trained", "nf4"), ("on the base", None)):
         merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
         whole = load_file(tmp_path / name / "model.safetensors")
         expected = (rounded(frozen, torch.float32) if dtype else frozen) + 2 * up @ down
-        torch.testing.assert_close(whole[f"{place}.weight"], expected)
+        torch.testing.assert_close(whole[f"{layer}.weight"], expected)
         assert torch.equal(whole["model.embed_tokens.weight"], base["model.embed_tokens.weight"].float())
-    other = train_forked(pool, tiny, one.output_dir, *flags, "--max_steps", 5, ok=False)
+    other = train_forked(pool, tiny, one_rank.output_dir, *flags, "--max_steps", 5, ok=False)
     assert other.status and "lora on nf4" in other.output, other.output

@@ -93,8 +93,8 @@ class Job:
         self.processes, argv = [], trainer_arguments(tiny, output_dir, *flags)
         env |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(2):
-            place = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            self.processes.append(server.Process(target=forked, args=(argv, place, str(self.log), str(output_dir.parent))))
+            rank_env = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            self.processes.append(server.Process(target=forked, args=(argv, rank_env, str(self.log), str(output_dir.parent))))
             self.processes[-1].start()
         self.ranks = [process.pid for process in self.processes]
 

@@ -59,9 +59,9 @@ def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
         processes = [FORK.Process(target=own, args=(tmp_path, results, barrier)) for _ in range(6)]
         for process in processes:
             process.start()
-        found = sorted(results.get(timeout=PATIENCE_S) for _ in processes)
-        assert [what for what, _ in found] == ["lost"] * 5 + ["won"]
-        os.kill(found[-1][1], signal.SIGKILL)
+        outcomes = sorted(results.get(timeout=PATIENCE_S) for _ in processes)
+        assert [outcome for outcome, _ in outcomes] == ["lost"] * 5 + ["won"]
+        os.kill(outcomes[-1][1], signal.SIGKILL)
         for process in processes:
             process.kill()
             process.join()

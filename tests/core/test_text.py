@@ -5,16 +5,16 @@ from core import cli, json_files
 
 
 def test_passwords_and_keys_of_addresses_are_not_kept():
-    found = cli.remove_secrets({"url": "http://anna:pass@h/v1?api_key=abc&x=1#y", "more": ["s3://k:v@b", 3, None],
+    cleaned = cli.remove_secrets({"url": "http://anna:pass@h/v1?api_key=abc&x=1#y", "more": ["s3://k:v@b", 3, None],
                                  "a": "user@host", "b": "http://h/v1"})
-    assert found == {"url": "http://***@h/v1?***&x=1#y", "more": ["s3://***@b", 3, None], "a": "user@host", "b": "http://h/v1"}
+    assert cleaned == {"url": "http://***@h/v1?***&x=1#y", "more": ["s3://***@b", 3, None], "a": "user@host", "b": "http://h/v1"}
 
 
-@pytest.mark.parametrize("said, shown", [
+@pytest.mark.parametrize("text, shown", [
     ("http://anna:pass@h/v1", "http://***@h/v1"), ("a\nb\x1b[31m", "a\\nb\\x1b[31m"), ("\u202egnp.exe", "\\u202egnp.exe"),
     ("x" * 30, "x" * 5 + "[... 20 characters ...]" + "x" * 5), ("http://" + "p" * 30 + "@h", "http://***@h")])
-def test_printed_texts(said, shown):
-    assert cli.one_line(said, 20 if "@" in said else 10) == shown
+def test_printed_texts(text, shown):
+    assert cli.one_line(text, 20 if "@" in text else 10) == shown
 
 
 def test_a_disk_that_fails_while_it_is_read_is_named():

@@ -38,20 +38,20 @@ KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_
 @pytest.fixture(scope="module")
 def models(demo, tmp_path_factory):
     """{kind: folder of a tiny model with random weights and the demo's tokenizer}."""
-    made = {}
+    folders = {}
     for kind, config in KINDS.items():
         torch.manual_seed(0)
-        folder = made[kind] = tmp_path_factory.mktemp(kind)
+        folder = folders[kind] = tmp_path_factory.mktemp(kind)
         model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             if parameter.ndim == 1:     # norms and biases that matter
                 parameter.data += 0.3 * torch.randn_like(parameter)
         model.save_pretrained(folder)
         Tokenizer.from_file(str(demo / "tokenizer.json")).save(str(folder / "tokenizer.json"))
-    made["chat"] = shutil.copytree(demo / "chat", tmp_path_factory.mktemp("chat") / "model")
+    folders["chat"] = shutil.copytree(demo / "chat", tmp_path_factory.mktemp("chat") / "model")
     config = Qwen3Config(head_dim=16, tie_word_embeddings=True, vocab_size=ROWS + 3, **SHAPE)
-    AutoModelForCausalLM.from_config(config).save_pretrained(made["chat"])
-    return made
+    AutoModelForCausalLM.from_config(config).save_pretrained(folders["chat"])
+    return folders
 
 
 def read(folder, end_token="", tokenizer=None):
@@ -63,15 +63,15 @@ def read(folder, end_token="", tokenizer=None):
 
 def opened(folder):
     """(our network with the folder's weights, Tokens, transformers' model)."""
-    tokens, config, given = read(folder)
+    tokens, config, loaded = read(folder)
     model = decoder.Decoder(config).eval()
-    model.load_state_dict(given[0], strict=False)       # a tied head is not given
-    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    if len(theirs.get_input_embeddings().weight) < config.vocab_size:
-        theirs.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    model.load_state_dict(loaded[0], strict=False)       # a tied head is not given
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    if len(reference.get_input_embeddings().weight) < config.vocab_size:
+        reference.resize_token_embeddings(config.vocab_size, mean_resizing=False)
     mask = config.mask_id
-    theirs.get_input_embeddings().weight.data[mask] = model.embed.weight[mask]
-    return model, tokens, theirs
+    reference.get_input_embeddings().weight.data[mask] = model.embed.weight[mask]
+    return model, tokens, reference
 
 
 @pytest.mark.parametrize("for_gpus", [False, True])
@@ -83,22 +83,22 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     The sampler computes for a block what training computes for its noisy copies.
     """
     monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
-    model, tokens, theirs = opened(models[kind])
+    model, tokens, reference = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)
     changed = inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask)
     inputs = inputs._replace(tokens=changed)
     rule = dit.attends(inputs.doc, inputs.block, inputs.n_noisy)
-    at = torch.arange(inputs.tokens.shape[1])
-    seen = rule(torch.arange(len(inputs.doc))[:, None, None], 0, at[:, None], at)
+    places = torch.arange(inputs.tokens.shape[1])
+    seen = rule(torch.arange(len(inputs.doc))[:, None, None], 0, places[:, None], places)
     seen[:, inputs.n_noisy:, :inputs.n_noisy] = False       # clean tokens never see noisy ones
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
-    wanted = theirs(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
+    wanted = reference(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
                     use_cache=False).logits[:, :inputs.n_noisy]
     hidden, live = model.hidden_states(inputs), batch.noisy >= 0
-    ours = model.logits(hidden)
-    keep = [i for i in range(ours.shape[-1]) if i != tokens.mask]
-    torch.testing.assert_close(ours[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)
+    logits = model.logits(hidden)
+    keep = [i for i in range(logits.shape[-1]) if i != tokens.mask]
+    torch.testing.assert_close(logits[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)
     losses = model(inputs)
     flat = wanted.flatten(0, 1)[inputs.rows].float()
     flat[:, tokens.mask] = -torch.inf
@@ -125,13 +125,13 @@ def test_work_is_counted_like_a_plain_sum():
 
 def test_the_mask_takes_a_spare_row_or_a_new_one(models):
     for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
-        tokens, config, given = read(models[kind])
+        tokens, config, loaded = read(models[kind])
         table = load_file(models[kind] / "model.safetensors")["model.embed_tokens.weight"]
         assert tokens.mask == ROWS + 1 == config.mask_id and config.vocab_size == rows
-        assert torch.equal(given[0]["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
-        row = given[0]["model.embed_tokens.weight"][tokens.mask]
+        assert torch.equal(loaded[0]["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
+        row = loaded[0]["model.embed_tokens.weight"][tokens.mask]
         assert (row - table[:ROWS + 1].mean(0)).abs().max() < 0.1 * table.std()
-        assert ("lm_head.weight" in given[0]) == (kind == "qwen3")
+        assert ("lm_head.weight" in loaded[0]) == (kind == "qwen3")
 
 
 @pytest.mark.parametrize("change, words", [
@@ -150,15 +150,15 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
     (tmp_path / "vocab.json").write_text(json.dumps(words))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, parts["model"]["merges"])]) + "\n")
     added = {str(token["id"]): {"content": token["content"], "special": True} for token in parts["added_tokens"]}
-    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
              "added_tokens_decoder": added, "chat_template": make_problems.CHAT}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "sdar"}))
     tokens = load_tokenizer(tmp_path, "gsm8k", "<|im_end|>")
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("12345 pens\n\n  and a half.", "Ben's<|im_end|>"):
-        assert tokens.encode(text) == theirs(text)["input_ids"]
-    assert tokens.end == theirs.eos_token_id == ROWS + 2 and tokens.mask == len(theirs) == ROWS + 3
+        assert tokens.encode(text) == reference(text)["input_ids"]
+    assert tokens.end == reference.eos_token_id == ROWS + 2 and tokens.mask == len(reference) == ROWS + 3
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))     # as GPT-2's
     with pytest.raises(UserError, match="has no tokenizer.json"):
         problems.read_tokenizer(tmp_path)
@@ -171,8 +171,8 @@ def test_questions_in_the_chat_template(models, demo):
     assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
     tokens = load_tokenizer(folder, "gsm8k", layout.end_token)
     problem = read_problems(demo / "test.jsonl", "", "gsm8k")[0]
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    head = theirs.apply_chat_template([{"role": "user", "content": problem.question}], add_generation_prompt=True,
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    head = reference.apply_chat_template([{"role": "user", "content": problem.question}], add_generation_prompt=True,
                                       return_dict=False)
     context, (pinned, first) = question_state(problem, tokens, layout)
     assert [*context[0], *pinned] == head and first == len(head) - len(head) % 8
@@ -248,16 +248,16 @@ def test_a_converted_model_trains_resumes_and_answers(pool, demo, models, tmp_pa
     assert bounds[0][4] < bounds[0][0] - (0.5 if kind == "all" else 0.1)
     assert "resumed from" in runs["fsdp"].output and "language model" not in runs["fsdp"].output
     folder = newest(tmp_path / "fsdp")
-    model, about = published.load_checkpoint(folder)
+    model, config = published.load_checkpoint(folder)
     assert isinstance(model, decoder.Decoder) and model.lm_head.weight is model.embed.weight
     if kind == "lora":
-        check_adapters(folder, model, about, models["chat"])
-    assert about["layout"]["end_token"] == "<|im_end|>"
+        check_adapters(folder, model, config, models["chat"])
+    assert config["layout"]["end_token"] == "<|im_end|>"
     sample_bd3lm.main(["--checkpoint", str(folder), "--test_file", str(demo / "test.jsonl"), "--limit", "2",
                        "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json")])
     check_export(folder, model, tmp_path / "exported")
     for start in (tmp_path / "fsdp", tmp_path / "exported"):
-        check_continuation(start, about["layout"], demo, tmp_path / "on", capsys)
+        check_continuation(start, config["layout"], demo, tmp_path / "on", capsys)
 
 
 def check_continuation(start, layout, demo, output_dir, capsys):
@@ -269,32 +269,32 @@ def check_continuation(start, layout, demo, output_dir, capsys):
     assert kept == published.add_chat_form(common, origin.path)
     capsys.readouterr()
     short_run(output_dir, f"--init_from {start} --train_data_file {demo}/train.jsonl --dry_run")
-    said = capsys.readouterr().out
-    assert said.endswith("dry run ok\n") and "new rows" not in said
+    output = capsys.readouterr().out
+    assert output.endswith("dry run ok\n") and "new rows" not in output
 
 
 @torch.no_grad()
-def check_adapters(folder, merged, about, base):
+def check_adapters(folder, merged, config, base):
     """The checkpoint holds trained adapters and the mask's row; merged into the base they compute the same."""
     saved, averaged = ({name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(
         path).items()} for stem in ("model", "ema"))
-    mask, table = about["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    mask, table = config["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     assert saved.keys() == averaged.keys() and len(saved) == 1 + 3 * 7 * 2      # 3 layers of 7 matrices
     assert all(".lora_" in name or name == "mask_row" for name in saved)
     assert all(tensor.any() for name, tensor in averaged.items() if "lora_B" in name)
     assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
-    apart = decoder.Decoder(decoder.Config(**about["model"])).eval()
-    tensor_io.load(dist.World(), folder, "ema", elbo.trained_parameters(apart))
-    for name, parameter in decoder.base_weights(apart).items():
+    adapted = decoder.Decoder(decoder.Config(**config["model"])).eval()
+    tensor_io.load(dist.World(), folder, "ema", elbo.trained_parameters(adapted))
+    for name, parameter in decoder.base_weights(adapted).items():
         rows = load_file(base / "model.safetensors")[name]
         parameter[:len(rows)] = rows
-    assert torch.equal(apart.embed.weight[:mask], table[:mask])
+    assert torch.equal(adapted.embed.weight[:mask], table[:mask])
     assert torch.equal(merged.embed.weight[:mask], table[:mask])
     inputs = noised(make_blocks(MIXED, 26, 24))
     inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, mask))
-    torch.testing.assert_close(merged(inputs), apart(inputs), rtol=1e-4, atol=1e-4)
-    apart.mask_row.zero_()
-    assert not torch.allclose(merged(inputs), apart(inputs), rtol=1e-2)
+    torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-4, atol=1e-4)
+    adapted.mask_row.zero_()
+    assert not torch.allclose(merged(inputs), adapted(inputs), rtol=1e-2)
     stored = (base / "model.safetensors").read_bytes()
     (base / "model.safetensors").write_bytes(stored[:-1] + b"\0")
     with pytest.raises(UserError, match="its weights are not those that these adapters were trained on"):
@@ -306,13 +306,13 @@ def check_adapters(folder, merged, about, base):
 def check_export(folder, model, exported):
     """transformers reads the folder, with these weights; --init_from takes them back bit for bit."""
     published.main(["--checkpoint", str(folder), "--output_dir", str(exported)])
-    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
-    ours = dict(model.named_parameters())
-    found = dict(theirs.named_parameters())
-    assert found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
-    tokens, _, given = read(exported, "<|im_end|>")
-    assert tokens.mask == model.config.mask_id and "new rows" not in given[2]
-    assert given[0].keys() == ours.keys() and all(torch.equal(given[0][name], ours[name]) for name in ours)
+    reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    expected = dict(model.named_parameters())
+    actual = dict(reloaded.named_parameters())
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+    tokens, _, loaded = read(exported, "<|im_end|>")
+    assert tokens.mask == model.config.mask_id and "new rows" not in loaded[2]
+    assert loaded[0].keys() == expected.keys() and all(torch.equal(loaded[0][name], expected[name]) for name in expected)
     with pytest.raises(UserError, match="not empty"):
         published.export(folder, exported)
 
@@ -354,14 +354,14 @@ def test_an_sdar_export_has_the_files_that_servers_read(sdar, demo, tmp_path, ca
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
     start = f"--init_from {folder} --train_data_file {demo}/train.jsonl"
     short_run(tmp_path / "on", start, "--batch_preset convert --dry_run")
-    said = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
-    assert "memory" in said and said.endswith("dry run ok\n") and "new rows" not in said
-    assert "; trained in blocks of 4\n" in said
+    output = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
+    assert "memory" in output and output.endswith("dry run ok\n") and "new rows" not in output
+    assert "; trained in blocks of 4\n" in output
     # what starts from SDAR goes out as SDAR, asked or not: config.json must not name files that are not there
     short_run(tmp_path / "on", start, "--problems_per_batch 1 --validation_split 0 --learning_rate 0")
     published.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
-    state, again = (load_file(part / "model.safetensors") for part in (folder, tmp_path / "again"))
+    state, again = (load_file(export / "model.safetensors") for export in (folder, tmp_path / "again"))
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     monkeypatch.setattr(published, "SDAR_MASK_ID", 5)
     with pytest.raises(UserError, match=f"that the mask has id 5, not {SDAR_MASK}"):
@@ -373,12 +373,12 @@ def test_generate_py_of_an_export_writes_our_texts(sdar, tmp_path):
     """generate.py runs in an interpreter without this repository, also where config.json is not SDAR's."""
     (run, folder), commands, texts = sdar, [], []
     published.export(newest(run), tmp_path / "usual")
-    for threshold, place in ((0.9, folder), (0.02, tmp_path / "usual")):
+    for threshold, export in ((0.9, folder), (0.02, tmp_path / "usual")):
         args = types.SimpleNamespace(checkpoint=run, device="cpu", bf16=False)
         _, solver = sample_bd3lm.load_solver(args, sample_bd3lm.Sampling("confidence", threshold, 0.0))
         states = [question_state(problems.Problem("", text, "", ""), solver.tokens, solver.layout) for text in ASK]
-        texts.append("".join(f"{found['text']}\n" for found in sample_bd3lm.answer(solver, states, 1)))
-        commands.append([str(place / "generate.py"), *ASK, "--threshold", str(threshold)])
+        texts.append("".join(f"{answer['text']}\n" for answer in sample_bd3lm.answer(solver, states, 1)))
+        commands.append([str(export / "generate.py"), *ASK, "--threshold", str(threshold)])
     code = "import json, runpy, sys\nfor sys.argv in json.loads(sys.argv[1]):\n    " \
            "runpy.run_path(sys.argv[0], run_name='__main__')"       # both, with one import of transformers
     done = subprocess.run([sys.executable, "-I", "-c", code, json.dumps(commands)], cwd="/", text=True,

@@ -12,12 +12,12 @@ from tests.helpers.block_rows import network
 ALONE = dist.World(device=torch.device("cpu"))
 
 
-def rows_of(demo, split, documents, pack=True):
+def rows_of(demo, split, count, pack=True):
     """(Tokens, Rows of 96 tokens) of the first documents of a demo file."""
     tokens = problems.load_tokenizer(demo, "gsm8k")
-    found = documents_of(problems.read_problems(demo / f"{split}.jsonl", split, "gsm8k"), tokens,
+    documents = documents_of(problems.read_problems(demo / f"{split}.jsonl", split, "gsm8k"), tokens,
                                   choices.Layout(block_size=8, max_length=96))
-    return tokens, blocks.make_rows(found, np.arange(documents), 96, pack)
+    return tokens, blocks.make_rows(documents, np.arange(count), 96, pack)
 
 
 def bound_of_one_nat(demo, repeats, seed=42):
@@ -44,9 +44,9 @@ def test_ranks_share_batches_without_a_rest(demo):
             shares = [list(elbo.share_of_batches(dist.World(rank=rank, size=size), rows, 5, most))
                       for rank in range(size)]
             assert len({len(share) for share in shares}) == 1
-            found = sorted((number, int((batch.doc.amax(1) + 1).sum())) for share in shares for number, batch in share)
-            assert [number for number, _ in found] == list(range(len(found)))
-            assert sum(documents for _, documents in found) == expected and found[0] == (0, 5)
+            batches = sorted((number, int((batch.doc.amax(1) + 1).sum())) for share in shares for number, batch in share)
+            assert [number for number, _ in batches] == list(range(len(batches)))
+            assert sum(documents for _, documents in batches) == expected and batches[0] == (0, 5)
 
 
 def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
@@ -60,7 +60,7 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
     model.head.weight.data.normal_(0, 0.3)
     how = elbo.Eval(rows, tokens, batch_rows=4, repeats=1, seed=42, bf16=False, widths=(0.5, 0.3))
-    found = elbo.search_range(ALONE, model, how, int)
+    best = elbo.search_range(ALONE, model, how, int)
     scores = {}
     for t_range in elbo.candidates([0.5, 0.3], {8}):
         per_block = []
@@ -73,7 +73,7 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
                 size = int((batch.group[batch.target] == group).sum())
                 per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
         scores[t_range] = np.var(per_block)
-    assert found == min(scores, key=scores.get) and len(set(scores.values())) > 10
+    assert best == min(scores, key=scores.get) and len(set(scores.values())) > 10
 
 
 def test_average_follows_its_formula_and_swaps():
@@ -99,10 +99,10 @@ def test_average_follows_its_formula_and_swaps():
 
 
 def test_either_a_better_bound_or_a_better_accuracy_goes_on():
-    best, said = {}, []
+    best, improved = {}, []
     for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
-        said.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
-    assert said == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
+        improved.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
+    assert improved == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
     best = {}
     assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
 
@@ -118,13 +118,13 @@ def test_known_answers_are_right(demo, monkeypatch):
     assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
 
     def generate(model, states, limits, block_size, end, how, generator):
-        found = []
+        answers = []
         for state in states:
-            place, ids = next(i for i, (_, other) in enumerate(asked) if other is state), state[1][0]
-            problem = asked[place][0]
-            text = problem.solution if place % 2 else "#### 1"
-            found.append(sample_bd3lm.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
-        return found
+            index, ids = next(i for i, (_, other) in enumerate(asked) if other is state), state[1][0]
+            problem = asked[index][0]
+            text = problem.solution if index % 2 else "#### 1"
+            answers.append(sample_bd3lm.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
+        return answers
     monkeypatch.setattr(sample_bd3lm, "generate", generate)
     how = elbo.Eval(rows, tokens, batch_rows=3, repeats=1, seed=0, bf16=False, chosen=asked)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})

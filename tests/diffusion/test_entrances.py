@@ -122,7 +122,7 @@ def test_chats_without_a_usable_row_are_named(train, tmp_path):
 def test_requests_without_room_do_not_end_an_evaluation(demo):
     """What lm-eval asks for: a context that is too long is cut in front, and counted."""
     solver = solver_of(demo, choices.Layout(block_size=4, max_length=64))
-    ours, fits = evaluate.harness_model(object, solver, 2, 4), solver.tokens.decode(range(60, 100))
-    found = ours.loglikelihood([SimpleNamespace(args=pair) for pair in (
+    model, fits = evaluate.harness_model(object, solver, 2, 4), solver.tokens.decode(range(60, 100))
+    results = model.loglikelihood([SimpleNamespace(args=pair) for pair in (
         ("1", " 2"), (fits * 4, " 2"), ("1", fits * 4))])
-    assert [math.isfinite(value) for value, _ in found] == [True, True, False] and ours.too_long == 2
+    assert [math.isfinite(value) for value, _ in results] == [True, True, False] and model.too_long == 2

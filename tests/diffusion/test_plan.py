@@ -13,9 +13,9 @@ def inputs_of(rows, masked):
     """blocks.Inputs of rows with one document each, whose first places of all rows together are masked."""
     places = torch.cat([torch.arange(NOISY), torch.arange(LENGTH)]).expand(rows, -1)
     doc = torch.zeros(rows, NOISY + LENGTH, dtype=torch.int32)
-    at = torch.arange(masked)
-    return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=at,
-                        labels=at % 290, weights=torch.ones(masked), group=at, tiles=None,
+    masked_rows = torch.arange(masked)
+    return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=masked_rows,
+                        labels=masked_rows % 290, weights=torch.ones(masked), group=masked_rows, tiles=None,
                         n_noisy=NOISY)
 
 

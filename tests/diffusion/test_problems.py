@@ -29,13 +29,13 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
     with open(data, "a") as file:
         file.write('{"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "1"}]}\n')
         file.write('{"messages": [{"role": "user", "content": "no answer"}]}\nno JSON\n')
-    found = problems.read_chats(data, folder, tokens, bad)
-    assert [p.name for p in found] == [f"{data}:1"] * 2
-    said = PreTrainedTokenizerFast.from_pretrained(folder)
-    documents = documents_of(found, tokens, layout)
-    for problem, until, (first, last) in zip(found, (3, 7), zip(documents.offsets, documents.offsets[1:])):
+    answers = problems.read_chats(data, folder, tokens, bad)
+    assert [p.name for p in answers] == [f"{data}:1"] * 2
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    documents = documents_of(answers, tokens, layout)
+    for problem, until, (first, last) in zip(answers, (3, 7), zip(documents.offsets, documents.offsets[1:])):
         messages = [{k: m[k] for k in ("role", "content")} for m in TALK[:until]]
-        text = said.apply_chat_template(messages, tokenize=False)
+        text = reference.apply_chat_template(messages, tokenize=False)
         ids = documents.ids[first:last]
         fill = "<|im_end|>" * (len(ids) - len(problem.ids))
         assert tokens.decode(ids) == text.rstrip("\n") + fill
@@ -53,8 +53,8 @@ def test_train_and_answer(folder, tmp_path, capsys):
     data, out = write(tmp_path / "chats.jsonl", talks), tmp_path / "out"
     short_run(out, f"--system chat --train_data_file {data} --tokenizer {folder} --model_size nano --row_length 128",
               "--max_steps 2 --validation_split 0.25 --problems_per_batch 8")
-    said = capsys.readouterr().out
-    assert "36 to train, 12 to validate" in said and "done       step 2" in said, said
+    output = capsys.readouterr().out
+    assert "36 to train, 12 to validate" in output and "done       step 2" in output, output
     common = ["--checkpoint", str(out), "--device", "cpu", "--order", "confidence"]
     sample_bd3lm.main([*common, "--test_file", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
@@ -76,17 +76,17 @@ def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
 
 
 def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
-    ours = read_problems(demo / "train.jsonl", "any", "gsm8k")
+    as_lines = read_problems(demo / "train.jsonl", "any", "gsm8k")
     entries = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()]
     (tmp_path / "train.json").write_text("\ufeff" + json.dumps(entries))
     as_json = read_problems(tmp_path, "train", "gsm8k")
     (tmp_path / "train.jsonl").write_text("\n\n".join(json.dumps(e, ensure_ascii=False) for e in entries))
-    assert [replace(p, name="") for p in ours] == [replace(p, name="") for p in as_json]
-    assert ours == read_problems(demo, "train", "gsm8k") and len(ours) == 60
+    assert [replace(p, name="") for p in as_lines] == [replace(p, name="") for p in as_json]
+    assert as_lines == read_problems(demo, "train", "gsm8k") and len(as_lines) == 60
     assert read_problems(tmp_path, "train", "gsm8k")[1].name == f"{tmp_path}/train.jsonl line 3"
     assert as_json[2].name == f"{tmp_path}/train.json sample 2"
     hdp = read_problems(demo / "train_hdp.json", "any", "hdp")
-    assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in ours]
+    assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in as_lines]
     assert all(p.plan and "<<" not in p.solution for p in hdp)
 
 

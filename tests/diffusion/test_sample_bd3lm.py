@@ -46,12 +46,12 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
     save_file({name: torch.randn_like(p) for name, p in state.items()}, path / "model.safetensors")
     solver.tokens.tokenizer.save(str(path / "tokenizer.json"))
     as_checkpoint(path, {"step": 5, "best_step": None})
-    found = {}
+    reports = {}
     for how in ("--batch_size 2", "--batch_size 6 --order confidence --threshold 0.02"):
         sample_bd3lm.main(["--checkpoint", str(tmp_path / "run"), "--test_file", str(demo / FILES[system]), "--limit", "6",
                            "--device", "cpu", "--output", str(tmp_path / "answers.json"), *how.split()])
-        found[how] = json.loads((tmp_path / "answers.json").read_text())
-    result, fast = found.values()
+        reports[how] = json.loads((tmp_path / "answers.json").read_text())
+    result, fast = reports.values()
     problems = read_problems(demo / FILES[system], "", system)[:6]
     assert [(a["name"], a["question"], a["answer"]) for a in result["answers"]] == [
         (p.name, p.question, p.answer) for p in problems]
@@ -72,13 +72,13 @@ def test_prompts_of_lm_eval(demo):
     solver = solver_of(demo, LAYOUTS["gsm8k"], Sampling("confidence", temperature=0.0))
     problems = read_problems(demo / "train.jsonl", "", "gsm8k")[:6]
     states = [sample_bd3lm.question_state(p, solver.tokens, solver.layout) for p in problems]
-    wanted = [found["text"] for found in sample_bd3lm.answer(solver, states, 2)]
-    ours = evaluate.harness_model(object, solver, 3, 16)
+    wanted = [result["text"] for result in sample_bd3lm.answer(solver, states, 2)]
+    model = evaluate.harness_model(object, solver, 3, 16)
     prompts = [f"Question: {p.question}\nAnswer:" for p in problems] + ["word " * 200]
     stops = [[], wanted[1][5:7], [wanted[2][3]], ["\0", wanted[3][4:6]], [], [], []]
-    texts = ours.generate_until([types.SimpleNamespace(args=(prompt, {"until": stop})) for prompt, stop in zip(
+    texts = model.generate_until([types.SimpleNamespace(args=(prompt, {"until": stop})) for prompt, stop in zip(
         prompts, stops)])
-    assert texts[-1] == "" and ours.too_long == 1
+    assert texts[-1] == "" and model.too_long == 1
     for text, whole, stop in zip(texts, wanted, stops):
         for end in [stop] if isinstance(stop, str) else stop:
             whole = whole.split(end)[0]
@@ -89,9 +89,9 @@ PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"),
 
 def log_probabilities(solver, clean, shown):
     """(block_size, V) of the places of the block behind the clean ids, some of which are shown, the others masked."""
-    at = torch.arange(len(clean))[None]
+    positions = torch.arange(len(clean))[None]
     size = len(shown)
-    past = prefill(solver.model, torch.tensor(clean)[None], at, at // size, torch.ones_like(at, dtype=torch.bool))
+    past = prefill(solver.model, torch.tensor(clean)[None], positions, positions // size, torch.ones_like(positions, dtype=torch.bool))
     here = torch.arange(len(clean), len(clean) + size)[None]
     seen = torch.ones(1, 1, size, len(clean) + size, dtype=torch.bool)
     hidden, _ = solver.model.extend(torch.tensor(shown)[None], here, seen, past)
@@ -102,9 +102,9 @@ def log_probabilities(solver, clean, shown):
 def test_blocks_of_one_token_have_the_exact_likelihood(demo):
     """Of a DiT, against its cached sampler asked for one token after the other; lm-eval gets minus that."""
     solver = solver_of(demo, Layout(block_size=1, max_length=64))
-    found = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
+    likelihoods = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
         [types.SimpleNamespace(args=pair) for pair in PAIRS])
-    for (context, text), (value, greedy) in zip(PAIRS, found):
+    for (context, text), (value, greedy) in zip(PAIRS, likelihoods):
         ids = [solver.tokens.bos, *solver.tokens.encode(context)]
         exact = 0.0
         for token in solver.tokens.encode(text):
@@ -122,14 +122,14 @@ def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
     both = []
     for order in itertools.permutations(range(2)):
         shown, nats = [solver.tokens.mask] * size, 0.0
-        for place in order:
-            nats -= float(log_probabilities(solver, context, shown)[place, text[place]])
-            shown[place] = text[place]
+        for index in order:
+            nats -= float(log_probabilities(solver, context, shown)[index, text[index]])
+            shown[index] = text[index]
         both.append(nats)
     documents = evaluate.continuations(solver, [("a", context, text)] * 400)
-    found = evaluate.draw_bounds(solver, documents, 30, 400, seed=3)
-    error = found.mean(0).std(ddof=1) / math.sqrt(found.shape[1])     # levels are stratified over all documents
-    assert abs(found.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both)
+    bounds = evaluate.draw_bounds(solver, documents, 30, 400, seed=3)
+    error = bounds.mean(0).std(ddof=1) / math.sqrt(bounds.shape[1])     # levels are stratified over all documents
+    assert abs(bounds.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both)
     assert abs(both[0] - both[1]) > 4 * error
 
 
@@ -143,8 +143,8 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     capsys.readouterr()
     common = ["--checkpoint", str(out), "--device", "cpu", "--bound", str(demo / "test.jsonl")]
     evaluate.main([*common, "--draws", "8", "--output", str(tmp_path / "bound.json")])
-    found = json.loads((tmp_path / "bound.json").read_text())
-    summary = found["summary"]
+    bound = json.loads((tmp_path / "bound.json").read_text())
+    summary = bound["summary"]
     error = math.hypot(summary["eval/stderr"], wanted["eval/stderr"])
     assert abs(summary["eval/nll"] - wanted["eval/nll"]) < 4 * error
     assert summary["eval/bits_per_token"] == pytest.approx(summary["eval/nll"] / math.log(2))
@@ -164,10 +164,10 @@ def questions():
     Sampling(), Sampling("confidence", 1.0, 0), Sampling("confidence", 0.12), Sampling("confidence", 0.0)], ids=str)
 def test_every_order_fills_its_room_and_counts_its_passes(how):
     model, (contexts, pinned, limits) = network().eval(), questions()
-    found = generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
-    for i, result in enumerate(found):
-        given, free = len(pinned[i][0]), 4 * limits[i] - len(pinned[i][0])
-        assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * limits[i] and not result.ended
+    results = generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
+    for i, result in enumerate(results):
+        n_pinned, free = len(pinned[i][0]), 4 * limits[i] - len(pinned[i][0])
+        assert result.ids[:n_pinned] == pinned[i][0] and len(result.ids) == 4 * limits[i] and not result.ended
         assert MASK not in result.ids and limits[i] <= result.forwards <= free
         assert how.threshold < 0.5 or result.forwards == free
         assert how.threshold > 0 or result.forwards == limits[i], "one sure pass a block"
@@ -181,9 +181,9 @@ def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
     ended = generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
     for i, (whole, cut) in enumerate(zip(free, ended)):
         own = whole.ids[len(pinned[i][0]):]
-        at = own.index(end) + len(pinned[i][0]) if end in own else None
-        assert cut.ended == (at is not None)
-        assert cut.ids == (whole.ids if at is None else whole.ids[:at // 4 * 4 + 4])
+        last = own.index(end) + len(pinned[i][0]) if end in own else None
+        assert cut.ended == (last is not None)
+        assert cut.ids == (whole.ids if last is None else whole.ids[:last // 4 * 4 + 4])
     assert len(ended[0].ids) <= 8
 
 
@@ -222,11 +222,11 @@ def test_temperature():
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k-1", "gsm8k-whole", "hdp", "hdp-sizes"])
 def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
     layout = LAYOUTS[name]
-    found, tokens, documents = load(demo, layout)
-    for d, problem in enumerate(found[:20]):
-        part = slice(*documents.offsets[d:d + 2])
-        truth = np.stack([documents.ids[part], documents.position[part], documents.block[part]])
-        region = documents.region[part]
+    problems, tokens, documents = load(demo, layout)
+    for d, problem in enumerate(problems[:20]):
+        span = slice(*documents.offsets[d:d + 2])
+        truth = np.stack([documents.ids[span], documents.position[span], documents.block[span]])
+        region = documents.region[span]
         context, (pinned, first) = sample_bd3lm.question_state(problem, tokens, layout)
         for own in (PLAN, EXECUTION)[:2 if layout.system == "hdp" else 1]:
             start = truth.shape[1] - (truth[1] >= first).sum()

@@ -37,7 +37,7 @@ def arguments(demo, output_dir, *flags):
     """The command line of a run; flags override COMMON."""
     flags = [str(flag) for flag in flags]
     ending = "_hdp.json" if "hdp" in flags else ".jsonl"
-    common = [str(part) for name, value in COMMON.items() for part in (f"--{name}", value)]
+    common = [str(word) for name, value in COMMON.items() for word in (f"--{name}", value)]
     data = [] if "--demo" in flags else ["--train_data_file", str(demo / f"train{ending}"), "--tokenizer",
                                          str(demo), "--eval_data_file", str(demo / f"test{ending}")]
     return [*common, *data, "--output_dir", str(output_dir), "--logging_dir", str(output_dir) + "-logs", *flags]
@@ -81,11 +81,11 @@ def assert_same_training(a, b, without=CLOCK):
     for x, y in zip(rows(a, without=without), rows(b, without=without), strict=True):
         assert x.keys() == y.keys()
         assert x == pytest.approx(y, rel=2e-4, abs=1e-6)
-    one, other = states(newest(a)), states(newest(b))
-    assert one.keys() == other.keys() and len(one) > 100
-    for (stem, name), tensor in one.items():
+    expected, actual = states(newest(a)), states(newest(b))
+    assert expected.keys() == actual.keys() and len(expected) > 100
+    for (stem, name), tensor in expected.items():
         unit = LR if "optimizer" not in stem else tensor.abs().max().item() + 1e-9
-        difference = (tensor - other[stem, name]).abs()     # Adam turns rounding of tiny gradients into steps
+        difference = (tensor - actual[stem, name]).abs()     # Adam turns rounding of tiny gradients into steps
         assert difference.mean() < 0.01 * unit and difference.max() < 0.5 * unit, (stem, name)
 
 
@@ -132,8 +132,8 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     keys = ("best_step", "best_loss", "stale", "t_range", "eval_due")
     metas = [published.state_of(newest(run)) for run in (whole, resumed)]
     assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
-    one, other = states(newest(whole)), states(newest(resumed))
-    assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+    expected, actual = states(newest(whole)), states(newest(resumed))
+    assert expected.keys() == actual.keys() and all(torch.equal(tensor, actual[key]) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize("flags", ["--bf16 --strip_calculator --block_size 96 --no-pack",
@@ -197,9 +197,9 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     assert re.search(r"step 2: gradient norm is not finite, step skipped .*train.jsonl line \d+", output)
     losses = [row["train/loss"] for row in training(run)]
     assert losses[1] is None and all(math.isfinite(loss) for loss in losses[:1] + losses[2:])
-    one, two, three = (states(run.output_dir / f"checkpoint-{step}") for step in (1, 2, 3))
-    assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())
-    assert not all(torch.equal(tensor, three[key]) for key, tensor in one.items())
+    first, second, third = (states(run.output_dir / f"checkpoint-{step}") for step in (1, 2, 3))
+    assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
+    assert not all(torch.equal(tensor, third[key]) for key, tensor in first.items())
     assert published.state_of(newest(run))["averaged"] == 3
 
 

@@ -9,7 +9,7 @@ from tests.helpers.students import HELD_OUT, SEED
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def inputs(tmp_path_factory):
     """Folder with students and their conversations."""
     folder = tmp_path_factory.mktemp("students")
     chats.student(folder / "qwen")
@@ -21,12 +21,12 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(made, tmp_path_factory):
+def data(inputs, tmp_path_factory):
     """data(student) -> (ChatTable, numbers to train, numbers held out), as the runs see them."""
     def table(student):
         folder = tmp_path_factory.mktemp("table")
-        encoder = chat.Encoder(chat.load_tokenizer(made / student))
-        write_table(folder, [made / "chats.jsonl"], Reading(encoder, 256))
+        encoder = chat.Encoder(chat.load_tokenizer(inputs / student))
+        write_table(folder, [inputs / "chats.jsonl"], Reading(encoder, 256))
         return ChatTable(folder), *split_groups(np.arange(24), HELD_OUT, SEED)
     return table
 

@@ -53,11 +53,11 @@ def files(folder, lines, prompt=PROMPT):
 
 
 def flags(folder, server=None, *more, output="labels.jsonl"):
-    given = ["--input_file", folder / "lines.txt", "--output_file", folder / output, "--prompt_file",
+    words = ["--input_file", folder / "lines.txt", "--output_file", folder / output, "--prompt_file",
              folder / "prompt.txt"]
     if server is not None:
-        given += ["--base_url", server.url, "--model_name", "teacher", "--concurrency", "8"]
-    return [str(word) for word in [*given, *more]]
+        words += ["--base_url", server.url, "--model_name", "teacher", "--concurrency", "8"]
+    return [str(word) for word in [*words, *more]]
 
 
 def run(argv, log):
@@ -252,10 +252,10 @@ def test_servers_of_other_kinds(server, tmp_path):
     """Fields they refuse, null usage, a byte now and then."""
     files(tmp_path, ["de seedless", "en limitless", "fr bare", "el drip", "zh plain 1"])
     before = len(server.asked())
-    given = flags(tmp_path, server, "--max_retries", "20", "--request_timeout", "2")
-    printed = label(tmp_path, *given)
-    found = rows(tmp_path / "labels.jsonl")
-    assert [row["messages"][1]["content"] for row in found] == ["de", "en", "fr", "el", "zh"], printed
+    command = flags(tmp_path, server, "--max_retries", "20", "--request_timeout", "2")
+    printed = label(tmp_path, *command)
+    labels = rows(tmp_path / "labels.jsonl")
+    assert [row["messages"][1]["content"] for row in labels] == ["de", "en", "fr", "el", "zh"], printed
     assert "no whole answer in 2 s" in printed
     asked = server.asked()[before:]
     assert {"max_tokens", "max_completion_tokens"} <= {name for body in asked for name in body}
@@ -278,12 +278,12 @@ def test_conversations(server, tmp_path):
     records = [{"messages": turns}, {"messages": history, "id": 7},
                {"messages": [*turns[1:], {"role": "assistant", "content": "old"}]}, {"messages": called, "tools": tools}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
-    printed = label(tmp_path, *given)
+    command = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
+    printed = label(tmp_path, *command)
     assert "1 conversations end with an answer" in printed
-    found = rows(tmp_path / "labels.jsonl")
-    assert [row["messages"][:-1] for row in found] == [turns, history, turns[1:], called]
-    assert [row["messages"][-1]["content"] for row in found] == ["de", "fr", "de", "el"] and found[3]["tools"] == tools
+    labels = rows(tmp_path / "labels.jsonl")
+    assert [row["messages"][:-1] for row in labels] == [turns, history, turns[1:], called]
+    assert [row["messages"][-1]["content"] for row in labels] == ["de", "fr", "de", "el"] and labels[3]["tools"] == tools
     sent, = {json.dumps([body["tools"], body["messages"][1]["tool_calls"][0]["function"]]) for body in server.asked()
              if "tools" in body}        # as OpenAI's API has them: arguments are a text
     assert json.loads(sent) == [tools, {"name": "look", "arguments": '{"at": "it"}'}]
@@ -293,22 +293,22 @@ def test_conversations(server, tmp_path):
 
     (tmp_path / "prompt.txt").write_text("You name languages.")
     more = ["--prompt_role", "system", "--parser", "regex", "--pattern", "Final Answer: (.*)"]
-    given = [word.replace("labels", "b") for word in given]
-    label(tmp_path, *given, *more)
+    command = [word.replace("labels", "b") for word in command]
+    label(tmp_path, *command, *more)
     joined = {"role": "system", "content": f"You name languages.\n\n{turns[0]['content']}"}
     assert [joined, *turns[1:]] in [body["messages"] for body in server.asked()]
 
 
 def test_two_files_join_without_duplicates(server, tmp_path):
     """cat part1.jsonl part2.jsonl; the same part twice is refused by name."""
-    for part, lines in (("part1", make_lines(4)), ("part2", make_lines(9)[4:])):
+    for name, lines in (("part1", make_lines(4)), ("part2", make_lines(9)[4:])):
         files(tmp_path, lines)
-        label(tmp_path, *flags(tmp_path, server, "--max_retries", "20", output=f"{part}.jsonl"))
-    parts = [(tmp_path / f"part{i}.jsonl").read_text() for i in (1, 2)]
-    (tmp_path / "both.jsonl").write_text("".join(parts))
+        label(tmp_path, *flags(tmp_path, server, "--max_retries", "20", output=f"{name}.jsonl"))
+    texts = [(tmp_path / f"part{i}.jsonl").read_text() for i in (1, 2)]
+    (tmp_path / "both.jsonl").write_text("".join(texts))
     ids = [row["id"] for row in rows(tmp_path / "both.jsonl")]
     assert len(set(ids)) == 9 and max(ids) < 2**53
-    (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
+    (tmp_path / "twice.jsonl").write_text(texts[0] * 2)
     reading = chat_data.Reading(chat.Encoder(chats.tokenizer()), 256)
     assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)[0] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
@@ -337,14 +337,14 @@ def test_damaged_journal_is_named(server, tmp_path):
 def test_transformers_run(tiny_chat, tmp_path):
     folder = tiny_chat[0]
     files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
-    given = flags(tmp_path, None, "--model_name", folder, "--engine", "transformers", "--parser", "whole",
+    command = flags(tmp_path, None, "--model_name", folder, "--engine", "transformers", "--parser", "whole",
                   "--max_tokens", "24", "--temperature", "1", "--batch_size", "4", "--chunk_size", "3")
-    label(tmp_path, *given)
+    label(tmp_path, *command)
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
     assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-    assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
+    assert "model was " in label(tmp_path, *command, ok=False)        # other weights under the same name are not mixed in
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------

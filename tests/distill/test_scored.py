@@ -17,7 +17,7 @@ GUESS = {"0": {"logprob": -1.0, "rank": 1}}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scored")
     sizes = {"max_position_embeddings": 512, "initializer_range": 0.2}
     chats.student(folder / "student", **sizes)
@@ -33,19 +33,19 @@ def scorer_of(server, k, timeout, rows):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
+def test_losses_are_those_of_the_model_itself(pool, inputs, tmp_path):
     """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
     key stands nowhere."""
 
     def losses(name, *more):
-        found = students.train(
-            pool, 2, tmp_path / name, "--model_path", made / "student", "--train_data_file", made / "chats.jsonl",
-            "--prompt_file", made / "system.txt", "--prompt_role", "system", "--divergence", "js", "--teacher_path",
-            made / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5, "--learning_rate", 2e-3,
+        metrics = students.train(
+            pool, 2, tmp_path / name, "--model_path", inputs / "student", "--train_data_file", inputs / "chats.jsonl",
+            "--prompt_file", inputs / "system.txt", "--prompt_role", "system", "--divergence", "js", "--teacher_path",
+            inputs / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5, "--learning_rate", 2e-3,
             "--max_steps", 3, "--save_steps", 0, "--eval_steps", 0, "--per_device_train_batch_size", 3,
             "--gradient_accumulation_steps", 2, "--parallel", "fsdp", *more, key="kept-key")
-        return [found[step]["train/loss"] for step in (1, 2, 3)]
-    with ScoreServer(made / "teacher", "big", fails=3) as server:
+        return [metrics[step]["train/loss"] for step in (1, 2, 3)]
+    with ScoreServer(inputs / "teacher", "big", fails=3) as server:
         served = losses("served", "--teacher_url", server.url, "--teacher_name", "big")
         asked = [tuple(body["prompt"]) for _, body in server.calls]
     assert served == pytest.approx(losses("here"), rel=1e-4, abs=1e-6)
@@ -54,9 +54,9 @@ def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
     assert "kept-key" not in stored
 
 
-def test_answers_that_are_no_scores(made):
+def test_answers_that_are_no_scores(inputs):
     """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
-    with ScoreServer(made / "teacher", "big") as server:
+    with ScoreServer(inputs / "teacher", "big") as server:
         scorer = scorer_of(server, 3, 5.0, 1 << 20)
         ids, logprobs = zip(*scorer.server.wait(scorer.ask([5, 6, 7]))[1])
         with torch.no_grad():

@@ -113,12 +113,12 @@ def assemble(name, source):
     constants = {key if isinstance(key, tuple) else (arguments.index(key),): value
                  for key, value in (meta["constants"] | config.kwargs).items()}
     signature |= dict.fromkeys(config.kwargs, "constexpr")
-    made = triton.compile(ASTSource(kernel.fn, signature, constants, meta["configs"][0]), target=SM90,
+    compiled = triton.compile(ASTSource(kernel.fn, signature, constants, meta["configs"][0]), target=SM90,
                           options={"num_warps": config.num_warps, "num_stages": config.num_stages})
-    ptx = made.asm["ptx"]
+    ptx = compiled.asm["ptx"]
     widths = re.findall(r"(?:ld|st)\.global(?:\.L1::evict\w+)*(?:\.L2::\w+)*\.([.\w]+)", ptx)
     # FRAME_SIZE in .nv.info: format 4, attribute 0x11, size 8, the kernel's number, bytes of stack
-    frame = re.search(rb"\x04\x11\x08\0.{4}(.{4})", made.asm["cubin"], re.S)
+    frame = re.search(rb"\x04\x11\x08\0.{4}(.{4})", compiled.asm["cubin"], re.S)
     return {"name": name, "accesses": Counter(widths),      # {"v4.b32": 3}, 16 bytes each
             "divisions": len(re.findall(r"\b(?:div|rem)\.[su](?:32|64)", ptx)),     # of integers
             "spilled": int.from_bytes(frame[1], "little")}      # bytes a thread
@@ -151,10 +151,10 @@ def report(function, suffix=""):
     with FAKE:
         for rows in ROWS:
             kernels.kernel(function, *ARGUMENTS[function](rows))
-    found = [assemble(name, source) for text in SOURCES for name, source in re.findall(
+    assembled = [assemble(name, source) for text in SOURCES for name, source in re.findall(
         r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", text, re.S)]
     print(json.dumps({"case": function.__name__ + suffix, "graphs": len(SOURCES),
-                      "breaks": sum(counters["graph_break"].values()), "kernels": found}))
+                      "breaks": sum(counters["graph_break"].values()), "kernels": assembled}))
 
 
 if __name__ == "__main__":

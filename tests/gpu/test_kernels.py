@@ -26,8 +26,8 @@ def test_no_kernel_reduces_rows_and_columns_at_once():
     assert torch._inductor.config.triton.mix_order_reduction is False
 
 
-@pytest.mark.parametrize("trial, said", [(0.0, "is used"), (1.0, "fails"), (None, "fails (no kernel here)")])
-def test_flash_attention_3_is_tried_once_and_left_where_it_is_wrong(trial, said, monkeypatch, capsys):
+@pytest.mark.parametrize("trial, message", [(0.0, "is used"), (1.0, "fails"), (None, "fails (no kernel here)")])
+def test_flash_attention_3_is_tried_once_and_left_where_it_is_wrong(trial, message, monkeypatch, capsys):
     """trial: what its results are off by; None: it raises."""
     state = []
 
@@ -44,7 +44,7 @@ def test_flash_attention_3_is_tried_once_and_left_where_it_is_wrong(trial, said,
     for _ in range(2):
         kernels.use(torch.nn.Linear(2, 2))
     output = capsys.readouterr().out
-    assert output.count("notice") == 1 and said in output and state == ["FA3"] * (trial == 0)
+    assert output.count("notice") == 1 and message in output and state == ["FA3"] * (trial == 0)
 
 
 @pytest.mark.slow

@@ -37,20 +37,20 @@ class Launches(TorchDispatchMode):
         return out
 
 
-def launches(step, pack, ours):
+def launches(step, pack, fused):
     """Of a layer, forward and backward. ours: with the kernels of kernels.py, or transformers' own."""
-    found = []
+    counts = []
     for count in (2, 4):
         live = Launches()
-        theirs = () if ours else ((kernels, "can_fuse", lambda x: False),)
+        unfused = () if fused else ((kernels, "can_fuse", lambda x: False),)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = memory.fake_copy(step, count)
-            with live, memory.gpu_kernels(live, (*step.kernels, *theirs)):
+            with live, memory.gpu_kernels(live, (*step.kernels, *unfused)):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = step.loss(model, *pack)
                 loss.backward()
-        found.append(live.count)
-    return (found[1] - found[0]) / 2
+        counts.append(live.count)
+    return (counts[1] - counts[0]) / 2
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -61,6 +61,6 @@ def test_a_layer_launches_no_more_kernels_than_it_did(name):
         targets = "all-linear" if "all" in name else "attention"
         step = speech_plan.step_of(small_model(targets, torch.bfloat16, None)[1])
         pack = 160, 360, 120, 100
-    ours, theirs = (launches(step, pack, which) for which in (True, False))
-    print(name, ours, theirs)
-    assert ours <= LAUNCHES[name] < theirs, (ours, theirs)
+    fused, plain = (launches(step, pack, which) for which in (True, False))
+    print(name, fused, plain)
+    assert fused <= LAUNCHES[name] < plain, (fused, plain)

@@ -75,11 +75,11 @@ def tokenizer(template=QWEN, eos="<|im_end|>"):
     core.train_from_iterator(TEXTS * 20, trainers.BpeTrainer(
         vocab_size=380, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False))
-    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|begin_of_text|>", eos_token=eos,
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|begin_of_text|>", eos_token=eos,
                                    pad_token="<|endoftext|>", additional_special_tokens=SPECIAL)
-    made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
-    made.chat_template = template
-    return made
+    wrapped.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
+    wrapped.chat_template = template
+    return wrapped
 
 
 def ask(question, answer, **more):
@@ -89,14 +89,14 @@ def ask(question, answer, **more):
 
 def conversations(n):
     """n labelled sentences of different lengths, every third with a system message, every fourth with two answers."""
-    words, found = " ".join(TEXTS).split(), []
+    words, talks = " ".join(TEXTS).split(), []
     for i in range(n):
         text = " ".join(words[(3 * i + k) % len(words)] for k in range(2 + (7 * i) % 13))
         messages = ask(text, LABELS[i % 4])
         if i % 4 == 3:
             messages += ask(text[::-1], f"{LABELS[i % 3]} or {LABELS[i % 4]}")
-        found.append(([{"role": "system", "content": "Name the language."}] if i % 3 == 0 else []) + messages)
-    return found
+        talks.append(([{"role": "system", "content": "Name the language."}] if i % 3 == 0 else []) + messages)
+    return talks
 
 
 def write(path, chats, **more):
@@ -113,16 +113,16 @@ def student(folder, kind="qwen", **settings):
     sizes = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 43, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 256}
     if kind == "qwen":
-        config, made = Qwen3Config(**sizes | {"tie_word_embeddings": True} | settings), tokenizer()
+        config, text_tokenizer = Qwen3Config(**sizes | {"tie_word_embeddings": True} | settings), tokenizer()
     elif kind == "moe":
         experts = {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 20}
-        config, made = Qwen3MoeConfig(**sizes | experts | settings), tokenizer()
+        config, text_tokenizer = Qwen3MoeConfig(**sizes | experts | settings), tokenizer()
     else:
         rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
         config = LlamaConfig(**sizes | {"rope_parameters": rope, "tie_word_embeddings": False,
                                         "attention_bias": True} | settings)
-        made = tokenizer(LLAMA, "<|eot_id|>")
+        text_tokenizer = tokenizer(LLAMA, "<|eot_id|>")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
@@ -130,13 +130,13 @@ def student(folder, kind="qwen", **settings):
             parameter.data += 0.3 * torch.randn(parameter.shape)
         elif "embed" not in name:
             parameter.data *= 4
-    model.generation_config.eos_token_id = made.eos_token_id
+    model.generation_config.eos_token_id = text_tokenizer.eos_token_id
     model.save_pretrained(folder)
-    made.save_pretrained(folder)
+    text_tokenizer.save_pretrained(folder)
     return Path(folder)
 
 
-def encoder(made, template, *options):
+def encoder(tokenizer, template, *options):
     """chat.Encoder of a tokenizer with a template."""
-    made.chat_template = template
-    return chat.Encoder(made, *options)
+    tokenizer.chat_template = template
+    return chat.Encoder(tokenizer, *options)

@@ -40,7 +40,7 @@ class ForkServer:
 
 def ask(path, words):
     """In the process that others see: as the real interpreter with these arguments."""
-    start = next((at for at, word in enumerate(words) if word != "-u"), len(words))
+    start = next((index for index, word in enumerate(words) if word != "-u"), len(words))
     kind, *rest = words[start:] or [""]
     if not (kind.endswith(".py") or rest and (
             kind == "-m" and rest[0] == "torch.distributed.run" or kind == "-c" and "import torch" in rest[0])):

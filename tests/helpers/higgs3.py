@@ -22,8 +22,8 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
         start, stop = len(tokens), len(tokens) + len(ref_rows)
         tokens += [ids.pad] * len(ref_rows)
     tokens += [ids.text, *torch.as_tensor(text_ids).tolist(), ids.audio]
-    place = torch.arange(len(tokens))
-    return torch.tensor(tokens), (place >= start) & (place < stop)
+    position = torch.arange(len(tokens))
+    return torch.tensor(tokens), (position >= start) & (position < stop)
 
 
 def delay(codes, bos=1024, eos=1025):

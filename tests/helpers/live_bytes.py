@@ -39,8 +39,8 @@ def by_lengths(lengths):
     """Attention of packed documents that are known to be so long: the same on tensors with and without memory."""
     def attention(q, k, v, *_):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        parts = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (q, k, v)))
-        out = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        documents = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (q, k, v)))
+        out = [F.scaled_dot_product_attention(*document, is_causal=True) for document in documents]
         return torch.cat(out, dim=2)[0].transpose(0, 1)
     return attention
 

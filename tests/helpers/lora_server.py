@@ -90,8 +90,8 @@ class ScoreServer(LoraServer):
     def score(self, ids, k):
         """[None, {token: {"logprob", "rank", "decoded_token"}} of each next place]: the k likeliest and the own."""
         rows = [None]
-        for place, scores in enumerate(self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1), 1):
-            shown = dict.fromkeys([*scores.topk(k).indices.tolist(), ids[place]])
+        for position, scores in enumerate(self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1), 1):
+            shown = dict.fromkeys([*scores.topk(k).indices.tolist(), ids[position]])
             rows.append({str(token): {"logprob": scores[token].item(), "rank": int((scores > scores[token]).sum()) + 1,
                                       "decoded_token": "?"} for token in reversed(shown)})
         return rows

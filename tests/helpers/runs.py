@@ -33,7 +33,7 @@ def moments(run):
 def assert_same_bits(run, other, after=0, without=CLOCK):
     """Equal in all that was logged after a step, and in every bit of weights and moments."""
     assert rows(run, after, without) == rows(other, after, without)
-    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other))):
-        assert ours.keys() == theirs.keys() and ours
-        different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-        assert not different, f"{len(different)} of {len(ours)} tensors differ, first {different[0]}"
+    for actual, expected in ((tensors(run), tensors(other)), (moments(run), moments(other))):
+        assert actual.keys() == expected.keys() and actual
+        different = [name for name in actual if not torch.equal(actual[name], expected[name])]
+        assert not different, f"{len(different)} of {len(actual)} tensors differ, first {different[0]}"

@@ -30,9 +30,9 @@ train_sft = trainer.trainer_of(SCRIPT)
 
 def sample_loss(model, table, number):
     """(sum of cross-entropies of trained tokens, how many were right) of one sample by transformers' own forward."""
-    part = slice(table.offsets[number], table.offsets[number + 1])
-    ids = torch.from_numpy(table.tokens[part].astype(np.int64))
-    labels = torch.where(torch.from_numpy(table.trained[part].copy()), ids, -100)
+    span = slice(table.offsets[number], table.offsets[number + 1])
+    ids = torch.from_numpy(table.tokens[span].astype(np.int64))
+    labels = torch.where(torch.from_numpy(table.trained[span].copy()), ids, -100)
     logits = model(input_ids=ids[None]).logits[0, :-1]
     return (F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100),
             (logits.argmax(-1) == labels[1:]).sum())
@@ -73,7 +73,7 @@ def train(pool, ranks, output_dir, *flags, fails="", key=""):
     assert any(statuses) == bool(fails) and fails in output and not (key and key in output), output
     if fails:
         return None
-    found = {}
+    metrics = {}
     for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
-        found.setdefault(line["step"], {}).update(line)
-    return found
+        metrics.setdefault(line["step"], {}).update(line)
+    return metrics

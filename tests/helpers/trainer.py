@@ -121,14 +121,14 @@ class Flags(Exception):
 
 def script_flags(script="train_v2_ddp.py"):
     """(parser, check_flags) of any of our scripts; nothing that comes after its flags runs."""
-    def found(parser, check=None, *_, **more):
+    def stop(parser, check=None, *_, **more):
         if check is not None or isinstance(parser, cli.Parser):
             cli.accept_old_names(parser)
         raise Flags(parser, check)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", found))     # of bench/
-        stack.enter_context(mock.patch.object(cli, "parse", found))
+        stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", stop))     # of bench/
+        stack.enter_context(mock.patch.object(cli, "parse", stop))
         with pytest.raises(Flags) as caught:
             run_script(script, [])
     return caught.value.args
@@ -162,9 +162,9 @@ def main_with_a_bad_token(argv):
     embed, bad = torch.nn.Embedding.forward, int(os.environ["BAD_TOKEN"])
 
     def poisoned(self, ids):
-        found = embed(self, ids)
+        embedded = embed(self, ids)
         is_text = self.num_embeddings == int(os.environ["TEXT_TOKENS"])
-        return found.masked_fill((ids == bad)[..., None], float("nan")) if is_text else found
+        return embedded.masked_fill((ids == bad)[..., None], float("nan")) if is_text else embedded
     torch.nn.Embedding.forward = poisoned
     speech_main(argv)
 
