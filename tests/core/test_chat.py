@@ -1,4 +1,4 @@
-"""Which tokens are trained, token by token, on chat templates of four styles; refusals.
+"""Masks of trained tokens, checked token by token on chat templates of four styles; refusals.
 
 Templates of released models come from TRL if it is installed, or from the folder CHAT_TEMPLATES. The reference does not
 compare prefixes: it searches the rendered text for answers and maps them to tokens with the tokenizer's offsets.
@@ -23,7 +23,7 @@ MULTI = [SYSTEM, *ask("Which language?\n\nOù est la bibliothèque ?", "fr"),
 THOUGHTS = ask("Der Hund", "de", reasoning_content="It says Der.\n\nSo it is German.")
 IN_TEXT = ask("Der Hund", "<think>\nIt says Der.\n</think>\n\nde")
 
-# spans of the answers in the rendered text: what generate would have to write, its end included
+# spans of the answers in the rendered text, with the end token
 ANSWER = {QWEN: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
           LLAMA: r"assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)",
           QWEN_THINK: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
@@ -37,7 +37,7 @@ def tokenizer():
 
 
 def reference(tokenizer, messages, pattern, last=False, **options):
-    """(ids, mask) by searching the text."""
+    """(ids, mask), found by searching the text."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     places = [match.span(1) for match in re.finditer(pattern, text, re.DOTALL)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -47,7 +47,7 @@ def reference(tokenizer, messages, pattern, last=False, **options):
 
 
 def released(name):
-    """A released model's chat template out of the TRL package; skips where there is none."""
+    """A released model's chat template from the TRL package; skips the test without TRL."""
     folder, spec = os.environ.get("CHAT_TEMPLATES"), importlib.util.find_spec("trl")
     if not folder and not spec:
         pytest.skip("no TRL here, and CHAT_TEMPLATES names no folder with templates")
@@ -75,7 +75,7 @@ def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pa
         assert ids[:mask.index(True)] == prompt
 
 
-def test_many_at_once_are_as_each_alone(tokenizer):
+def test_a_batch_is_encoded_like_its_samples(tokenizer):
     together = encoder(tokenizer, QWEN).encode(chats.conversations(9))
     assert together == [result for c in chats.conversations(9) for result in encoder(tokenizer, QWEN).encode([c])]
 
@@ -96,12 +96,12 @@ def test_refused(tokenizer, template, messages, turns, thinking, message):
     good = ask("fine", "en")
     refused, = encoder(tokenizer, template, turns, thinking).encode([messages])
     assert isinstance(refused, ValueError) and message in str(refused), refused
-    if template == QWEN:        # its neighbours are not touched by it
+    if template == QWEN:        # the other samples are still encoded
         assert isinstance(encoder(tokenizer, template, turns).encode([messages, good])[1], tuple)
 
 
-def test_an_answer_behind_a_prompt_that_shares_a_token_with_it(tokenizer):
-    """Two line feeds are one token; generation is given the first, as the last token of its prompt."""
+def test_a_prompt_and_its_answer_share_a_token(tokenizer):
+    """Two line feeds are one token. The prompt ends with the first of them."""
     (ids, mask), = encoder(tokenizer, QWEN_OPEN).encode([SINGLE])
     prompt = tokenizer.apply_chat_template(SINGLE[:-1], add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template(SINGLE, tokenize=False)

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and SwiGLU of GPUs, on the CPU: values and gradients of transformers' own code."""
+"""The GPU kernels of norm, rotary embedding and SwiGLU match transformers in values and gradients, on the CPU."""
 import copy
 
 import pytest
@@ -35,7 +35,7 @@ CASES = {"norm": (lambda x, w: kernels.rms_norm(x, w, 1e-6), reference_norm, ((4
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_as_near_to_float32_as_transformers(case):
-    """In bf16 what is rounded once is at least as near as what transformers rounds at each operator."""
+    """The kernels round once in bf16, transformers at each operator; the kernels' error is no larger."""
     fused, reference, shapes = CASES[case]
     exact = [numbers(*shape, seed=i).detach().bfloat16() for i, shape in enumerate(shapes)]
     results = []
@@ -52,7 +52,7 @@ def test_values_and_gradients_are_as_near_to_float32_as_transformers(case):
 @pytest.mark.parametrize("kind, changes", [("Qwen3", {"norm", "mlp", "rotary"}), ("Mistral", {"norm", "mlp", "rotary"}),
                                            ("Gemma3Text", set()), ("Granite", {"norm", "mlp", "rotary"})])
 def test_whole_models_compute_the_same(kind, changes, monkeypatch):
-    """Loss and all gradients; what computes otherwise, as Gemma's norms and activation, keeps its own code."""
+    """Loss and all gradients are equal. Gemma's norms and activation differ, so they keep transformers' code."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

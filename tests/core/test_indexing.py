@@ -1,4 +1,4 @@
-"""The table of chats that several processes write is the table of one process."""
+"""Several processes write the same table of chats as one process."""
 import json
 import os
 
@@ -11,7 +11,7 @@ from tests.helpers import chats
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
 @pytest.mark.parametrize("n", [0, 3, 4, 5, 23])
-def test_parts_come_in_order(n, processes):
+def test_results_come_in_order(n, processes):
     def share(first, step):
         for i in range(first, n, step):
             yield i, os.getpid()
@@ -24,7 +24,7 @@ def test_parts_come_in_order(n, processes):
 
 
 def chat_lines(n):
-    """JSONL text of conversations of all kinds that can be used, empty lines among them."""
+    """JSONL text of n usable conversations of all kinds, with empty lines between some."""
     lines = [json.dumps({"id": 3 * i, "messages": chats.ask(f"Satz {i}, {'so ' * (i % 9)}", "de"[:1 + i % 2]) + (
         chats.ask("Und nun?", "fr") if i % 4 == 0 else [])}) + "\n" * (1 + (i % 13 == 0)) for i in range(n)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""AdamW's groups, learning rates, clipping, and steps that a bad gradient cannot poison."""
+"""AdamW's groups, learning rates, clipping, and skipped steps with bad gradients."""
 import math
 
 import pytest
@@ -17,7 +17,7 @@ def parameters(*values):
     return tensors
 
 
-def test_decay_shrinks_what_it_shall():
+def test_decay_applies_to_matrices_only():
     a, b = parameters(1.0, 1.0)
     optimizer = optim.build_adamw([("matrix", a), ("norm", b)], 0.1, 0.5, (0.9, 0.999),
                                   lambda name, _: name == "matrix")
@@ -32,7 +32,7 @@ def test_decay_shrinks_what_it_shall():
     (8, "linear", 0.1 + 0.9 * 0.5), (8, "cosine", 0.1 + 0.9 * 0.5), (6, "cosine", 0.1 + 0.45 * (1 + math.cos(math.pi / 4))),
     (12, "constant", 1.0)])
 def test_learning_rates(step, scheduler, wanted):
-    """4 steps of warm-up, then down to a tenth at step 12, and no further."""
+    """The LR warms up over 4 steps, then falls to a tenth at step 12 and stays there."""
     assert optim.lr_factor(step, 12, 4, scheduler, 0.1) == pytest.approx(wanted)
 
 
@@ -72,8 +72,8 @@ def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
     push(monitor, 1, math.nan, loss=math.inf)
     assert not capsys.readouterr().out
     push(monitor, 2, 1.0)
-    said = capsys.readouterr().out
-    assert "step 1: gradient norm is not finite, step skipped (1 so far); samples with a non-finite loss: row 1" in said
+    assert ("step 1: gradient norm is not finite, step skipped (1 so far); samples with a non-finite loss: row 1"
+            in capsys.readouterr().out)
     push(monitor, 3, math.inf)
     assert (monitor.skipped, monitor.in_a_row, monitor.stop) == (1, 0, False)
     push(monitor, 4, math.nan, stop=True)
@@ -83,7 +83,7 @@ def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
     assert monitor.stop and monitor.skipped == 3 and ended
 
 
-def test_overflows_of_a_scaled_loss_are_no_fault_and_a_loss_without_a_number_is():
+def test_overflows_of_a_scaled_loss_do_not_end_a_run_but_nan_losses_do():
     monitor = new_monitor(scaler=optim.Scaler(torch.device("cpu"), True))
     for step in range(5):
         push(monitor, step, math.inf)

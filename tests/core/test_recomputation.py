@@ -1,4 +1,4 @@
-"""Activation checkpointing of the three model classes: same bits, less memory, selective repeats little."""
+"""Activation checkpointing of the three model classes: same bits, less memory; selective repeats little work."""
 from collections import Counter
 
 import pytest
@@ -13,7 +13,7 @@ from tests.helpers.small_speech import pack_of, small_model
 
 
 class Executed(LiveBytes):
-    """LiveBytes that also counts the matrix products and attentions that are really computed."""
+    """LiveBytes that also counts executed matrix products and attentions."""
 
     def __init__(self, known):
         super().__init__(known)
@@ -56,7 +56,7 @@ MODELS = {"speech, full": (speech, ""), "speech, LoRA in bf16": (speech, "all-li
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_selective_is_between_nothing_and_all_in_memory_and_in_work(kind):
-    """Adapters have dropout, which has to be drawn again as it was."""
+    """Adapters have dropout; recomputation must draw the same masks."""
     make, *more = MODELS[kind]
     results = {}
     for mode in (None, "selective", "all"):

@@ -93,8 +93,8 @@ class Job:
         self.processes, argv = [], trainer_arguments(tiny, output_dir, *flags)
         env |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(2):
-            rank_env = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            self.processes.append(server.Process(target=forked, args=(argv, rank_env, str(self.log), str(output_dir.parent))))
+            own = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            self.processes.append(server.Process(target=forked, args=(argv, own, str(self.log), str(output_dir.parent))))
             self.processes[-1].start()
         self.ranks = [process.pid for process in self.processes]
 
@@ -125,7 +125,7 @@ class Job:
         """Stop the ranks inside the context, so that nothing depends on how long the test takes there."""
         self.signal(signal.SIGSTOP, *self.ranks)
         try:
-            wait_until(lambda: all(map(is_stopped, self.ranks)), "stop")      # what is sent before may be taken before
+            wait_until(lambda: all(map(is_stopped, self.ranks)), "stop")    # an earlier signal may still be handled before
             yield
         finally:
             self.signal(signal.SIGCONT, *self.ranks)
@@ -325,7 +325,7 @@ def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
     assert other.exitcode == 1 and time.monotonic() - start > LIMIT_S
     job.signal(signal.SIGCONT, job.ranks[rank])
     job.end(1, 1)
-    job.assert_error(words, most=2 - rank)      # a store that was frozen knows nothing of the first
+    job.assert_error(words, most=2 - rank)      # a frozen store does not know of the first error
 
 
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):

@@ -1,4 +1,4 @@
-"""Printed and saved texts of users: no passwords, no control characters, bounded."""
+"""Printed and saved texts of users have no passwords, no control characters and a bounded length."""
 import pytest
 
 from core import cli, json_files
@@ -18,6 +18,6 @@ def test_printed_texts(text, shown):
 
 
 def test_a_disk_that_fails_while_it_is_read_is_named():
-    """/proc/self/mem opens as a regular file and answers a read with an input/output error, as a bad disk does."""
+    """/proc/self/mem opens as a regular file, but reading it fails with an input/output error, as on a bad disk."""
     with pytest.raises(cli.UserError, match="--x /proc/self/mem: cannot be read .Input/output error."):
         json_files.read_text("/proc/self/mem", "--x ")
