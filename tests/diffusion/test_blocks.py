@@ -1,4 +1,4 @@
-"""Documents, rows and batches against a construction rule by rule; noise."""
+"""Documents, rows and batches equal a slow construction, rule by rule; noise."""
 import math
 import re
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blo
 
 
 def slow_document(problem, tokens, layout):
-    """One document as a list of (id, position, block, target, region), written down rule by rule."""
+    """One document as a list of (id, position, block, target, region), built rule by rule."""
     t, out = tokens, []
     if layout.system == "gsm8k":
         head = [t.bos, *t.encode(f"Question: {problem.question}\nAnswer:")]
@@ -37,7 +37,7 @@ def slow_document(problem, tokens, layout):
         for i in range(budget):
             number = block + i // size
             if i >= len(ids) and (region == QUESTION or number != last):
-                break       # nothing is filled beyond the block of the end token
+                break       # fill ends with the block of the end token
             last = number
             out.append((ids[i] if i < len(ids) else t.end, start + i, number, i > 0 if region else
                         layout.loss_on_question, region if i < len(ids) else FILL))
@@ -66,7 +66,7 @@ def test_documents_equal_a_construction_rule_by_rule(demo, name):
         assert documents.counts["tokens"][d] == sum(row[4] != FILL for row in expected)
 
 
-def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
+def test_too_long_problems_are_refused_by_name_or_dropped_and_counted(demo):
     problems, tokens, documents = load(demo, LAYOUTS["gsm8k"])
     limit = int(np.median(documents.counts["tokens"]))
     layout = replace(LAYOUTS["gsm8k"], max_length=limit, block_size=1)
@@ -95,7 +95,7 @@ def test_special_tokens_in_a_text_are_refused(demo, token):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("pack", [False, True])
-def test_batches_hold_every_document_once_and_whole(demo, name, pack):
+def test_batches_hold_every_whole_document_once(demo, name, pack):
     layout = LAYOUTS[name]
     _, tokens, documents = load(demo, layout)
     length = layout.longest * (3 if pack else 1)
@@ -171,7 +171,7 @@ def test_clipped_masking_is_the_truncated_binomial(size, low, high, t):
     inside = ((k / size >= low) | (low == 1e-3)) & ((k / size <= high) | (high == 1))
     pmf = np.array([math.comb(size, i) * t**i * (1 - t)**(size - i) for i in k]) * inside
     assert chi_square(np.bincount(masked.sum(1), minlength=size + 1), pmf / pmf.sum()) < 0
-    assert chi_square(masked.sum(0), np.full(size, 1 / size)) < 0         # any place in the block is as likely
+    assert chi_square(masked.sum(0), np.full(size, 1 / size)) < 0         # each place in the block is equally likely
 
 
 def test_ranges_without_a_count_end_or_are_refused():
@@ -188,7 +188,7 @@ def test_ranges_without_a_count_end_or_are_refused():
     assert set(masked[:, :1].sum(1).tolist()) == {0, 1} and set(masked[:, 1:3].sum(1).tolist()) == {0, 1}
     assert set(masked[:, 3:].sum(1).tolist()) == {1, 2}
     masked = blocks.choose_masked(batch, torch.full((600,), 0.3, dtype=torch.float64), draws, (1e-3, 0.45)).view(200, 6)
-    assert set(masked[:, 0].tolist()) == {True, False}      # a lone token is masked at times
+    assert set(masked[:, 0].tolist()) == {True, False}      # a lone token is sometimes masked
 
 
 def test_only_targets_are_masked_and_weighted():

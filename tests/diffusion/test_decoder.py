@@ -1,4 +1,4 @@
-"""Llama- and Qwen3-shaped models as block diffusion, against transformers' own classes."""
+"""Block diffusion with the shapes of Llama and Qwen matches transformers' classes."""
 import json
 import re
 import shutil
@@ -27,8 +27,8 @@ from tests.helpers.trainer import Run
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
-ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer, <|endoftext|> the last; rows that no token uses
-SDAR_MASK, SDAR_ROWS = 500, 520     # the mask's id and the rows of SDAR, 151,669 and 151,936, made small
+ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer before <|endoftext|>; rows that no token uses
+SDAR_MASK, SDAR_ROWS = 500, 520     # small values for SDAR's mask id 151,669 and its 151,936 rows
 ASK = ["How many apples has Anna, who had 5 and got 2 more?", "1"]
 KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
          "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
@@ -55,17 +55,17 @@ def models(demo, tmp_path_factory):
 
 
 def read(folder, end_token="", tokenizer=None):
-    """(Tokens, Config, what published.read gives) of a model's folder."""
+    """(Tokens, Config, result of published.read) of a model's folder."""
     tokens, origin = load_tokenizer(tokenizer or folder, "gsm8k", end_token), published.find(folder)
     config = published.config_for(origin, "small", tokens, 0.0)
     return tokens, config, published.read(origin, config, tokens)
 
 
 def opened(folder):
-    """(our network with the folder's weights, Tokens, transformers' model)."""
+    """(our network with the folder's weights, its Tokens, transformers' model)."""
     tokens, config, loaded = read(folder)
     model = decoder.Decoder(config).eval()
-    model.load_state_dict(loaded[0], strict=False)       # a tied head is not given
+    model.load_state_dict(loaded[0], strict=False)       # a tied head has no weights
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     if len(reference.get_input_embeddings().weight) < config.vocab_size:
         reference.resize_token_embeddings(config.vocab_size, mean_resizing=False)
@@ -78,10 +78,8 @@ def opened(folder):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
-    """Documents are packed and blocks ragged; transformers' forward gets a dense additive mask.
-
-    The sampler computes for a block what training computes for its noisy copies.
-    """
+    """Packed documents with ragged blocks; transformers gets a dense additive mask. The sampler's states of a block
+    equal training's states of its noisy copies."""
     monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
     model, tokens, reference = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
@@ -144,7 +142,7 @@ def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, 
 
 
 def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path):
-    """Like Qwen's older folders and SDAR's. Vocabulary and merges alone would split text as GPT-2 does."""
+    """Older folders of Qwen and SDAR have no tokenizer.json; vocabulary and merges alone would split text as GPT-2."""
     parts = json.loads(Tokenizer.from_file(str(models["chat"] / "tokenizer.json")).to_str())
     words = {word: i for word, i in parts["model"]["vocab"].items() if i < ROWS}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
@@ -165,7 +163,7 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
 
 
 def test_questions_in_the_chat_template(models, demo):
-    """The ids are the template's; a question cannot end its turn."""
+    """The ids equal the template's. A question with an end token is refused."""
     folder = models["chat"]
     layout = published.add_chat_form(choices.Layout("gsm8k", block_size=8, max_length=96), folder)
     assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
@@ -182,7 +180,7 @@ def test_questions_in_the_chat_template(models, demo):
 
 
 def test_a_foreign_tokenizer_is_refused(models, tmp_path):
-    """A tokenizer with as many tokens but other ids would train on wrong words."""
+    """A tokenizer of the same size with other ids would train on wrong words."""
     stored = json.loads((models["llama"] / "tokenizer.json").read_text())
     numbers = stored["model"]["vocab"]
     first, second = list(numbers)[:2]
@@ -193,7 +191,7 @@ def test_a_foreign_tokenizer_is_refused(models, tmp_path):
 
 
 def test_checkpoints_of_the_chat_trainer_are_language_models(models, tmp_path):
-    """They have the manifest of this trainer's checkpoints. An adapter alone is refused."""
+    """--init_from takes a chat trainer's checkpoint, and refuses an adapter alone."""
     saved, adapter = tmp_path / "sft" / "checkpoint-3", tmp_path / "lora" / "checkpoint-3"
     shutil.copytree(models["chat"], saved)
     adapter.mkdir(parents=True)
@@ -208,8 +206,8 @@ def test_checkpoints_of_the_chat_trainer_are_language_models(models, tmp_path):
             published.find(folder)
 
 
-def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):
-    """Llama has no <|endoftext|>, and its tokenizer adds a first token to every text."""
+def test_base_models_end_answers_with_another_token(models, demo, tmp_path):
+    """Llama has no <|endoftext|>. Its tokenizer adds a first token to every text."""
     backend = Tokenizer.from_str((demo / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>"))
     backend.add_special_tokens(["<s>"])
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
@@ -229,7 +227,7 @@ def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "lora"])
 def test_a_converted_model_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kind):
-    """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers."""
+    """A run in chat format: DDP equals resumed FSDP2 on 2 ranks, and the checkpoint answers."""
     flags = (f"--init_from {models['chat']} --chat --train_data_file {demo}/train.jsonl --block_size 4 --max_length 96 "
              "--dropout 0 --eval_steps 2 --save_steps 0 --eval_repeats 1 --num_workers 1 --warmup_steps 0 --ema_decay 0.5 "
              "--gradient_accumulation_steps 1 --validation_split 0.2 --eval_accuracy 1 --report_to none ")
@@ -261,7 +259,7 @@ def test_a_converted_model_trains_resumes_and_answers(pool, demo, models, tmp_pa
 
 
 def check_continuation(start, layout, demo, output_dir, capsys):
-    """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
+    """A run from a checkpoint or an export keeps prompt form, end token, tokenizer and chat template."""
     origin = published.find(start)
     common = choices.Layout("gsm8k", block_size=4, max_length=96)
     kept = published.add_form(common, origin.form)
@@ -275,7 +273,7 @@ def check_continuation(start, layout, demo, output_dir, capsys):
 
 @torch.no_grad()
 def check_adapters(folder, merged, config, base):
-    """The checkpoint holds trained adapters and the mask's row; merged into the base they compute the same."""
+    """The checkpoint holds trained adapters and the mask's row; the merged model computes the same."""
     saved, averaged = ({name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(
         path).items()} for stem in ("model", "ema"))
     mask, table = config["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
@@ -304,7 +302,7 @@ def check_adapters(folder, merged, config, base):
 
 @torch.no_grad()
 def check_export(folder, model, exported):
-    """transformers reads the folder, with these weights; --init_from takes them back bit for bit."""
+    """transformers and --init_from read the export with every bit of the weights."""
     published.main(["--checkpoint", str(folder), "--output_dir", str(exported)])
     reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
     expected = dict(model.named_parameters())
@@ -319,15 +317,16 @@ def check_export(folder, model, exported):
 
 @pytest.fixture(scope="module")
 def sdar(demo, tmp_path_factory):
-    """(OUTPUT_DIR of a run from a Qwen3 whose tokens end where SDAR's mask begins, its export as SDAR)."""
-    assert published.SDAR_MASK_ID == 151669      # what servers look for
+    """(output folder of a run from a Qwen3 with SDAR_MASK tokens, its export as SDAR)."""
+    assert published.SDAR_MASK_ID == 151669      # servers look for it
     patch = pytest.MonkeyPatch()
     patch.setattr(published, "SDAR_MASK_ID", SDAR_MASK)
     base, out = tmp_path_factory.mktemp("qwen3"), tmp_path_factory.mktemp("sdar")
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([f"<{i}>" for i in range(SDAR_MASK - tokenizer.get_vocab_size())])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=make_problems.CHAT).save_pretrained(base)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>",
+                            chat_template=make_problems.CHAT).save_pretrained(base)
     shape = SHAPE | {"hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=SDAR_ROWS,
@@ -354,10 +353,10 @@ def test_an_sdar_export_has_the_files_that_servers_read(sdar, demo, tmp_path, ca
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
     start = f"--init_from {folder} --train_data_file {demo}/train.jsonl"
     short_run(tmp_path / "on", start, "--batch_preset convert --dry_run")
-    output = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
+    output = capsys.readouterr().out
     assert "memory" in output and output.endswith("dry run ok\n") and "new rows" not in output
     assert "; trained in blocks of 4\n" in output
-    # what starts from SDAR goes out as SDAR, asked or not: config.json must not name files that are not there
+    # a run from SDAR exports SDAR by default: config.json must not name missing files
     short_run(tmp_path / "on", start, "--problems_per_batch 1 --validation_split 0 --learning_rate 0")
     published.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
@@ -370,7 +369,7 @@ def test_an_sdar_export_has_the_files_that_servers_read(sdar, demo, tmp_path, ca
 
 @pytest.mark.slow
 def test_generate_py_of_an_export_writes_our_texts(sdar, tmp_path):
-    """generate.py runs in an interpreter without this repository, also where config.json is not SDAR's."""
+    """generate.py runs without this repository on the path, with SDAR's config.json and with ours."""
     (run, folder), commands, texts = sdar, [], []
     published.export(newest(run), tmp_path / "usual")
     for threshold, export in ((0.9, folder), (0.02, tmp_path / "usual")):

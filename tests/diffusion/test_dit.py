@@ -1,4 +1,4 @@
-"""The network against independent slow formulas: who sees whom, its loss and gradients, official weights."""
+"""The network equals independent slow formulas: attention mask, loss and gradients."""
 import dataclasses
 from itertools import product
 
@@ -14,7 +14,7 @@ from tests.helpers.block_rows import (CONFIG, MASK, MIXED, assert_close, documen
 
 
 def test_dropout_is_on_both_branches():
-    """All dropped, every layer is the identity."""
+    """With dropout 1, every layer is the identity."""
     model = network(dataclasses.replace(CONFIG, dropout=1.0)).train()
     inputs = noised(make_blocks([[document([4, 4])]], 12, 8))
     assert torch.equal(model.hidden_states(inputs), model.embed(inputs.tokens)[:, :inputs.n_noisy])
@@ -25,7 +25,7 @@ def test_mask_of_the_hierarchy_follows_its_table(q, p, e, plan, execution):
     noisy = [("P", i // plan) for i in range(p)] + [("E", i // execution) for i in range(e)]
     clean = [("Q", 0)] * q + noisy
     number = {"Q": 0, "P": 1, "E": 1 + -(-p // plan)}
-    spare = 2       # dead copies and padding behind both halves, and another problem behind it all
+    spare = 2       # unused copies and padding follow each half; another problem comes last
     half = [[number[region] + b for region, b in tokens] + [0] * spare for tokens in (noisy, clean)]
     doc = torch.tensor([([0] * len(noisy) + [-1] * spare) + ([0] * len(clean) + [-1] * spare) + [1] * 3])
     block = torch.tensor([half[0] + half[1] + [0, 0, 1]])
@@ -62,8 +62,8 @@ def test_flex_and_sdpa_agree():
 
 @pytest.mark.parametrize("system", ["gsm8k", "hdp", "random"])
 def test_tiles_are_those_of_create_block_mask(system):
-    """Ragged documents, padding, tiles that are whole and last ones that are not; a tile at the end of the noisy
-    copies also serves clean queries."""
+    """Cases: ragged documents, padding, full tiles and partial last tiles. The last tile of noisy copies also serves
+    clean queries."""
     rng = np.random.default_rng(len(system))
     for n_noisy, n_clean in [(384, 512), (80, 112), (256, 384), (208, 640), (512, 256)]:
         doc, block = np.full((3, n_noisy + n_clean), -1), np.zeros((3, n_noisy + n_clean), np.int64)
@@ -88,7 +88,7 @@ def test_tiles_are_those_of_create_block_mask(system):
 
 
 def slow_loss(model, batch, inputs, t_of_group):
-    """SUBS as the papers write it, block by block: log-probabilities, one-hot where nothing is masked, times -1/t."""
+    """The papers' SUBS loss, block by block: log-probabilities, one-hot at unmasked tokens, times -1/t."""
     total = 0
     for row, doc, number in {(r, int(batch.doc[r, i]), int(batch.block[r, i])) for r, i in
                              (batch.group >= 0).nonzero().tolist()}:
@@ -120,8 +120,8 @@ def test_loss_and_gradients_equal_the_slow_formula():
 
 
 @pytest.mark.parametrize("pieces", [dit.HEAD_ROWS, 24])
-def test_added_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces):
-    """The head of a GPU takes a multiple of ROW_STEP masked tokens; here 16, whose first label may be the mask's."""
+def test_padded_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces):
+    """On a GPU the head pads masked tokens to a multiple of ROW_STEP, here 16; id 0 of the padding is the mask."""
     batch, sizes, results = make_blocks(MIXED, 26, 24), set(), []
     batch = batch._replace(input_ids=batch.input_ids.clamp(min=1))
     plain = dit.DiT.row_losses

@@ -1,5 +1,4 @@
 """Validation: averaged weights, counts, shares of ranks, the error bar, the search for a noise range, answers."""
-
 import numpy as np
 import pytest
 import torch
@@ -28,7 +27,7 @@ def bound_of_one_nat(demo, repeats, seed=42):
 
 
 def test_the_error_bar_covers_the_exact_bound(demo):
-    """Of two draws only: their difference alone would promise too much in three of ten validations."""
+    """With two draws, their difference alone would be too small an error in three of ten validations."""
     values, rows = [bound_of_one_nat(demo, 2, seed) for seed in range(60)], rows_of(demo, "test", 8)[1]
     assert values[0]["eval/nll"] * rows.table["text"].sum() == pytest.approx(
         values[0]["eval/loss"] * rows.table["targets"].sum())
@@ -37,7 +36,7 @@ def test_the_error_bar_covers_the_exact_bound(demo):
     assert 0.85 < np.mean(np.abs(errors) < 2) and 0.5 < np.std(errors) < 1.5
 
 
-def test_ranks_share_batches_without_a_rest(demo):
+def test_ranks_share_all_batches(demo):
     _, rows = rows_of(demo, "train", 24, pack=False)
     for most, expected in ((None, 24), (2, 10), (5, 24), (9, 24)):
         for size in (1, 2, 3):
@@ -81,10 +80,10 @@ def test_average_follows_its_formula_and_swaps():
     average = elbo.Average(model, 0.7)
     weight = model.head.weight
     expected, n = weight.detach().clone(), 0
-    for step in range(40):      # from 21 on the decay is the most that it may be
+    for step in range(40):      # from step 21 on the decay is at its maximum
         with torch.no_grad():
             weight += 0.1 * torch.randn_like(weight)
-        skip = step == 4        # a step that a bad gradient voided
+        skip = step == 4        # this step has a bad gradient
         average.update(torch.tensor(float(skip)))
         if not skip:
             n += 1
@@ -98,7 +97,7 @@ def test_average_follows_its_formula_and_swaps():
     assert torch.equal(weight.detach(), raw)
 
 
-def test_either_a_better_bound_or_a_better_accuracy_goes_on():
+def test_a_better_bound_or_a_better_accuracy_is_an_improvement():
     best, improved = {}, []
     for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
         improved.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
@@ -107,8 +106,8 @@ def test_either_a_better_bound_or_a_better_accuracy_goes_on():
     assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
 
 
-def test_known_answers_are_right(demo, monkeypatch):
-    """Scores and shares, with a sampler that writes the truth to every other problem."""
+def test_accuracy_counts_true_answers(demo, monkeypatch):
+    """The sampler writes the truth to every other problem."""
     tokens, layout = problems.load_tokenizer(demo, "gsm8k"), choices.Layout("gsm8k", block_size=8, max_length=96)
     documents = documents_of(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
     rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)

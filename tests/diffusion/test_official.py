@@ -1,4 +1,4 @@
-"""Published BD3-LM and MDLM files, written from the table of their tensors, against a forward pass of its own."""
+"""Files in the published BD3-LM and MDLM formats compute the same as a plain forward pass in this file."""
 import json
 import math
 import re
@@ -35,7 +35,7 @@ def draw(seed):
 
 
 def reference(state, noisy, clean, size):
-    """Logits (L, V) of noisy (L,) behind clean (L,) ids in blocks of `size`: bd3lms' models/dit.py, with its names."""
+    """Logits (L, V) of noisy (L,) ids before clean (L,) ids in blocks of `size`, as in bd3lms' models/dit.py."""
     w = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
     length = len(noisy)
     number = torch.arange(length).repeat(2) // size
@@ -69,7 +69,7 @@ def reference(state, noisy, clean, size):
 
 @pytest.fixture
 def files(tmp_path):
-    """{form: folder} of one model in both published forms."""
+    """{form: folder}: one model in both published forms."""
     averaged = draw(1)
     hub = tmp_path / "hub"
     hub.mkdir()
@@ -96,14 +96,14 @@ def inputs_of(noisy, clean, size, rows):
 
 
 def logits_of(model, noisy, clean, size):
-    """Ours for the same tokens, from the training pass."""
+    """Our model's logits for the same tokens, from the training pass."""
     inputs = inputs_of(noisy, clean, size, torch.zeros(0, dtype=torch.int64))
     return model.logits(model.hidden_states(inputs))[0]
 
 
 @pytest.mark.parametrize("for_gpus", [False, True])
 def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
-    """300 tokens: more than a matrix has columns, so gates go into weights; 454 words: padded on a GPU."""
+    """300 tokens are more than a matrix has columns, so gates go into weights. A GPU pads the 454 words."""
     monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
     state = {name: tensor.requires_grad_("backbone" in name) for name, tensor in draw(3).items()}
     clean = torch.randint(V - 1, (150,), generator=torch.Generator().manual_seed(4))
@@ -129,7 +129,8 @@ def test_every_form_gives_the_published_model(files, demo, form, seed=1):
     loaded = published.read(published.find(files[form]), config, tokens)
     noisy, clean = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(2))
     for size in (4, 12):
-        actual, expected = logits_of(filled(loaded, config), noisy, clean, size), reference(draw(seed), noisy, clean, size)
+        actual = logits_of(filled(loaded, config), noisy, clean, size)
+        expected = reference(draw(seed), noisy, clean, size)
         torch.testing.assert_close(actual[:, :-1], expected[:, :-1], rtol=1e-5, atol=1e-4)
     again = published.official_state(loaded[0], HEADS, EPS.values())
     wanted = draw(seed)
@@ -149,11 +150,13 @@ def spoil(path, change):
 
 
 @pytest.mark.parametrize("damage, words", [
-    (lambda f: spoil(f["hub"], {"backbone.extra": torch.ones(1)}), "1 names are missing, unknown or of another shape (--model_size), first extra"),
-    (lambda f: spoil(f["hub"], {"backbone.blocks.0.norm1.weight": torch.ones(3)}), "of another shape (--model_size), first layers.0.norm_attention.weight"),
+    (lambda f: spoil(f["hub"], {"backbone.extra": torch.ones(1)}),
+     "1 names are missing, unknown or of another shape (--model_size), first extra"),
+    (lambda f: spoil(f["hub"], {"backbone.blocks.0.norm1.weight": torch.ones(3)}),
+     "of another shape (--model_size), first layers.0.norm_attention.weight"),
     (lambda f: (f["hub"] / "config.json").write_text('{"time_conditioning": true}'), "time_conditioning True"),
     (lambda f: (f["hub"] / "model.safetensors").write_bytes(b"no"), "cannot be read")])
-def test_what_does_not_fit_is_one_line(files, demo, damage, words):
+def test_files_that_do_not_fit_are_refused_in_one_line(files, demo, damage, words):
     tokens = load_tokenizer(demo, "gsm8k")
     damage(files)
     with pytest.raises(UserError, match=re.escape(words)):

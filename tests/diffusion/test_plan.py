@@ -1,4 +1,4 @@
-"""--dry_run of the block diffusion trainer: its memory is the peak of a real step."""
+"""--dry_run of the block diffusion trainer plans the peak memory of a real step."""
 import pytest
 import torch
 
@@ -10,13 +10,12 @@ LENGTH, NOISY = 96, 64
 
 
 def inputs_of(rows, masked):
-    """blocks.Inputs of rows with one document each, whose first places of all rows together are masked."""
+    """blocks.Inputs of `rows` rows with one document each; the first `masked` places of the first rows are masked."""
     places = torch.cat([torch.arange(NOISY), torch.arange(LENGTH)]).expand(rows, -1)
     doc = torch.zeros(rows, NOISY + LENGTH, dtype=torch.int32)
     masked_rows = torch.arange(masked)
     return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=masked_rows,
-                        labels=masked_rows % 290, weights=torch.ones(masked), group=masked_rows, tiles=None,
-                        n_noisy=NOISY)
+                         labels=masked_rows % 290, weights=torch.ones(masked), group=masked_rows, tiles=None, n_noisy=NOISY)
 
 
 @pytest.mark.slow

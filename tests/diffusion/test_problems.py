@@ -1,4 +1,4 @@
-"""Reading chats, problems and tokenizers; chats become one document an answer."""
+"""Reading chats, problems and tokenizers. Each trained answer of a chat becomes one document."""
 import json
 from dataclasses import replace
 
@@ -18,11 +18,11 @@ TALK = [{"role": "system", "content": "Be short."}, *ask("How many pens has Ben?
 
 @pytest.fixture(scope="module")
 def folder(demo):
-    """Folder of the demo's tokenizer with a chat template."""
+    """The demo's tokenizer with a chat template."""
     return demo / "chat"
 
 
-def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp_path):
+def test_every_trained_answer_is_a_document_with_all_earlier_turns(folder, tmp_path):
     layout = published.add_chat_form(choices.Layout("chat", block_size=8, max_length=128), folder)
     tokens = load_tokenizer(folder, "chat", layout.end_token)
     bad, data = [], write(tmp_path / "chats.jsonl", [TALK])
@@ -48,8 +48,8 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
 
 
 def test_train_and_answer(folder, tmp_path, capsys):
-    """A run on chats, whose held-out part shares no chat with the rest; then answers to files."""
-    talks = [[*ask(f"What is {i}?", f"It is {i}."), *ask(f"And {i} more?", f"It is {2 * i}.")] for i in range(24)]
+    """A run on chats holds out whole chats; then the checkpoint answers a file."""
+    talks = [[*ask(f"Which is {i}?", f"It is {i}."), *ask(f"And {i} more?", f"It is {2 * i}.")] for i in range(24)]
     data, out = write(tmp_path / "chats.jsonl", talks), tmp_path / "out"
     short_run(out, f"--system chat --train_data_file {data} --tokenizer {folder} --model_size nano --row_length 128",
               "--max_steps 2 --validation_split 0.25 --problems_per_batch 8")
@@ -58,12 +58,12 @@ def test_train_and_answer(folder, tmp_path, capsys):
     common = ["--checkpoint", str(out), "--device", "cpu", "--order", "confidence"]
     sample_bd3lm.main([*common, "--test_file", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
-    assert [a["question"] for a in answers] == ["What is 0?", "And 0 more?", "What is 1?"]
+    assert [a["question"] for a in answers] == ["Which is 0?", "And 0 more?", "Which is 1?"]
     with pytest.raises(UserError, match="--min_accuracy needs answers to compare with"):
         sample_bd3lm.main([*common, "--test_file", str(data), "--min_accuracy", "0.5"])
 
 
-def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
+def test_special_tokens_follow_the_vocabulary_in_the_sources_order(demo):
     size = load_tokenizer(demo, "gsm8k").vocab_size - 1
     base = load_tokenizer(demo, "gsm8k")
     assert (base.mask, base.bos, base.end, base.plan) == (size, size - 1, size - 1, -1)

@@ -1,4 +1,4 @@
-"""Sampling and likelihoods on random models: answers, counted passes, states, requests of lm-eval."""
+"""Sampling and likelihoods of random models: answers, number of passes, states, requests of lm-eval."""
 import itertools
 import json
 import math
@@ -36,7 +36,7 @@ def solver_of(demo, layout, how=None):
 
 @pytest.mark.parametrize("system", FILES)
 def test_answers_to_a_file(demo, tmp_path, system, capsys):
-    """Of averaged weights; a pass for each token, or fewer where several are sure."""
+    """The averaged weights answer with one pass a token, or fewer if several tokens are sure."""
     layout, path = HDP if system == "hdp" else LAYOUTS["gsm8k"], tmp_path / "run" / "checkpoint-5"
     solver = solver_of(demo, layout)
     path.mkdir(parents=True)
@@ -68,7 +68,7 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
 
 
 def test_prompts_of_lm_eval(demo):
-    """Requests as the harness sends them: our greedy answers, cut at the first stop; one too long is empty, and counted."""
+    """The harness gets our greedy answers up to the first stop. A prompt that is too long gets none and is counted."""
     solver = solver_of(demo, LAYOUTS["gsm8k"], Sampling("confidence", temperature=0.0))
     problems = read_problems(demo / "train.jsonl", "", "gsm8k")[:6]
     states = [sample_bd3lm.question_state(p, solver.tokens, solver.layout) for p in problems]
@@ -88,7 +88,7 @@ PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"),
 
 
 def log_probabilities(solver, clean, shown):
-    """(block_size, V) of the places of the block behind the clean ids, some of which are shown, the others masked."""
+    """(block_size, V) log-probabilities of the block after the clean ids; shown: the block's ids, or the mask."""
     positions = torch.arange(len(clean))[None]
     size = len(shown)
     past = prefill(solver.model, torch.tensor(clean)[None], positions, positions // size, torch.ones_like(positions, dtype=torch.bool))
@@ -100,7 +100,7 @@ def log_probabilities(solver, clean, shown):
 
 @torch.no_grad()
 def test_blocks_of_one_token_have_the_exact_likelihood(demo):
-    """Of a DiT, against its cached sampler asked for one token after the other; lm-eval gets minus that."""
+    """The likelihood equals that of the cached sampler, token after token."""
     solver = solver_of(demo, Layout(block_size=1, max_length=64))
     likelihoods = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
         [types.SimpleNamespace(args=pair) for pair in PAIRS])
@@ -116,7 +116,7 @@ def test_blocks_of_one_token_have_the_exact_likelihood(demo):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
-    """Two tokens of a block of four, whose other places stay masked: the bound is a mean over both orders."""
+    """Two tokens in a block of four, the others masked: the bound is a mean over both orders."""
     solver, size = solver_of(demo, Layout(block_size=4, max_length=64)), 4
     context, text = list(range(60, 68)), [94, 77]
     both = []
@@ -134,7 +134,7 @@ def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
 
 
 def test_the_bound_of_a_file(demo, tmp_path, capsys):
-    """The validation's number of the same weights, within both errors."""
+    """The bound equals the validation's bound of the same weights, within both errors."""
     out = tmp_path / "out"
     short_run(out, f"--train_data_file {demo}/train.jsonl --eval_data_file {demo}/test.jsonl --tokenizer {demo}",
               "--model_size nano --eval_repeats 8")
@@ -149,12 +149,11 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     assert abs(summary["eval/nll"] - wanted["eval/nll"]) < 4 * error
     assert summary["eval/bits_per_token"] == pytest.approx(summary["eval/nll"] / math.log(2))
     assert summary["texts"] == 20 and summary["tokens"] > 20 * 10
-    said = capsys.readouterr().out
-    assert "bound      nll <= " in said
+    assert "bound      nll <= " in capsys.readouterr().out
 
 
 def questions():
-    """Contexts, pinned ids and limits of three problems of different lengths, one of them without a context."""
+    """Contexts, pinned ids and limits of three problems of different lengths, one without a context."""
     rng = np.random.default_rng(0)
     contexts = [np.stack([rng.integers(0, MASK, n), np.arange(n), np.arange(n) // 4]) for n in (8, 0, 4)]
     return contexts, [([3, 4], 8), ([], 0), ([5], 4)], [3, 0, 1]
@@ -162,7 +161,7 @@ def questions():
 
 @pytest.mark.parametrize("how", [
     Sampling(), Sampling("confidence", 1.0, 0), Sampling("confidence", 0.12), Sampling("confidence", 0.0)], ids=str)
-def test_every_order_fills_its_room_and_counts_its_passes(how):
+def test_every_order_fills_its_blocks_and_counts_its_passes(how):
     model, (contexts, pinned, limits) = network().eval(), questions()
     results = generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
     for i, result in enumerate(results):
@@ -187,8 +186,8 @@ def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
     assert len(ended[0].ids) <= 8
 
 
-def test_a_block_that_was_given_is_like_one_that_was_written():
-    """Places, block numbers, keys and values of later blocks: one call for two blocks writes what two calls do."""
+def test_one_call_for_two_blocks_equals_two_calls():
+    """Positions, block numbers, keys and values of later blocks are equal."""
     model, how = network().eval(), Sampling("confidence", 1.0, 0)
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
     whole, = generate(model, [(context, ([], 8))], [2], 4, 99, how)
@@ -199,7 +198,7 @@ def test_a_block_that_was_given_is_like_one_that_was_written():
     assert whole.ids[4:] == second.ids
 
 
-def test_an_end_token_that_was_given_ends_nothing():
+def test_an_end_token_in_the_pinned_ids_ends_nothing():
     model = network().eval()
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
     result, = generate(model, [(context, ([3, 4], 8))], [1], 4, 4, Sampling("confidence", 1.0, 0))
@@ -220,7 +219,7 @@ def test_temperature():
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k-1", "gsm8k-whole", "hdp", "hdp-sizes"])
-def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
+def test_a_sampler_that_writes_the_truth_has_the_states_of_training(demo, name):
     layout = LAYOUTS[name]
     problems, tokens, documents = load(demo, layout)
     for d, problem in enumerate(problems[:20]):
