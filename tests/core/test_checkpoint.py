@@ -171,8 +171,6 @@ def test_a_new_folder_is_whole_or_absent_and_deletes_nothing(tmp_path):
         pass
 
 
-# Kills
-
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}     # events of sys.addaudithook
 
 

@@ -58,9 +58,6 @@ def trained(make, mode, change):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]), kept
 
 
-# float8
-
-
 def test_products_are_those_of_float8_kernels():
     """The product equals torch._scaled_mm with our scales, and is close to the exact product."""
     torch.manual_seed(0)
@@ -114,10 +111,6 @@ def test_products_take_transposed_inputs(device=os.environ.get("TEST_DEVICE", "c
         results = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
         for actual, exact in zip(results, expected, strict=True):
             assert (actual.cpu() - exact).norm() < 0.06 * exact.norm()     # as above
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# nf4
 
 
 def rounded(weight, dtype):

@@ -1,4 +1,4 @@
-"""Tiny students and the conversations that they are trained on."""
+"""Tiny students and their training conversations."""
 import numpy as np
 import pytest
 
@@ -10,7 +10,7 @@ from tests.helpers.students import HELD_OUT, SEED
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Folder with students and their conversations."""
+    """Folder with the inputs of runs: students and conversations."""
     folder = tmp_path_factory.mktemp("students")
     chats.student(folder / "qwen")
     chats.student(folder / "llama", "llama")
@@ -22,7 +22,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(inputs, tmp_path_factory):
-    """data(student) -> (ChatTable, numbers to train, numbers held out), as the runs see them."""
+    """data(student) -> (ChatTable, sample numbers to train, sample numbers held out), as in the runs."""
     def table(student):
         folder = tmp_path_factory.mktemp("table")
         encoder = chat.Encoder(chat.load_tokenizer(inputs / student))

@@ -1,4 +1,4 @@
-"""Tokenised conversations on disk: refused lines, cuts, held-out lines, packed batches."""
+"""Tokenised conversations on disk: refused lines, long samples, held-out lines, split answers."""
 import json
 
 import numpy as np
@@ -52,7 +52,7 @@ def samples_of(table):
     return [(table.tokens[a:b].tolist(), table.trained[a:b].tolist()) for a, b in zip(table.offsets, table.offsets[1:])]
 
 
-def test_table_holds_what_was_encoded(tokenizer, tmp_path):
+def test_the_table_holds_the_encoded_samples(tokenizer, tmp_path):
     table, counts = make_table(tokenizer, tmp_path, chats.conversations(7))
     whole = encoder(tokenizer, QWEN).encode(chats.conversations(7))
     assert samples_of(table) == whole and counts == ([7], "")
@@ -87,7 +87,7 @@ def test_hold_out_takes_whole_groups():
     assert not set(groups[train]) & set(groups[out])
     assert [list(numbers) for numbers in split_groups(groups, 0.4, 7)] == [list(train), list(out)]
     assert list(split_groups(groups, 0.4, 8)[1]) != list(out)
-    by_id = group_numbers(lines[::-1] - 1, lines, 15)        # an id is the line that a record came from
+    by_id = group_numbers(lines[::-1] - 1, lines, 15)        # an id is the number of the source line
     assert by_id.tolist() == groups[::-1].tolist()
     assert [len(numbers) for numbers in split_groups(groups, 0, 7)] == [60, 0]
     with pytest.raises(UserError, match="all samples are one group"):
@@ -95,7 +95,7 @@ def test_hold_out_takes_whole_groups():
 
 
 def test_all_forms_are_the_same_conversations(tokenizer, tmp_path):
-    """ShareGPT, prompts and completions, parquet with columns of null; a question at the end is dropped."""
+    """Forms: ShareGPT, prompts and completions, parquet with columns of null. A question at the end is dropped."""
     import pyarrow
     import pyarrow.parquet
     talks = [chats.ask(f"question {i}", f"answer {i}") for i in range(6)]
@@ -118,8 +118,8 @@ def test_all_forms_are_the_same_conversations(tokenizer, tmp_path):
     assert len(tables[0]) == 6 and tables[1].keys.tolist() == list(range(6))
 
 
-def test_answers_of_a_hybrid_template_are_samples_of_their_own(tokenizer, tmp_path):
-    """Each answer has the template's rendering at its turn; a line is held out whole, and once."""
+def test_each_answer_of_a_hybrid_template_is_a_sample(tokenizer, tmp_path):
+    """Each answer is rendered at its turn. All samples of a line are held out together, and the line is saved once."""
     talk = ask("a", "one", reasoning_content="why") + ask("b", "two", reasoning_content="hm") + ask("c", "three")
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"id": i, "messages": messages}) + "\n" for i, messages in enumerate(
@@ -132,7 +132,7 @@ def test_answers_of_a_hybrid_template_are_samples_of_their_own(tokenizer, tmp_pa
         for i in range(1, len(messages), 2):
             start, whole = (tokenizer.apply_chat_template(messages[:i + 1 - k], add_generation_prompt=bool(k),
                                                      return_dict=False) for k in (1, 0))
-            # but for the line feed behind the end
+            # the line feed after the end token is not trained
             wanted.append((whole, [len(start) <= index < len(whole) - 1 for index in range(len(whole))]))
     assert samples_of(table) == wanted and table.lines.tolist() == [1, 1, 1, 2, 3, 3, 3]
     train, held_out = split_samples(table, n_train, 1, 0.5, 3)

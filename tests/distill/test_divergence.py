@@ -1,4 +1,4 @@
-"""The model as its own teacher: divergences, packed student and teacher, whole runs, runs on their own answers."""
+"""Self-distillation: divergences, packed student and teacher, whole runs, runs on the student's answers."""
 import json
 import math
 import shutil
@@ -28,13 +28,10 @@ SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_h
            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}}
 
 
-# -- The divergence ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind, beta, k", [("forward", 0.5, 0), ("reverse", 0.5, 0), ("js", 0.5, 0), ("js", 0.1, 0),
                                            ("forward", 0.5, 4), ("reverse", 0.5, 4), ("js", 0.8, 4)])
 def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
-    """Through the head, whole and in pieces, with a share of cross-entropy; the teacher gets no gradient."""
+    """The loss goes through the head, whole and in pieces, with a share of cross-entropy. The teacher gets no gradient."""
     torch.manual_seed(0)
     tensors = [torch.randn(shape, requires_grad=True) for shape in ((11, 5), (23, 5), (23,))]
     exact = [t.detach().double().requires_grad_() for t in tensors]
@@ -60,7 +57,7 @@ def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 def test_ruled_out_tokens_are_no_nan(kind):
-    """Logits of -inf in both, or in one: 0 log 0 is 0, and what cannot be is only a large number."""
+    """Both or one have logits of -inf: 0 log 0 is 0, and the divergence stays finite."""
     student = torch.tensor([[0.0, 1.0, -math.inf], [0.0, -math.inf, 2.0]], requires_grad=True)
     teacher = torch.tensor([[1.0, 0.0, -math.inf], [0.0, 1.0, -math.inf]])
     values = divergence(student, teacher, kind)
@@ -69,12 +66,9 @@ def test_ruled_out_tokens_are_no_nan(kind):
     assert values[0].item() == pytest.approx(students.apart(student[0, :2], teacher[0, :2], kind).item(), rel=1e-5)
 
 
-# -- Student and teacher in one model ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Folder with two students, conversations, a prompt for each role."""
+    """Folder with two students, conversations and a prompt for each role."""
     folder = tmp_path_factory.mktemp("self")
     chats.student(folder / "qwen", max_position_embeddings=512)
     chats.student(folder / "smollm2", "llama", **SMOLLM2, attention_bias=False)
@@ -92,7 +86,7 @@ def prompted_table(inputs, folder, student, role, turns="all"):
 
 
 def adapted(inputs, folder, student, prompted, recompute=None):
-    """A PackedLM with an adapter that does something (B is not zero), saved to the folder."""
+    """A PackedLM with an adapter whose B is not zero, saved to the folder."""
     lora = (5, 5, 0.0, "all-linear", str(inputs / student))
     model, parts = packed_lm.build_empty(inputs / student, torch.float32, lora, recompute, prompted=prompted)
     packed_lm.load(model, parts, WORLD)
@@ -108,7 +102,7 @@ def adapted(inputs, folder, student, prompted, recompute=None):
 
 
 def alone(model, base, tokenizer, messages, role, inputs, turns="all"):
-    """[(student's logits, target, teacher's logits)] of every trained token, each conversation without any other."""
+    """[(student's logits, target, teacher's logits)] of every trained token of one conversation."""
     rows, prompt = [], read_prompt(inputs / f"{role}.txt", role)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i in answers if turns == "all" else answers[-1:]:
@@ -122,7 +116,7 @@ def alone(model, base, tokenizer, messages, role, inputs, turns="all"):
 @pytest.mark.parametrize("student, role, kind, recompute", [
     ("qwen", "system", ("forward", 0.5, 0), None), ("smollm2", "user", ("js", 0.3, 6), "all")])
 def test_packed_self_distillation_is_the_dense_one(inputs, tmp_path, student, role, kind, recompute):
-    """Losses and the gradient of every adapter, from transformers' and PEFT's forward of each conversation alone."""
+    """Losses and all adapters' gradients equal those of transformers and PEFT on each conversation alone."""
     turns = "last" if role == "user" else "all"
     table = prompted_table(inputs, tmp_path / "table", student, role, turns)
     model = adapted(inputs, tmp_path, student, (0.7, *kind), recompute).train()
@@ -158,11 +152,8 @@ def test_packed_self_distillation_is_the_dense_one(inputs, tmp_path, student, ro
     weights = adapters.adapter_weights(model.net)
     assert grads.keys() == weights.keys()
     for name, grad in grads.items():
-        # sums in float32 of other orders: 1e-5 of the largest was seen
+        # float32 sums in another order: 1e-5 of the largest was seen
         torch.testing.assert_close(weights[name].grad, grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max() + 1))
-
-
-# -- Runs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +182,8 @@ DRAWN = ("--on_policy", 0.6, "--max_new_tokens", 6, "--max_steps", 5, "--save_st
 
 @pytest.mark.slow
 def test_runs_on_drawn_answers_are_the_same(train, inputs, tmp_path):
-    """Stopped at step 2; on two ranks by FSDP2, where a server draws by the adapters that it is given at each step. The
-    server fails for a moment, or for good."""
+    """A run resumed at step 2 and one on two ranks are equal. On two ranks a server draws with the adapters of each
+    step. The server fails once, or always."""
     folder = tmp_path / "one"
     whole = train(1, folder, *ALONE, *DRAWN)
     assert whole[1]["train/loss"] == pytest.approx(whole[1]["train/kl_loss"]), "nothing but the divergence is learned"
@@ -206,7 +197,7 @@ def test_runs_on_drawn_answers_are_the_same(train, inputs, tmp_path):
         server.fails = {"/v1/completions": 503}
         served = train(2, tmp_path / "served", *SPLIT, *DRAWN, "--base_url", server.url)
         assert losses(served) == pytest.approx(losses(whole), rel=1e-4)
-        for name, tensor in weights_of(folder).items():     # Adam makes parts of a step of 5e-3 of rounding
+        for name, tensor in weights_of(folder).items():     # Adam turns rounding into parts of a step of 5e-3
             torch.testing.assert_close(tensor, weights_of(tmp_path / "served")[name], rtol=1e-3, atol=5e-4)
         loads = [path for path, _ in server.calls if "lora" in path]
         assert loads == ["/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 4]
@@ -215,8 +206,8 @@ def test_runs_on_drawn_answers_are_the_same(train, inputs, tmp_path):
               fails='HTTP 400 {"error": {"message": "no"}}; it needs --enable-lora')
 
 
-def test_drawn_answers_are_draws(inputs, tmp_path):
-    """The student samples them after its prompt, with its adapters; the teacher reads the same tokens."""
+def test_draws_depend_on_run_step_and_sample_alone(inputs, tmp_path):
+    """The student samples answers after its prompt, with its adapters."""
     table = prompted_table(inputs, tmp_path / "table", "smollm2", "system")
     model, ends = adapted(inputs, tmp_path, "smollm2", (1.0, "forward", 0.5, 0)), [2]
     batches = [collate([table[n] for n in numbers], prompted=True) for numbers in ((0, 1, 2, 3), (4, 5))]
@@ -227,7 +218,7 @@ def test_drawn_answers_are_draws(inputs, tmp_path):
     (first, second), targets = replace_answers(batches, 1.0, 7)
     assert targets == len(first.targets) + len(second.targets) and first.samples == (0, 1, 2, 3)
     same, _ = replace_answers(batches[1:], 1.0, 7)
-    assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
+    assert torch.equal(same[0].input_ids, second.input_ids)
     other, _ = replace_answers(batches[1:], 1.0, 8)
     assert not torch.equal(other[0].input_ids, second.input_ids)
     kept, n = replace_answers(batches, 0.0, 7)
@@ -236,8 +227,8 @@ def test_drawn_answers_are_draws(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_judge_of_a_prompt(inputs, train, tmp_path, capsys):
-    """Its divergence and likelihood are those of the run's own validation; the base's are those of plain forwards."""
+def test_the_evaluation_of_a_prompt(inputs, train, tmp_path, capsys):
+    """The student's divergence and likelihood equal the run's validation; the base's equal plain forward passes."""
     logged = train(1, tmp_path / "run", *ALONE, "--max_steps", 6, "--save_steps", 0)
     command = ["--checkpoint", str(tmp_path / "run" / "checkpoint-6"), "--output_dir", str(tmp_path / "judged"),
              "--follows", "e", "--max_new_tokens", "4", "--batch_size", "3"]

@@ -1,4 +1,4 @@
-"""Judging students of train_sft.py, against transformers' own forward one line at a time; what is refused."""
+"""Evaluations of students of train_sft.py match transformers' forward one line at a time; refusals."""
 import json
 import random
 import re
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import report
-from distill import evaluate as judge
+from distill import evaluate as script
 from tests.helpers import chats, scripts, students
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
@@ -25,7 +25,7 @@ def truth_of(i):
 
 
 def label_of(i):
-    """The teacher's: wrong about every seventh German line."""
+    """The teacher's label: wrong for every seventh German line."""
     return "en" if i % 21 == 0 else truth_of(i)
 
 
@@ -42,7 +42,7 @@ def write(path, rows):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Folder with a base model, labels and a prompt."""
+    """Folder with the inputs: a base model, labels and a prompt."""
     folder = tmp_path_factory.mktemp("judged")
     chats.student(folder / "base")
     chats.tokenizer(chats.QWEN_THINK).save_pretrained(folder / "base")
@@ -53,7 +53,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(pool, inputs):
-    """train(name, *flags) -> checkpoint folder of a student, trained when first asked for. Look, do not touch."""
+    """train(name, *flags) -> checkpoint folder of a student, trained on first use. Read only."""
     done = {}
 
     def get(name, *flags):
@@ -75,14 +75,14 @@ def full(train):
 
 
 def evaluate(inputs, out, checkpoint, *flags):
-    """Run the script in this process; the contents of evaluation.json."""
-    scripts.run(judge, [str(word) for word in ("--checkpoint", checkpoint, "--parser", "language", "--labels",
+    """Run the script in this process; returns the contents of evaluation.json."""
+    scripts.run(script, [str(word) for word in ("--checkpoint", checkpoint, "--parser", "language", "--labels",
                                                "en,de,fr", "--max_new_tokens", 10, "--output_dir", out, *flags)])
     return json.loads((out / "evaluation.json").read_text())
 
 
 def refusal(capsys, inputs, out, checkpoint, *flags):
-    """The one line that the script ends with, status 1."""
+    """Run the script; returns its error, one line, with status 1."""
     with pytest.raises(SystemExit) as left:
         evaluate(inputs, out, checkpoint, *flags)
     error = capsys.readouterr().err.strip()
@@ -90,11 +90,8 @@ def refusal(capsys, inputs, out, checkpoint, *flags):
     return error
 
 
-# -- Whole evaluations -------------------------------------------------------------------------------------------------
-
-
 def alone(model, tokenizer, text, tokens=10):
-    """The answer by transformers' forward, likeliest token by token, no cache, no batch."""
+    """The greedy answer by transformers' forward, without cache and batch."""
     ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
                                         return_dict=False, enable_thinking=False)
     start = len(ids)
@@ -112,8 +109,8 @@ def whole(inputs, full, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_lines_are_those_that_the_run_held_out(inputs, full, whole):
-    """The run's own validation loss comes out of them, and no group is on both sides."""
+def test_the_evaluation_reads_the_held_out_lines(inputs, full, whole):
+    """Their loss equals the run's validation loss, and no group is on both sides."""
     result, _ = whole
     ids = [row["id"] for row in result["samples"]]
     everyone = {i for i in range(N) if i not in REJECTED}
@@ -138,7 +135,7 @@ def test_answers_are_those_of_each_line_alone(inputs, full, whole):
 
 
 def test_accuracy_is_that_of_the_rows(whole):
-    """Counted again from the rows and the rules that made the data; divergence and likelihood go with them."""
+    """The accuracy equals a count from the rows and the rules of the data."""
     result, out = whole
     rows, measured = result["samples"], result["metrics"]
     for row in rows:
@@ -158,8 +155,8 @@ def test_accuracy_is_that_of_the_rows(whole):
 @pytest.mark.parametrize("template, thinking, tools", [
     (chats.QWEN_THINK, False, None), (chats.QWEN, None, None),
     (chats.QWEN_TOOLS, None, [{"type": "function", "function": {"name": "look", "parameters": {}}}])])
-def test_asked_as_trained(inputs, template, thinking, tools):
-    """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
+def test_prompts_equal_the_trained_ones(inputs, template, thinking, tools):
+    """generate gets the ids before the first trained token; pads are on the left, masked."""
     from core.chat import Encoder
     tokenizer = chats.tokenizer(template)
     model, seen = AutoModelForCausalLM.from_pretrained(inputs / "base").eval(), []
@@ -168,8 +165,8 @@ def test_asked_as_trained(inputs, template, thinking, tools):
     model.generate = lambda **options: seen.append(options) or generate(**options)
     asked = [record(i)["messages"] for i in (1, 4, 9)]
     args = types.SimpleNamespace(max_new_tokens=2, batch_size=3)
-    answers = judge.ask_column(
-        args, judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
+    answers = script.ask_column(
+        args, script.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
         [{"messages": messages, "tools": tools} for messages in asked])
     trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
@@ -179,8 +176,8 @@ def test_asked_as_trained(inputs, template, thinking, tools):
     assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
 
 
-def test_a_text_that_was_trained_is_no_test(inputs, train, tmp_path, capsys):
-    """Lines with one text, but for white space, on both sides of the split."""
+def test_trained_texts_are_left_out(inputs, train, tmp_path, capsys):
+    """Both sides of the split have lines with one text; only white space differs."""
     rows = [record(i, text="the" + " " * (i + 1) + "same" if i < 40 else f"fox \u2028 {i}") for i in range(N)]
     write(inputs / "leaky.jsonl", rows)
     checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", inputs / "leaky.jsonl")
@@ -189,9 +186,6 @@ def test_a_text_that_was_trained_is_no_test(inputs, train, tmp_path, capsys):
     assert gone > 5
     assert all(row["id"] >= 40 for row in result["samples"]) and len(result["samples"]) == 60 - gone
     assert f"{gone} lines left out" in capsys.readouterr().out
-
-
-# -- What is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -207,7 +201,7 @@ def test_bad_input_is_one_clear_line(inputs, train, full, tmp_path, capsys, monk
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
-def test_a_teacher_that_does_not_follow_closes_no_gap(inputs, full, tmp_path, capsys):
+def test_a_teacher_that_does_not_follow_the_prompt_is_refused(inputs, full, tmp_path, capsys):
     error = refusal(capsys, inputs, tmp_path, full, "--prompt_file", inputs / "prompt.txt", "--follows", "^never$",
                     "--min_closed", 0.01)
     assert "following: there is no gap to close: 0 of the teacher, 0 of the base" in error

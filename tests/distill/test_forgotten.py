@@ -1,4 +1,4 @@
-"""What a student keeps and forgets: --keep beside plain loops, on any ranks, resumed; the judgement of it."""
+"""--keep equals plain loops, on any number of ranks and resumed; the evaluation of forgetting."""
 import json
 import shutil
 
@@ -16,7 +16,7 @@ PROMPT = "Name the language. the quick brown fox\n"
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Folder with a student, chats to learn, others to keep."""
+    """Folder with a student, chats to learn and chats to keep."""
     folder = tmp_path_factory.mktemp("forgotten")
     chats.student(folder / "student", max_position_embeddings=512)
     talks = [[m for m in messages if m["role"] != "system"][-2:] for messages in chats.conversations(40)]
@@ -40,7 +40,7 @@ def train(pool, inputs):
 
 
 def kept_kl(inputs, student, file="keep.jsonl"):
-    """KL(base, student) per token of the answers of a file, by plain forwards of each chat."""
+    """KL(base, student) per token of the answers of a file, by a plain forward pass of each chat."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "student")
     base, total, count = AutoModelForCausalLM.from_pretrained(inputs / "student"), 0.0, 0
     for messages in (json.loads(line)["messages"] for line in open(inputs / file)):
@@ -57,8 +57,8 @@ def column(metrics, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["lora", "full"])
 def test_kept_answers_are_scored_by_the_untouched_base(inputs, train, tmp_path, capsys, weights):
-    """Every second step, on one rank by DDP, on two by FSDP2 or DDP; full weights resumed, and adapters keep. What
-    was forgotten is judged by other chats, and not by those."""
+    """Every second step scores them, on one rank and on two. Full weights are also resumed. Adapters are also evaluated
+    on other chats; the kept ones are left out."""
     lora = ["--use_lora", "--lora_rank", 4] if weights == "lora" else []
     flags = [*lora, "--keep", inputs / "keep.jsonl", "--keep_every", 2]
     one_rank = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
@@ -81,17 +81,17 @@ def test_kept_answers_are_scored_by_the_untouched_base(inputs, train, tmp_path, 
         assert all(torch.equal(first[key], second[key]) for key in first)
         train(1, tmp_path / "again", "--parallel", "ddp", *flags, "--keep_weight", 3, fails="teacher")
         return
-    judge = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--max_new_tokens", "2"]
+    command = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--max_new_tokens", "2"]
     mixed, kept = tmp_path / "mixed.jsonl", (inputs / "keep.jsonl").read_text()
     mixed.write_text((inputs / "unrelated.jsonl").read_text() + kept)
-    scripts.run(evaluate, [*judge, "--unrelated", str(mixed)])
+    scripts.run(evaluate, [*command, "--unrelated", str(mixed)])
     report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
     metrics, left_out = report["metrics"], report["data"]["unrelated_lines_left_out"]
     assert left_out == kept.count("\n") and f"{left_out} lines of --unrelated left out" in capsys.readouterr().out
     wanted = kept_kl(inputs, student, "unrelated.jsonl")
     assert metrics["student: unrelated kl"] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
     with pytest.raises(SystemExit):
-        scripts.run(evaluate, [*judge, "--unrelated", str(inputs / "keep.jsonl")])
+        scripts.run(evaluate, [*command, "--unrelated", str(inputs / "keep.jsonl")])
     assert "keep.jsonl: --keep trained each of its questions" in capsys.readouterr().err
 
     hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 50)

@@ -1,4 +1,4 @@
-"""Another model as the teacher: packed scores against loops over whole logits, whole runs, the student's own draws."""
+"""Another model as the teacher: packed scores equal loops over whole logits; whole runs, the student's draws."""
 import json
 
 import pytest
@@ -15,23 +15,23 @@ from tests.helpers.lora_server import draw_answer
 
 PROMPT = "Name the language. the quick brown fox\n"
 WORLD = dist.World(device=torch.device("cpu"))
-# fp32 logarithms of these vocabularies lie between 4 and 8, so each model rounds a row's by half of this
+# fp32 logarithms of these vocabularies are between 4 and 8, so each model rounds a row's by half of this
 STEP = 2**-21
-# another template than the student's: what stands before an answer is the teacher's own
+# the teacher's template: it puts other tokens before an answer than the student's
 SPOKEN = chats.QWEN.replace("'<|im_start|>' + m.role + '\\n'", "'<|im_start|>' + m.role + ' of'").replace(
     "'<|im_start|>assistant\\n'", "'<|im_start|>assistant of'")
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Folder with a student, a larger teacher with another template, chats, a prompt."""
+    """Folder with a student, a larger teacher with another template, chats and a prompt."""
     folder = tmp_path_factory.mktemp("larger")
     chats.student(folder / "student", max_position_embeddings=512)
     chats.student(folder / "teacher", "llama", vocab_size=416, hidden_size=48, num_hidden_layers=3, head_dim=12)
     chats.tokenizer(SPOKEN).save_pretrained(folder / "teacher")
     talks = [[m for m in messages if m["role"] != "system"] for messages in chats.conversations(12)]
     records = [{"messages": talk} for talk in talks]
-    for record in records[:4]:      # documents and a demonstration, of each sample
+    for record in records[:4]:      # the teacher reads two examples first
         record["messages"] = record["messages"][-2:]
         record["teacher_messages"] = [*chats.ask("das ist", "de"), *chats.ask("est la", "fr"), record["messages"][-2]]
     (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -43,7 +43,7 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize("prompt, kind, k", [(Prompt("system", PROMPT.strip()), "forward", 0),
                                              (Prompt("none", ""), "reverse", 5)])
 def test_scores_and_gradients_are_those_of_whole_logits(inputs, tmp_path, prompt, kind, k):
-    """With a larger vocabulary that is padding; all weights of the student are trained, none of the teacher's."""
+    """The teacher's larger vocabulary is padding. All weights of the student are trained, none of the teacher's."""
     own, other = (chat.load_tokenizer(inputs / name) for name in ("student", "teacher"))
     encoders = [chat.Encoder(tokenizer) for tokenizer in (own, other)]
     write_table(tmp_path, [inputs / "chats.jsonl"], Reading(encoders[0], 512, prompt=prompt, teacher=encoders[1]))
@@ -81,10 +81,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(inputs, tmp_path, prompt
     assert not any(module.training for module in model.frozen["teacher"].modules()), "no dropout"
 
 
-# -- What is refused ---------------------------------------------------------------------------------------------------
-
-
-def test_a_vocabulary_is_proven_by_its_tokens(inputs):
+def test_vocabularies_are_compared_by_tokens(inputs):
     own, other = chats.tokenizer(), chats.tokenizer(SPOKEN)
     teaching.check_same(own, other, 401, "x")
     other.add_tokens(["<more>"])           # an id that the student's model does not have
@@ -101,24 +98,22 @@ def test_a_vocabulary_is_proven_by_its_tokens(inputs):
         teaching.check_same(own, swapped, 401, "x")
 
 
-def test_contexts_of_records(inputs):
+def test_contexts_for_the_teacher(inputs):
     encoder = chat.Encoder(chat.load_tokenizer(inputs / "student"))
     talk = chats.ask("the dog", "en")
 
     def context_of(**record):
         record = {"messages": talk} | record
-        return teaching.add_teachers_version(Prompt("none", ""), encoder, [record], encoder.encode([record["messages"]]))[0]
+        encoded = encoder.encode([record["messages"]])
+        return teaching.add_teachers_version(Prompt("none", ""), encoder, [record], encoded)[0]
     ids, mask, own = context_of(teacher_messages=[{"role": "system", "content": "fox"}, talk[0]])
     assert ids[own:] != ids[:own] and [t for t, m in zip(ids[own:], mask[own:]) if m] == [
         t for t, m in zip(ids[:own], mask[:own]) if m]
     assert str(context_of(teacher_messages=[{"role": "user"}])).startswith('its "teacher_messages": message 1 has no text')
     assert 'its "teacher_messages": has no list' in str(context_of(teacher_messages=[]))
-    assert '"teacher_messages" end with a message of the assistant' in str(context_of(teacher_messages=talk)), "it would read"
+    assert '"teacher_messages" end with a message of the assistant' in str(context_of(teacher_messages=talk))
     two = [*talk, *chats.ask("fox", "fr")]
     assert "give --train_turns last" in str(context_of(messages=two, teacher_messages=two[2:3]))
-
-
-# -- Runs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +133,7 @@ def losses(metrics):
 
 
 def own_loss(inputs, student, step):
-    """Mean KL(teacher, student) over what the student draws at a step: plain loops, nothing packed."""
+    """Mean KL(teacher, student) over the student's draws at a step, by plain loops without packing."""
     own, other = (AutoTokenizer.from_pretrained(inputs / name) for name in ("student", "teacher"))
     teacher, divergences = AutoModelForCausalLM.from_pretrained(inputs / "teacher"), []
     for number, record in enumerate(json.loads(line) for line in open(inputs / "few.jsonl")):
@@ -155,8 +150,8 @@ def own_loss(inputs, student, step):
 
 
 @pytest.mark.slow
-def test_draws_are_those_of_the_student_of_now(inputs, train, tmp_path):
-    """The student before each step is in a checkpoint; one step old, it would draw and score otherwise."""
+def test_draws_come_from_the_current_student(inputs, train, tmp_path):
+    """A checkpoint holds the student before each step. A student one step older draws and scores otherwise."""
     flags = ("--teacher_path", inputs / "teacher", "--prompt_file", inputs / "system.txt", "--prompt_role", "system",
              "--on_policy", 1, "--max_new_tokens", 6)
     one_rank = train(1, tmp_path / "one", "--parallel", "ddp", *flags)

@@ -1,4 +1,4 @@
-"""Packed batches: losses and gradients of documents alone, the loss in pieces, compiled layers, other architectures."""
+"""Packed batches have the losses and gradients of single documents; the loss in pieces, other architectures."""
 import types
 
 import numpy as np
@@ -20,7 +20,7 @@ from tests.helpers.students import sample_loss
 @pytest.mark.parametrize("student, recompute", [("qwen", None), ("llama", "all"), ("window", "selective"),
                                                 ("moe", None), ("moe", "selective")])
 def test_packed_is_unpacked(inputs, data, student, recompute):
-    """Losses and every gradient; documents of padding and an order of their own change nothing."""
+    """Losses and every gradient are equal; documents of padding and another order change nothing."""
     table, train, _ = data(student)
     model, parts = packed_lm.build_empty(inputs / student, torch.float32, recompute=recompute)
     packed_lm.load(model, parts, World(device=torch.device("cpu")))
@@ -33,9 +33,9 @@ def test_packed_is_unpacked(inputs, data, student, recompute):
     loss, right, _ = model(batch)[:3]
     loss.backward()
     wanted = [sample_loss(reference, table, n) for n in chosen]
-    sum(one for one, _ in wanted).backward()
-    assert loss.item() == pytest.approx(sum(one.item() for one, _ in wanted), rel=1e-5)
-    assert right == sum(one for _, one in wanted)
+    wanted_loss, wanted_right = map(sum, zip(*wanted))
+    wanted_loss.backward()
+    assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-5) and right == wanted_right
     grads = {name: p.grad for name, p in reference.named_parameters()}
     for name, parameter in model.native.named_parameters():
         grad = grads.pop(name)
@@ -44,7 +44,7 @@ def test_packed_is_unpacked(inputs, data, student, recompute):
 
 
 def test_the_heads_gradient_is_summed_in_float32():
-    """In bfloat16 one piece or 64 of them are equally near to the exact gradient; no gradient, none is computed."""
+    """In bfloat16, 1 piece and 64 are equally near to the exact gradient. Without grad mode none is computed."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(256, 16).bfloat16(), torch.randn(50, 16).bfloat16()
     targets, gradients = torch.randint(0, 50, (256,)), []
@@ -60,10 +60,7 @@ def test_the_heads_gradient_is_summed_in_float32():
 
 
 SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-         "eos_token_id": 2}
-
-
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0,
         "bos_token_id": 1, "eos_token_id": 2}
@@ -75,7 +72,7 @@ GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions"
     ("Gemma3Text", {"head_dim": 8, "sliding_window": 5}), ("Olmoe", EXPERTS), ("GPTJ", {"rotary_dim": 4}),
     ("Qwen2Moe", EXPERTS | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12})])
 def test_other_architectures_packed(kind, settings):
-    """Losses and gradients summed over documents are those of each document alone by transformers' own forward."""
+    """Losses and gradients, summed over documents, equal transformers' forward of each document alone."""
     config = getattr(transformers, f"{kind}Config")(**GPT2 if settings is None else SIZES | settings)
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config).eval()
@@ -104,7 +101,7 @@ def test_other_architectures_packed(kind, settings):
 
 
 def test_work_is_counted_like_a_plain_sum():
-    """10 tokens, 3 of them targets, 7 attended pairs; a head of 8 x 20, attention 16 wide in two layers."""
+    """10 tokens with 3 targets and 7 attended pairs; a head of 8 x 20, attention 16 wide in two layers."""
     sizes = types.SimpleNamespace(hidden_size=8, vocab_size=20, num_attention_heads=4, head_dim=4, num_hidden_layers=2)
     products, attended = 2 * 10 * 100 + 2 * 3 * 8 * 20, 4 * 7 * 16 * 2
     assert packed_lm.flops(100, sizes, 10, 3, 7, lora=False) == 3 * (products + attended)

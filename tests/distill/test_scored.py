@@ -1,4 +1,4 @@
-"""A teacher behind a server is the teacher in this process: the same losses for the same top-k, whatever fails once."""
+"""A teacher on a server gives the losses of the same teacher in the process, also after lost calls."""
 import json
 import re
 import threading
@@ -34,9 +34,8 @@ def scorer_of(server, k, timeout, rows):
 
 @pytest.mark.slow
 def test_losses_are_those_of_the_model_itself(pool, inputs, tmp_path):
-    """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
-    key stands nowhere."""
-
+    """Two ranks score the student's draws. The first answers are lost, and no call counts twice. The API key is saved
+    in no file."""
     def losses(name, *more):
         metrics = students.train(
             pool, 2, tmp_path / name, "--model_path", inputs / "student", "--train_data_file", inputs / "chats.jsonl",
@@ -54,8 +53,8 @@ def test_losses_are_those_of_the_model_itself(pool, inputs, tmp_path):
     assert "kept-key" not in stored
 
 
-def test_answers_that_are_no_scores(inputs):
-    """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
+def test_wrong_scores_are_refused(inputs):
+    """Servers without prompt_logprobs or with too few tokens are refused. The probabilities sum to 1."""
     with ScoreServer(inputs / "teacher", "big") as server:
         scorer = scorer_of(server, 3, 5.0, 1 << 20)
         ids, logprobs = zip(*scorer.server.wait(scorer.ask([5, 6, 7]))[1])
@@ -65,7 +64,7 @@ def test_answers_that_are_no_scores(inputs):
         assert logprobs == pytest.approx(scores.topk(3).values.tolist())
         (_, both), _ = scorer.rows(SimpleNamespace(input_ids=torch.tensor([5, 6, 7]), rows=torch.tensor([1]),
                                               cu_seqlens=torch.tensor([0, 3])))
-        assert both.exp().sum().item() == pytest.approx(1)      # with what the other tokens share
+        assert both.exp().sum().item() == pytest.approx(1)      # with the share of all other tokens
         score = server.score
         for wrong in (lambda ids, k: None, lambda ids, k: score(ids, k)[1:]):
             server.score = wrong
@@ -76,7 +75,7 @@ def test_answers_that_are_no_scores(inputs):
 @pytest.mark.parametrize("change, words", [
     ({"9": None}, "has no log-probability of token 9, which was sent"), ({"5": (8.5, 1)}, "gave log-probabilities above 0"),
     ({"5": (float("nan"), 1)}, "gave log-probabilities above 0"), ({"7": None}, "gave 1 tokens of the 2 likeliest")])
-def test_a_server_is_believed_where_it_gives_the_token_sent(change, words):
+def test_scores_need_the_token_sent_and_the_likeliest_ones(change, words):
     row = {"5": (-0.5, 1), "7": (-1.5, 2), "9": (-9.0, 40)}
 
     def known(row):
@@ -88,7 +87,7 @@ def test_a_server_is_believed_where_it_gives_the_token_sent(change, words):
 
 
 def test_a_pack_of_many_calls_has_one_time_limit(monkeypatch):
-    """Each of 300 calls takes less than a request may; together they take longer than a server is waited for."""
+    """Each of 300 calls takes less than --request_timeout; together they exceed it."""
     monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 256)
     with LoraServer(None) as server:
         def answer(path, body):

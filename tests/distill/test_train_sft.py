@@ -29,11 +29,12 @@ COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_r
           "eval_steps": 2, "validation_split": HELD_OUT, "per_device_eval_batch_size": 3, "num_workers": 0,
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
 BUDGET, LORA = 160, ("--use_lora", "--lora_rank", 5)
-METHODS = {"full": (), "lora": LORA, "packs": (*LORA, "--max_tokens_per_batch", BUDGET), "dropout": (*LORA, "--lora_dropout", 0.2)}
+METHODS = {"full": (), "lora": LORA, "packs": (*LORA, "--max_tokens_per_batch", BUDGET),
+           "dropout": (*LORA, "--lora_dropout", 0.2)}
 SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
 SAVES = "--save_steps 1 --save_total_limit 0"
 EVERY = f"{SAVES} --logging_steps 2"
-FORGOTTEN = CLOCK | {"train/padding"}     # by a restart: how full earlier packs were
+FORGOTTEN = CLOCK | {"train/padding"}     # a resumed run does not know the padding of earlier packs
 QWEN = f"qwen full fsdp 2x4x1 {SAVES}"
 
 
@@ -50,7 +51,7 @@ def arguments(inputs, output_dir, name, *more):
 
 
 def complete(pool, inputs, output_dir, name, *more):
-    """Train to the end; the Run."""
+    """Train to the end; returns the Run."""
     ranks, line = arguments(inputs, output_dir, name, *more)
     statuses, output = pool.run(ranks, students.MAIN, line)
     assert not any(statuses), output
@@ -59,7 +60,7 @@ def complete(pool, inputs, output_dir, name, *more):
 
 @pytest.fixture(scope="module")
 def shared(pool, inputs, tmp_path_factory):
-    """shared(name) -> the Run, trained when first asked for. Look, do not touch."""
+    """shared(name) -> the Run, trained on first use. Read only."""
     root, done = tmp_path_factory.mktemp("shared"), {}
 
     def get(name):
@@ -86,17 +87,14 @@ def assert_same_run(run, other):
         torch.testing.assert_close(actual, moments(other)[name], rtol=2e-5, atol=2e-5)
 
 
-# -- The reference: transformers' own forward, one sample at a time ----------------------------------------------------
-
-
 def mean_loss(model, table, numbers):
-    """Token mean over samples."""
+    """Mean loss of all trained tokens of the samples."""
     with torch.no_grad():
         return sum(sample_loss(model, table, n)[0].item() for n in numbers) / table.targets[numbers].sum()
 
 
 def reference_run(model, table, numbers):
-    """[(loss, gradient norm) of each step] of a plain trainer in place: 8 samples, AdamW, warm-up and cosine."""
+    """Train the model in place: 8 samples a step, AdamW, warm-up and cosine. Returns [(loss, gradient norm)]."""
     named = dict(model.named_parameters())
     decay = [name for name, p in named.items() if p.ndim > 1 and "embed" not in name]
     optimizer = torch.optim.AdamW([{"params": [named[n] for n in decay], "weight_decay": COMMON["weight_decay"]},
@@ -120,7 +118,7 @@ def reference_run(model, table, numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [QWEN, "llama full fsdp 2x2x2", "window full ddp 1x8x1",
                                   "moe full fsdp 2x4x1"])
-def test_a_run_is_the_plain_trainers(shared, data, inputs, name):
+def test_a_run_equals_the_plain_trainer(shared, data, inputs, name):
     run, student = shared(name), name.split()[0]
     table, train, held_out = data(student)
     model = AutoModelForCausalLM.from_pretrained(inputs / student).train()
@@ -152,7 +150,7 @@ def test_adapters_on_packs_to_a_budget_train_the_same(shared):
 
 @pytest.mark.slow
 def test_experts_train_the_same(shared, inputs):
-    """The split changes nothing, though a rank's packs leave some experts without tokens. Files are named as the base's."""
+    """The split changes nothing, though some experts get no tokens on a rank. Tensors have the base's names."""
     full, adapted = shared("moe full fsdp 2x4x1"), shared("moe lora ddp 1x8x1")
     assert_same_run(shared("moe full ddp 2x2x2 --gradient_checkpointing selective"), full)
     base = load_file(inputs / "moe" / "model.safetensors")
@@ -177,7 +175,7 @@ def test_a_saved_adapter_loads_in_peft(shared, data, inputs):
     assert AutoTokenizer.from_pretrained(newest(run)).chat_template == chats.LLAMA
 
 
-def test_a_checkpoint_is_what_people_use(shared, inputs):
+def test_transformers_generates_from_a_checkpoint(shared, inputs):
     folder = newest(shared(QWEN))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
@@ -188,12 +186,9 @@ def test_a_checkpoint_is_what_people_use(shared, inputs):
     assert tokenizer.chat_template == chats.QWEN
 
 
-# -- Stopping and resuming ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_resumed_is_uninterrupted(pool, inputs, shared, tmp_path):
-    """From checkpoints in the middle of an epoch and at its end, all that follows has the same bits."""
+    """Runs resumed in the middle of an epoch and at its end have the same bits."""
     name = "llama dropout ddp 2x2x2"
     whole = shared(f"{name} {EVERY}")
     for step in (2, 3):
@@ -205,7 +200,7 @@ def test_resumed_is_uninterrupted(pool, inputs, shared, tmp_path):
         assert_same_bits(resumed, whole, step, FORGOTTEN)
 
 
-def test_another_number_of_ranks_goes_on(pool, inputs, shared, tmp_path):
+def test_another_number_of_ranks_resumes(pool, inputs, shared, tmp_path):
     shutil.copytree(shared(QWEN).output_dir / "checkpoint-2", tmp_path / "checkpoint-2")
     resumed = complete(pool, inputs, tmp_path, "qwen full ddp 1x4x2")
     assert f"resumed from {tmp_path}/checkpoint-2" in resumed.output
@@ -215,8 +210,8 @@ def test_another_number_of_ranks_goes_on(pool, inputs, shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, inputs, shared, tmp_path):
-    """It is interrupted twice. Log, best loss and final weights are those of a run without signals."""
+def test_a_validation_interrupted_by_a_signal_is_repeated(pool, inputs, shared, tmp_path):
+    """It is interrupted twice. Log, best loss and final weights equal those of a run without signals."""
     name = "moe lora ddp 1x8x1"
     _, line = arguments(inputs, tmp_path, name)
     for _ in range(2):      # the first loader is of training, the second of a validation
@@ -227,9 +222,6 @@ def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, inputs, shar
     metas = [json_files.read_object(newest(run) / checkpoint.STATE / "state.json") for run in (resumed, shared(name))]
     assert [metas[0][key] for key in ("best_step", "best_loss", "eval_due")] == [
         metas[1][key] for key in ("best_step", "best_loss", "eval_due")]
-
-
-# -- Bad input, and the dry run ----------------------------------------------------------------------------------------
 
 
 def plan(inputs, output_dir, *flags, student="qwen"):

@@ -1,7 +1,7 @@
-"""How many kernels one eager layer launches, forward and backward: each costs the host about 60 us.
+"""Number of kernels that one eager layer launches, forward and backward; each costs the host about 60 us.
 
-Counted on a CPU by the operators of fake tensors, with the kernels of a GPU in their place: of two
-and of four layers, so that what is outside of layers drops out. A count only falls.
+A CPU counts the operators on fake tensors, with the GPU kernels as one each. The difference of four and two layers
+leaves out the rest of the model. A count may only fall.
 """
 import pytest
 import torch
@@ -14,7 +14,7 @@ from speech import plan as speech_plan
 from tests.distill.test_plan import built
 from tests.helpers.small_speech import small_model
 
-# operators that launch nothing: they make views, or memory that nothing is written to
+# operators that launch nothing: they make views or unwritten memory
 FREE = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "split", "split_with_sizes", "select", "unsqueeze",
         "squeeze", "alias", "detach", "empty", "empty_like", "new_empty", "as_strided", "permute", "unbind", "reshape",
         "empty_strided", "new_empty_strided", "lift_fresh", "device"}
@@ -22,7 +22,7 @@ LAUNCHES = {"V2": 89, "V2, all linear": 161, "chats": 124}       # of a layer, n
 
 
 class Launches(TorchDispatchMode):
-    """count: operators that launch a kernel, each as one."""
+    """count: operators that launch a kernel."""
     count, in_kernel = 0, False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -30,7 +30,7 @@ class Launches(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
     def kernel(self, function, *args):
-        """kernels.kernel."""
+        """Replaces kernels.kernel."""
         self.count, self.in_kernel = self.count + 1, True
         out = function(*args)
         self.in_kernel = False
@@ -38,7 +38,7 @@ class Launches(TorchDispatchMode):
 
 
 def launches(step, pack, fused):
-    """Of a layer, forward and backward. ours: with the kernels of kernels.py, or transformers' own."""
+    """Launches of a layer, forward and backward. fused: with kernels.py, else with transformers' code."""
     counts = []
     for count in (2, 4):
         live = Launches()
