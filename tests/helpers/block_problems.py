@@ -23,7 +23,7 @@ def load(demo, layout):
 
 
 def documents_of(problems, tokens, layout):
-    """Documents of problems; UserError with all that cannot be used."""
+    """Documents of problems; UserError names all unusable ones."""
     documents = blocks.make_documents(problems, tokens, layout, bad := [])
     settle(bad, hint=blocks.length_hint(bad))
     return documents

@@ -1,4 +1,4 @@
-"""Small documents, batches of them (blocks.Blocks) and networks for the tests of block diffusion."""
+"""Small documents, batches (blocks.Blocks) and networks for the tests of block diffusion."""
 import math
 
 import numpy as np
@@ -11,8 +11,7 @@ CONFIG = dit.Config(V, MASK, hidden_size=32, layers=3, heads=2, cond_size=8, dro
 
 
 def document(sizes, prompt=0, question=0, seed=0):
-    """(n, 3) array of ids, block, target: blocks of these sizes; the first `given` tokens are no targets, nor is block 0
-    if question is 1."""
+    """(n, 3) array of ids, block, target. The first `prompt` tokens are no targets, nor is block 0 if question is 1."""
     block = np.repeat(np.arange(len(sizes)), sizes)
     n, rng = len(block), np.random.default_rng(seed)
     target = (np.arange(n) >= prompt) & ~((block == 0) & bool(question))
@@ -73,7 +72,7 @@ MIXED = [[document([4, 4, 3], prompt=6), document([5, 3, 3, 2], question=1, seed
 
 
 def seen_by(doc, block, n_noisy):
-    """(B, S, S) bool of what attention_masks allows; clean queries see no noisy key, since they are not given any."""
+    """(B, S, S) bool mask from attention_masks; clean queries get no noisy keys."""
     of_noisy, of_clean = dit.attention_masks(doc, block, n_noisy)
     full = torch.zeros(len(doc), doc.shape[1], doc.shape[1], dtype=torch.bool)
     full[:, :n_noisy], full[:, n_noisy:, n_noisy:] = of_noisy[:, 0], of_clean[:, 0]

@@ -1,4 +1,4 @@
-"""Chat templates in the styles of released models, a tokenizer trained on the spot, tiny students and conversations."""
+"""Chat templates in the styles of released models, a small tokenizer, tiny students and conversations."""
 import json
 from pathlib import Path
 
@@ -13,25 +13,25 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "
 TEXTS = ["the quick brown fox jumps over the lazy dog\n\nand again\n",
          "Which language is this?\n\nFinal Answer: en", "Das ist ein Satz, der etwas länger ist.",
          "Où est la bibliothèque ?", "system user assistant think en de fr ru", "two line feeds are one token\n\n"]
-# how Qwen and Llama 3 split text: line feeds in a row stay together, whatever follows
+# Qwen and Llama 3 split text like this: consecutive line feeds stay together
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
          r"\s+(?!\S)|\s+")
 LABELS = ("en", "de", "fr", "ru")
 
-# Qwen2.5 and Qwen3-Instruct-2507: every turn alike, a line feed behind each end.
+# Qwen2.5 and Qwen3-Instruct-2507: all turns have one form, with a line feed after the end token.
 QWEN = """{%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
-# Qwen3's way with tools: their schemas in a system turn, calls as JSON between tags.
+# Qwen3 with tools: schemas in a system turn, calls as JSON between tags.
 QWEN_TOOLS = QWEN.replace("m.content +", """m.content + (('<tool_call>\n' + (m.tool_calls[0].function | tojson)
 + '\n</tool_call>') if m.tool_calls else '') +""")
 QWEN_TOOLS = ("{%- if tools -%}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}"
               + QWEN_TOOLS)
 
-# Qwen3 (hybrid): the last answer has a think block, answers before the last question lose theirs; with
-# enable_thinking=False an empty block belongs to the generation prompt.
+# Qwen3 (hybrid): only answers after the last question have a think block; with enable_thinking=False the
+# generation prompt ends with an empty one.
 QWEN_THINK = """{%- set last = namespace(user=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
 {%- for m in messages -%}
@@ -58,7 +58,7 @@ QWEN_THINK = """{%- set last = namespace(user=-1) -%}
 QWEN_OPEN = QWEN_THINK.replace("{{ '<think>\n\n</think>\n\n' }}{%- endif -%}", "{{ '<think>\n\n</think>\n\n' }}"
                                "{%- else -%}{{ '<think>\n' }}{%- endif -%}")
 
-# Llama 3: begin-of-text by the template, trimmed contents, nothing behind the end of a turn.
+# Llama 3: the template writes begin-of-text, trims contents, and writes nothing after the end of a turn.
 LLAMA = """{{- bos_token -}}
 {%- for m in messages -%}
 {{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
@@ -108,7 +108,7 @@ def write(path, chats, **more):
 def student(folder, kind="qwen", **settings):
     """Write a tiny random model with its tokenizer.
 
-    qwen: tied, normed queries; llama: untied, scaled rotary places; moe: Qwen3 of 5 experts, two of them for a token.
+    qwen: tied weights, normed queries; llama: untied weights, scaled rotary positions; moe: Qwen3, 5 experts, 2 a token.
     """
     sizes = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 43, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 256}
@@ -126,7 +126,7 @@ def student(folder, kind="qwen", **settings):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:        # fresh ones are all ones or zeros, and alike
+        if "norm" in name or "bias" in name:        # new ones are all ones or zeros
             parameter.data += 0.3 * torch.randn(parameter.shape)
         elif "embed" not in name:
             parameter.data *= 4

@@ -1,4 +1,4 @@
-"""Conversations of every kind, with codes that no codec made, and their table on disk."""
+"""Conversations of every kind, with random codes, and their table on disk."""
 import zlib
 
 import numpy as np
@@ -11,7 +11,7 @@ BOS, EOS, BOOKS = 1024, 1025, 8
 
 
 def codes_of(clip):
-    """(T, 8) random codes of a clip that never exists as a file; its duration holds T."""
+    """(T, 8) random codes of a clip without a file; its duration is T."""
     return np.random.default_rng(len(clip.path)).integers(0, 1024, (int(clip.duration), BOOKS)).astype(np.int16)
 
 

@@ -3,12 +3,12 @@ import contextlib
 import time
 from pathlib import Path
 
-PATIENCE_S = 600    # without any sign of progress; a process that works gets some of its time even at load 20
+PATIENCE_S = 600    # without any sign of progress; a working process makes progress even at load 20
 
 
 def wait_until(ready, event, alive=None, progress=None, seconds=PATIENCE_S, every=0.02):
-    """Until ready() is true; returns its value. what: for the message. alive: False if ready() can no longer come true.
-    progress: its value must change within `seconds`; without it ready() must come within them."""
+    """Wait until ready() is true; returns its value. event: for the message. alive: False if ready() cannot come true.
+    progress: its value must change within `seconds`; without it, ready() must be true within them."""
     seen, end = None, time.monotonic() + seconds
     while not (value := ready()):
         if progress is not None and (now := progress()) != seen:
