@@ -19,8 +19,8 @@ from core.dist import World
 STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation": None, "best_step": None,
          "best_loss": None}
 LEFTOVERS = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
-FOREIGN = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
-          "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine", "checkpoint-500"]
+FOREIGN = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-500",
+           "checkpoint-6.tmp-0123abcd.bak", "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine"]
 
 
 def make(folder):
@@ -40,8 +40,8 @@ def save(out, step, begun=lambda model: None, **more):
     torch.nn.init.constant_(model.weight, step)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoints = checkpoint.CheckpointManager(World(device=torch.device("cpu")), out, keep=1)
-    checkpoints.save(step, model, optimizer, "model", dict(model.named_parameters()),
-                     lambda folder: (folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1}, **more)
+    checkpoints.save(step, model, optimizer, "model", dict(model.named_parameters()), lambda folder: (
+        folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1}, **more)
     begun(model)
     checkpoints.wait()
 
@@ -54,8 +54,8 @@ def steps(folder):
     ("model.safetensors", b"weights", ""), ("model.safetensors", b"weighty", "model.safetensors has changed"),
     ("model.safetensors", None, "model.safetensors is missing"), ("manifest.json", None, "no manifest.json"),
     ("manifest.json", b"[]", "unreadable"), ("manifest.json", b"\xff", "unreadable"),
-    ("manifest.json", b'{"files": {}}', "manifest.json does not list"),
-    ("manifest.json", b'{"files": {"model.safetensors": {"bytes": 7}, "trainer_state/state.json": 1}}', "model.* has changed")])
+    ("manifest.json", b'{"files": {}}', "manifest.json does not list"), ("manifest.json", (
+        b'{"files": {"model.safetensors": {"bytes": 7}, "trainer_state/state.json": 1}}'), "model.* has changed")])
 def test_damage_is_found(tmp_path, name, data, why):
     make(tmp_path / "out")
     (tmp_path / "out" / name).unlink()
@@ -150,7 +150,7 @@ def test_cleanup_deletes_only_leftovers_of_this_code(tmp_path):
         else:
             (tmp_path / name).mkdir()
             (tmp_path / name / "model.safetensors").write_text("weights")
-    (tmp_path / "checkpoint-7.tmp-0123abcd").symlink_to(tmp_path / "checkpoint-500")    # the link goes, its target stays
+    (tmp_path / "checkpoint-7.tmp-0123abcd").symlink_to(tmp_path / "checkpoint-500")    # only the link goes
     checkpoint.claim_output(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(FOREIGN)
     assert all((tmp_path / name / "model.safetensors").exists() for name in FOREIGN if name[0] != ".")

@@ -42,7 +42,6 @@ def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
 
     def model_of_one_layer():
         return nn.Sequential(Layer(*(nn.Linear(600, 600) for _ in range(4))))     # 1.4 MB each
-
     limit = timedelta(seconds=77)
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     try:

@@ -55,9 +55,9 @@ def test_names_that_hugging_face_users_know():
     (["--deepspeed", "zero2"], "--parallel zero2: there are ddp, fsdp, hsdp"),
     (["--parallel", "hsdp:3"], "1 rank cannot be cut into groups of 3"),
     (["--gradient_checkpointing", "selective", "--compile"], "selective does not go with --compile"),
-    (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"), (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
-    (["--float8", "--bf16", "--compile"], "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp"),
-])
+    (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"),
+    (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
+    (["--float8", "--bf16", "--compile"], "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp")])
 def test_conflicting_flags_are_refused(words, message):
     with pytest.raises(cli.UserError, match=re.escape(message)):
         script_flags()[1](parse(*words), world_size=1)
@@ -90,8 +90,9 @@ def test_the_command_line_overrides_the_file_of_flags(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
-    ("seed: 1\nseed: 2", "seed is there twice"), ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
+    ("bf16: on\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: [", "cannot be read as YAML"),
+    ("seed: 1\nseed: 2", "seed is there twice"), ("- seed", "must be lines of flag: value"),
+    ("seed: {a: 1}", "seed takes a value or a list")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, message, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)
@@ -110,8 +111,8 @@ def test_only_a_dry_run_ends_at_once_on_other_ranks(monkeypatch):
 
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
     """The file has no derived values: they would conflict with the flags that they come from."""
-    words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel", "fsdp",
-             "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
+    words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel",
+             "fsdp", "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
     args = cli.parse(*script_flags(), [*REQUIRED, *words])
     again = configured(tmp_path, cli.config_text(args, "train_v2_ddp.py"))
     assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists

@@ -15,7 +15,6 @@ def test_results_come_in_order(n, processes):
     def share(first, step):
         for i in range(first, n, step):
             yield i, os.getpid()
-
     results = []
     packing.parallel_map_ordered(share, processes, results.append)
     assert [i for i, _ in results] == list(range(n))

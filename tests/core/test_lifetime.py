@@ -81,8 +81,8 @@ def test_ranks_end_with_torchrun_and_one_of_them_reports_it_last(start):
 def test_a_signal_during_the_imports_asks_for_requeue(start, tiny, tmp_path):
     """The signal arrives at the import of torch.nn."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys\nclass Finder:\n    def find_spec(name, *_):\n"
-        "        if name == 'torch.nn':\n            os.kill(os.getpid(), signal.SIGUSR1)\nsys.meta_path.insert(0, Finder)\n")
+        "import os, signal, sys\nclass Finder:\n    def find_spec(name, *_):\n        if name == 'torch.nn':\n"
+        "            os.kill(os.getpid(), signal.SIGUSR1)\nsys.meta_path.insert(0, Finder)\n")
     job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--max_steps", 3), PYTHONPATH=str(tmp_path))
     assert job.wait() == 0, job.log.read_text()
     why = "asked to stop by SIGUSR1 before the first step"

@@ -70,8 +70,9 @@ def loader(batches, make, workers=2, **options):
 
 def test_a_batch_arrives_as_it_was():
     for batch in (flat(), flat(0), Named(torch.ones(3, dtype=torch.int8), 4, torch.rand(2, 0, 5))):
-        for there in (pickle.loads(pickle.dumps(batch)), next(iter(loader([0], lambda _: batch))), batch.to("cpu")):    # noqa: B023
-            check_same(batch, there)
+        loaded = next(iter(loader([0], lambda _: batch)))       # noqa: B023
+        for copy in (pickle.loads(pickle.dumps(batch)), loaded, batch.to("cpu")):
+            check_same(batch, copy)
 
 
 @pytest.mark.parametrize("workers, n", [(0, 40), (1, 0), (3, 2), (3, 40)])

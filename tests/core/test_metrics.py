@@ -33,7 +33,6 @@ def test_resumed_log_drops_rows_after_the_checkpoint(tmp_path):
         file.write(b'\xff\n{"step": "3"}\n{"step": 4, "train/lo')       # the last line was cut by a kill
     log(tmp_path, resumed_step=3).close()
     assert [row["train/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [9.0, 8.0, 5.0]
-
     log(tmp_path, resumed_step=0).close()           # a fresh start keeps no rows
     assert steps(tmp_path) == []
 

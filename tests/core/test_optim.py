@@ -29,8 +29,8 @@ def test_decay_applies_to_matrices_only():
 
 @pytest.mark.parametrize("step, scheduler, wanted", [
     (0, "cosine", 0.25), (3, "cosine", 1.0), (4, "cosine", 1.0), (12, "cosine", 0.1), (20, "linear", 0.1),
-    (8, "linear", 0.1 + 0.9 * 0.5), (8, "cosine", 0.1 + 0.9 * 0.5), (6, "cosine", 0.1 + 0.45 * (1 + math.cos(math.pi / 4))),
-    (12, "constant", 1.0)])
+    (8, "linear", 0.1 + 0.9 * 0.5), (8, "cosine", 0.1 + 0.9 * 0.5), (12, "constant", 1.0),
+    (6, "cosine", 0.1 + 0.45 * (1 + math.cos(math.pi / 4)))])
 def test_learning_rates(step, scheduler, wanted):
     """The LR warms up over 4 steps, then falls to a tenth at step 12 and stays there."""
     assert optim.lr_factor(step, 12, 4, scheduler, 0.1) == pytest.approx(wanted)

@@ -17,8 +17,8 @@ from distill import plan as chat_plan
 from tests.helpers import chats
 from tests.helpers.students import train_sft
 
-SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}     # Qwen3-4B
+SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,     # Qwen3-4B
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
 LENGTHS = np.random.default_rng(0).integers(200, 2000, 20_000)
 ALONE = World(device=torch.device("cpu"))
 

@@ -43,7 +43,7 @@ def test_ranks_share_all_batches(demo):
             shares = [list(elbo.share_of_batches(dist.World(rank=rank, size=size), rows, 5, most))
                       for rank in range(size)]
             assert len({len(share) for share in shares}) == 1
-            batches = sorted((number, int((batch.doc.amax(1) + 1).sum())) for share in shares for number, batch in share)
+            batches = sorted((number, int((batch.doc.amax(1) + 1).sum())) for number, batch in sum(shares, []))
             assert [number for number, _ in batches] == list(range(len(batches)))
             assert sum(documents for _, documents in batches) == expected and batches[0] == (0, 5)
 

@@ -90,9 +90,9 @@ def filled(loaded, config):
 
 def inputs_of(noisy, clean, size, rows):
     """blocks.Inputs of one problem whose noisy copies `rows` are trained."""
-    positions = torch.arange(len(noisy)).repeat(2)[None]
-    return blocks.Inputs(torch.cat([noisy, clean])[None], positions, torch.zeros_like(positions), positions // size, rows, clean[rows],
-                        torch.ones(len(rows)), rows, None, len(noisy))
+    tokens, positions = torch.cat([noisy, clean])[None], torch.arange(len(noisy)).repeat(2)[None]
+    return blocks.Inputs(tokens, positions, torch.zeros_like(positions), positions // size, rows, clean[rows],
+                         torch.ones(len(rows)), rows, None, len(noisy))
 
 
 def logits_of(model, noisy, clean, size):

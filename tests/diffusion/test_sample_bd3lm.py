@@ -48,8 +48,8 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
     as_checkpoint(path, {"step": 5, "best_step": None})
     reports = {}
     for how in ("--batch_size 2", "--batch_size 6 --order confidence --threshold 0.02"):
-        sample_bd3lm.main(["--checkpoint", str(tmp_path / "run"), "--test_file", str(demo / FILES[system]), "--limit", "6",
-                           "--device", "cpu", "--output", str(tmp_path / "answers.json"), *how.split()])
+        sample_bd3lm.main(["--checkpoint", str(tmp_path / "run"), "--test_file", str(demo / FILES[system]), "--limit",
+                           "6", "--device", "cpu", "--output", str(tmp_path / "answers.json"), *how.split()])
         reports[how] = json.loads((tmp_path / "answers.json").read_text())
     result, fast = reports.values()
     problems = read_problems(demo / FILES[system], "", system)[:6]
@@ -89,9 +89,9 @@ PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"),
 
 def log_probabilities(solver, clean, shown):
     """(block_size, V) log-probabilities of the block after the clean ids; shown: the block's ids, or the mask."""
-    positions = torch.arange(len(clean))[None]
-    size = len(shown)
-    past = prefill(solver.model, torch.tensor(clean)[None], positions, positions // size, torch.ones_like(positions, dtype=torch.bool))
+    size, positions = len(shown), torch.arange(len(clean))[None]
+    real = torch.ones_like(positions, dtype=torch.bool)
+    past = prefill(solver.model, torch.tensor(clean)[None], positions, positions // size, real)
     here = torch.arange(len(clean), len(clean) + size)[None]
     seen = torch.ones(1, 1, size, len(clean) + size, dtype=torch.bool)
     hidden, _ = solver.model.extend(torch.tensor(shown)[None], here, seen, past)
@@ -209,7 +209,6 @@ def test_temperature():
     torch.manual_seed(0)
     p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     many = p.log().expand(20000, -1)
-
     ids, sure = sample_bd3lm.pick(many, 1.0, None)
     assert chi_square(np.bincount(ids, minlength=5), p.numpy().astype(float)) < 0
     torch.testing.assert_close(sure.float(), p[ids])

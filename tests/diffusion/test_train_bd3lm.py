@@ -123,7 +123,8 @@ def test_a_stop_during_a_validation_changes_nothing(pool, demo, shared, tmp_path
     step_taken, validation = ("core.optim", "take_step"), ("diffusion.elbo", "bound")
     for call, number, step in ((step_taken, 1, 2), (validation, 1, 2), (validation, 3, 6)):
         statuses, printed = pool.run(1, ASKED_AT, SCRIPT, flags, *call, number)
-        assert statuses == [0] and f"at step {step} of 6; checkpoint saved; rerun the same command to resume" in printed, printed
+        assert statuses == [0], printed
+        assert f"at step {step} of 6; checkpoint saved; rerun the same command to resume" in printed, printed
         assert "SIGTERM" in (output / "requeue").read_text()
     statuses, printed = pool.run(1, MAIN, flags)
     assert statuses == [0] and "done       step 6" in printed and not (output / "requeue").exists(), printed
@@ -133,7 +134,7 @@ def test_a_stop_during_a_validation_changes_nothing(pool, demo, shared, tmp_path
     metas = [published.state_of(newest(run)) for run in (whole, resumed)]
     assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
     expected, actual = states(newest(whole)), states(newest(resumed))
-    assert expected.keys() == actual.keys() and all(torch.equal(tensor, actual[key]) for key, tensor in expected.items())
+    assert expected.keys() == actual.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("flags", ["--bf16 --strip_calculator --block_size 96 --no-pack",
@@ -210,8 +211,7 @@ BAD = {
     "--plan_block_size 4": "--plan_block_size and --execution_block_size need --system hdp",
     f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
     "--ema_decay 1": "--ema_decay is 1.0; it must be at least 0 and below 1",
-    "--clip_search_widths 1.2": "widths must lie between 0 and 1",
-}
+    "--clip_search_widths 1.2": "widths must lie between 0 and 1"}
 
 
 @pytest.mark.parametrize("flags", BAD)
@@ -224,7 +224,8 @@ def test_bad_flags_are_refused_by_name(demo, flags):
 
 @pytest.mark.parametrize("flags,expected", [
     ("--row_length 104", "was made with another batch"), ("--attn_backend flex", "trains on CUDA only"),
-    ("--block_size 4 --seed 1", "was made with another block_size (8, this run 4)"), ("--row_length 40", "--row_length 40")])
+    ("--row_length 40", "--row_length 40"),
+    ("--block_size 4 --seed 1", "was made with another block_size (8, this run 4)")])
 def test_resuming_with_other_flags_is_refused(demo, shared, flags, expected):
     output = shared(f"{SPLITS[0]} {SEARCH}").output_dir
     with pytest.raises(UserError, match=re.escape(expected)):

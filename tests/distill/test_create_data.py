@@ -270,14 +270,14 @@ def test_conversations(server, tmp_path):
               {"role": "tool", "content": "nothing"}, {"role": "user", "content": "el number 3"}]
     history = [*chats.ask("q", "r"), {"role": "user", "content": "two\nfr lines"}]
     records = [{"messages": turns}, {"messages": history, "id": 7},
-               {"messages": [*turns[1:], {"role": "assistant", "content": "old"}]}, {"messages": called, "tools": tools}]
+               {"messages": [*turns[1:], {"role": "assistant", "content": "x"}]}, {"messages": called, "tools": tools}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     command = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
     printed = label(tmp_path, *command)
     assert "1 conversations end with an answer" in printed
     labels = rows(tmp_path / "labels.jsonl")
     assert [row["messages"][:-1] for row in labels] == [turns, history, turns[1:], called]
-    assert [row["messages"][-1]["content"] for row in labels] == ["de", "fr", "de", "el"] and labels[3]["tools"] == tools
+    assert [row["messages"][-1]["content"] for row in labels] == "de fr de el".split() and labels[3]["tools"] == tools
     sent, = {json.dumps([body["tools"], body["messages"][1]["tool_calls"][0]["function"]]) for body in server.asked()
              if "tools" in body}        # in OpenAI's API, arguments are a text
     assert json.loads(sent) == [tools, {"name": "look", "arguments": '{"at": "it"}'}]
@@ -342,11 +342,10 @@ def test_transformers_run(tiny_chat, tmp_path):
 def launch(server, tmp_path):
     """launch(*flags, **settings) starts the launcher on two fake GPUs."""
     with launches(tmp_path) as run:
-        yield lambda *more, **settings: run(
-            ["bash", LAUNCHER, "lines.txt", "labels.jsonl", "1", "--prompt_file", "prompt.txt", "--base_url", server.url,
-             "--concurrency", "4", *more], os.environ | {
-                "VENV": "none", "ENGINE": "openai", "MODEL": "teacher", "GPUS": "2", "MAX_MODEL_LEN": "0",
-                "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": ""} | settings)
+        env = os.environ | {"VENV": "none", "ENGINE": "openai", "MODEL": "teacher", "GPUS": "2", "MAX_MODEL_LEN": "0",
+                            "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": ""}
+        words = ["lines.txt", "labels.jsonl", "1", "--prompt_file", "prompt.txt", "--concurrency", "4", "--base_url"]
+        yield lambda *more, **settings: run(["bash", LAUNCHER, *words, server.url, *more], env | settings)
 
 
 def stand_in(folder, lines):

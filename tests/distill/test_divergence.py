@@ -31,7 +31,7 @@ SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_h
 @pytest.mark.parametrize("kind, beta, k", [("forward", 0.5, 0), ("reverse", 0.5, 0), ("js", 0.5, 0), ("js", 0.1, 0),
                                            ("forward", 0.5, 4), ("reverse", 0.5, 4), ("js", 0.8, 4)])
 def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
-    """The loss goes through the head, whole and in pieces, with a share of cross-entropy. The teacher gets no gradient."""
+    """The head runs whole and in pieces; a share of the loss is cross-entropy; the teacher gets no gradient."""
     torch.manual_seed(0)
     tensors = [torch.randn(shape, requires_grad=True) for shape in ((11, 5), (23, 5), (23,))]
     exact = [t.detach().double().requires_grad_() for t in tensors]
@@ -81,7 +81,8 @@ def inputs(tmp_path_factory):
 
 def prompted_table(inputs, folder, student, role, turns="all"):
     encoder = chat.Encoder(chat.load_tokenizer(inputs / student), turns)
-    write_table(folder, [inputs / "chats.jsonl"], Reading(encoder, 512, prompt=read_prompt(inputs / f"{role}.txt", role)))
+    prompt = read_prompt(inputs / f"{role}.txt", role)
+    write_table(folder, [inputs / "chats.jsonl"], Reading(encoder, 512, prompt=prompt))
     return ChatTable(folder)
 
 

@@ -59,11 +59,11 @@ def test_the_heads_gradient_is_summed_in_float32():
         assert not chunked_loss(leaves[0], (leaves[1], None), targets, 4)[0].requires_grad
 
 
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, **ENDS}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0,
-        "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0, **ENDS}
 
 
 @pytest.mark.parametrize("kind, settings", [

@@ -22,7 +22,8 @@ def inputs(tmp_path_factory):
     sizes = {"max_position_embeddings": 512, "initializer_range": 0.2}
     chats.student(folder / "student", **sizes)
     chats.student(folder / "teacher", hidden_size=48, num_hidden_layers=3, **sizes)
-    chats.write(folder / "chats.jsonl", [[m for m in talk if m["role"] != "system"] for talk in chats.conversations(12)])
+    talks = [[m for m in talk if m["role"] != "system"] for talk in chats.conversations(12)]
+    chats.write(folder / "chats.jsonl", talks)
     (folder / "system.txt").write_text("Name the language. the quick brown fox\n")
     return folder
 
@@ -73,14 +74,15 @@ def test_wrong_scores_are_refused(inputs):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"9": None}, "has no log-probability of token 9, which was sent"), ({"5": (8.5, 1)}, "gave log-probabilities above 0"),
-    ({"5": (float("nan"), 1)}, "gave log-probabilities above 0"), ({"7": None}, "gave 1 tokens of the 2 likeliest")])
+    ({"9": None}, "has no log-probability of token 9, which was sent"),
+    ({"7": None}, "gave 1 tokens of the 2 likeliest"), ({"5": (8.5, 1)}, "gave log-probabilities above 0"),
+    ({"5": (float("nan"), 1)}, "gave log-probabilities above 0")])
 def test_scores_need_the_token_sent_and_the_likeliest_ones(change, words):
     row = {"5": (-0.5, 1), "7": (-1.5, 2), "9": (-9.0, 40)}
 
     def known(row):
-        return frozen.known_tokens({name: {"logprob": value[0], "rank": value[1]} for name, value in row.items() if value},
-                                   2, 9)
+        scores = {name: {"logprob": value[0], "rank": value[1]} for name, value in row.items() if value}
+        return frozen.known_tokens(scores, 2, 9)
     assert known(row) == [(5, -0.5), (7, -1.5)]
     with pytest.raises(UserError, match=re.escape(words)):
         known(row | change)

@@ -232,11 +232,11 @@ def plan(inputs, output_dir, *flags, student="qwen"):
 @pytest.mark.parametrize("flags, message", [
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
     (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
-    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
+    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"),
+    (["--teacher_name", "n"], "needs --teacher_url"),
     (["--teacher_path", "QWEN"], "reads what the student reads, so there is nothing to learn"),
     (["--teacher_path", "MOE", "--distill_topk", "401"], "--distill_topk 401: the models have 401 tokens"),
-    ([*SERVED, "--teacher_url", "http://h/v1?api_key=x"], "--teacher_url: holds a name and password (@), ?... or #..."),
-])
+    ([*SERVED, "--teacher_url", "http://h/v1?key=x"], "--teacher_url: holds a name and password (@), ?... or #...")])
 def test_bad_flags(inputs, tmp_path, flags, message):
     with pytest.raises(UserError, match=re.escape(message)):
         plan(inputs, tmp_path, *[
@@ -264,7 +264,8 @@ def spoil(folder, kind):
     ({"quantization_config": {"quant_method": "fp8"}}, "is quantised; give the unquantised model"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
      "its dynamic rotary embedding depends on the longest document"),
-    ({"num_attention_heads": 0}, "/qwen: "), ("lm_head.weight", "other values for lm_head.weight than for model.embed_tokens.weight")])
+    ({"num_attention_heads": 0}, "/qwen: "),
+    ("lm_head.weight", "other values for lm_head.weight than for model.embed_tokens.weight")])
 def test_bad_models(inputs, tmp_path, kind, message):
     shutil.copytree(inputs / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)

@@ -72,9 +72,9 @@ def tokenizer(template=QWEN, eos="<|im_end|>"):
     core.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(TEXTS * 20, trainers.BpeTrainer(
-        vocab_size=380, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+        vocab_size=380, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False))
     wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|begin_of_text|>", eos_token=eos,
                                    pad_token="<|endoftext|>", additional_special_tokens=SPECIAL)
     wrapped.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
@@ -108,7 +108,7 @@ def write(path, chats, **more):
 def student(folder, kind="qwen", **settings):
     """Write a tiny random model with its tokenizer.
 
-    qwen: tied weights, normed queries; llama: untied weights, scaled rotary positions; moe: Qwen3, 5 experts, 2 a token.
+    qwen: tied weights, normed queries; llama: untied weights, scaled rotary positions; moe: Qwen3 of 5 experts.
     """
     sizes = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 43, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 256}

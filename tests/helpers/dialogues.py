@@ -45,6 +45,6 @@ def table_of(conversations, tokenizer, ids, folder, codes_of=codes_of):
     codes = [codes_of(c) for c in builder.clips]
     frames = np.array([len(c) for c in codes], np.int64)
     save_file({"codes": np.concatenate([*codes, np.empty((0, BOOKS), np.int16)])}, folder / "codes-0.safetensors")
-    where = np.stack([frames * 0, np.cumsum(frames) - frames, frames, [*map(zlib.crc32, codes)]], axis=1, dtype=np.int64)
+    where = np.stack([frames * 0, np.cumsum(frames) - frames, frames, [*map(zlib.crc32, codes)]], 1, dtype=np.int64)
     builder.write(folder, ["codes-0.safetensors"], where)
     return Table(folder / "table")

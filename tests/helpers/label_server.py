@@ -4,8 +4,8 @@
 
 It prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone; some
 seeds give unusable answers. Words in a line cause faults, some at the first request only: slow, flaky (HTTP 500 first),
-full (429), drop (connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403),
-drip (slow bytes first), bare (no usage, separate thoughts), seedless, limitless and plain (400 for a field).
+full (429), drop (connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused
+(403), drip (slow bytes first), bare (no usage, separate thoughts), seedless, limitless and plain (400 for a field).
 """
 import contextlib
 import hashlib

@@ -67,7 +67,6 @@ class LoraServer:
                 self.end_headers()
                 self.wfile.write(text.encode())
             do_GET = do_POST
-
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
@@ -88,7 +87,7 @@ class ScoreServer(LoraServer):
 
     @torch.no_grad()
     def score(self, ids, k):
-        """[None, {token: {"logprob", "rank", "decoded_token"}} a position]: the k likeliest tokens and the given one."""
+        """[None, {token: {"logprob", "rank", "decoded_token"}} a position]: the k likeliest tokens and the sent one."""
         rows = [None]
         for position, scores in enumerate(self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1), 1):
             shown = dict.fromkeys([*scores.topk(k).indices.tolist(), ids[position]])

@@ -38,7 +38,7 @@ def sample_loss(model, table, number):
 
 
 def answer_rows(net, tokenizer, asked, answer):
-    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of this conversation, without
+    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of the conversation, without
     white space after the end."""
     start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
@@ -49,7 +49,7 @@ def answer_rows(net, tokenizer, asked, answer):
 
 
 def apart(student, teacher, kind, beta=0.5, k=0):
-    """Divergence of one row (V,) by plain probabilities in double precision; with k, all other tokens are one bucket."""
+    """Divergence of one row (V,) by plain probabilities in double precision; k: all other tokens are one bucket."""
     size = min(len(student), len(teacher))
     q, p = (logits[:size].double().softmax(-1) for logits in (student, teacher))
     if k:
@@ -64,7 +64,6 @@ def apart(student, teacher, kind, beta=0.5, k=0):
 
 def train(pool, ranks, output_dir, *flags, fails="", key=""):
     """{step: {metric: value}} of a run of train_sft.py; None if it fails, as expected, with the message `fails`.
-
     key: a server's API key; no run prints it.
     """
     words = "--output_dir", output_dir, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, *flags

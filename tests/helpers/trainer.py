@@ -125,7 +125,6 @@ def script_flags(script="train_v2_ddp.py"):
         if check is not None or isinstance(parser, cli.Parser):
             cli.accept_old_names(parser)
         raise Flags(parser, check)
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", stop))     # of bench/
         stack.enter_context(mock.patch.object(cli, "parse", stop))
