@@ -311,6 +311,8 @@ def check_export(folder, model, exported):
     tokens, _, (state, _, text) = read(exported, "<|im_end|>")
     assert tokens.mask == model.config.mask_id and "new rows" not in text
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+
+
 @pytest.fixture(scope="module")
 def sdar(demo, tmp_path_factory):
     """(output folder of a run from a Qwen3 with SDAR_MASK tokens, its export as SDAR)."""

@@ -84,6 +84,7 @@ def test_prompts_of_lm_eval(demo):
             whole = whole.split(end)[0]
         assert text == whole
 
+
 PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]
 
 
