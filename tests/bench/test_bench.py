@@ -1,4 +1,4 @@
-"""bench/: gpu.py on the CPU, tiny; speed.py compares like with like; the documents' tables are those of the result files."""
+"""bench/: gpu.py runs tiny shapes on the CPU; the tables in the documents match the result files."""
 import json
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.helpers.trainer import ROOT
 
 @pytest.fixture
 def gpu(quick_python):
-    """gpu(*words) -> (status, output) of bench/gpu.py, which starts all its children by that Python, too."""
+    """gpu(*words) -> (status, output) of bench/gpu.py, which starts its children with the same Python."""
     code = f"import torch, runpy, sys\nsys.executable = {quick_python!r}\n" \
            "runpy.run_path('bench/gpu.py', run_name='__main__')"
 
@@ -24,7 +24,7 @@ def gpu(quick_python):
 
 @pytest.mark.slow
 def test_a_wrong_run_is_found(gpu, tmp_path):
-    """Its first gradient norm is 1 % off the reference: too much in fp32, not in bf16."""
+    """The first gradient norm is 1 % off the reference: fp32 fails, bf16 passes."""
     status, output = gpu("refs", tmp_path, "--only", "chats lora")
     assert status == 0, output
     refs = json.loads((tmp_path / "refs.json").read_text())
@@ -35,6 +35,6 @@ def test_a_wrong_run_is_found(gpu, tmp_path):
     assert output.count("| yes |") == output.count("| NO |") == 1
 
 
-def test_readme_and_docs_show_what_the_result_files_say():
+def test_readme_and_docs_show_the_result_files():
     assert (ROOT / "docs" / "speed.md").read_text().count("<!-- table ") > 1
     subprocess.run([sys.executable, ROOT / "bench" / "table.py", "--check"], check=True)

@@ -1,4 +1,4 @@
-"""Which tokens are trained, token by token, on chat templates of four styles; refusals.
+"""Masks of trained tokens, checked token by token on chat templates of four styles; refusals.
 
 Templates of released models come from TRL if it is installed, or from the folder CHAT_TEMPLATES. The reference does not
 compare prefixes: it searches the rendered text for answers and maps them to tokens with the tokenizer's offsets.
@@ -23,7 +23,7 @@ MULTI = [SYSTEM, *ask("Which language?\n\nOù est la bibliothèque ?", "fr"),
 THOUGHTS = ask("Der Hund", "de", reasoning_content="It says Der.\n\nSo it is German.")
 IN_TEXT = ask("Der Hund", "<think>\nIt says Der.\n</think>\n\nde")
 
-# spans of the answers in the rendered text: what generate would have to write, its end included
+# spans of the answers in the rendered text, with the end token
 ANSWER = {QWEN: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
           LLAMA: r"assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)",
           QWEN_THINK: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
@@ -32,22 +32,22 @@ ANSWER = {QWEN: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
 
 
 @pytest.fixture(scope="module")
-def made():
+def tokenizer():
     return chats.tokenizer()
 
 
-def reference(made, messages, pattern, last=False, **options):
-    """(ids, mask) by searching the text."""
-    text = made.apply_chat_template(messages, tokenize=False, **options)
+def reference(tokenizer, messages, pattern, last=False, **options):
+    """(ids, mask), found by searching the text."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     places = [match.span(1) for match in re.finditer(pattern, text, re.DOTALL)]
-    encoded = made(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = [any(a <= start and stop <= b for a, b in places[-1 if last else 0:])
             for start, stop in encoded["offset_mapping"]]
     return encoded["input_ids"], mask
 
 
 def released(name):
-    """A released model's chat template out of the TRL package; skips where there is none."""
+    """A released model's chat template from the TRL package; skips the test without TRL."""
     folder, spec = os.environ.get("CHAT_TEMPLATES"), importlib.util.find_spec("trl")
     if not folder and not spec:
         pytest.skip("no TRL here, and CHAT_TEMPLATES names no folder with templates")
@@ -62,25 +62,25 @@ def released(name):
     ("qwen3", SINGLE, "last", False, "no thinking"), ("qwen3", THOUGHTS, "all", True, QWEN_THINK),
     ("qwen3_5_nothink", SINGLE, "all", None, "no thinking"), ("qwen3_5_think", THOUGHTS, "all", None, QWEN_OPEN),
     ("llama3", MULTI, "all", None, LLAMA)])
-def test_masks_token_by_token(made, template, messages, turns, thinking, pattern):
+def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pattern):
     template = template if "{" in template else released(template)
     options = {} if thinking is None else {"enable_thinking": thinking}
-    (ids, mask), = encoder(made, template, turns, thinking).encode([messages])
-    wanted_ids, wanted = reference(made, messages, ANSWER[pattern], turns == "last", **options)
-    tokens = made.convert_ids_to_tokens(ids)
+    (ids, mask), = encoder(tokenizer, template, turns, thinking).encode([messages])
+    wanted_ids, wanted = reference(tokenizer, messages, ANSWER[pattern], turns == "last", **options)
+    tokens = tokenizer.convert_ids_to_tokens(ids)
     assert list(zip(tokens, ids, mask)) == list(zip(tokens, wanted_ids, wanted))
     assert sum(mask) >= 2 and tokens[max(np.flatnonzero(mask))] in ("<|im_end|>", "<|eot_id|>")
     if messages == SINGLE:      # an evaluation gives the model all that precedes the first trained token
-        prompt = made.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **options)
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **options)
         assert ids[:mask.index(True)] == prompt
 
 
-def test_many_at_once_are_as_each_alone(made):
-    together = encoder(made, QWEN).encode(chats.conversations(9))
-    assert together == [result for c in chats.conversations(9) for result in encoder(made, QWEN).encode([c])]
+def test_a_batch_is_encoded_like_its_samples(tokenizer):
+    together = encoder(tokenizer, QWEN).encode(chats.conversations(9))
+    assert together == [result for c in chats.conversations(9) for result in encoder(tokenizer, QWEN).encode([c])]
 
 
-@pytest.mark.parametrize("template, messages, turns, thinking, part", [
+@pytest.mark.parametrize("template, messages, turns, thinking, message", [
     (QWEN_OPEN, [*THOUGHTS, *THOUGHTS], "all", None, "--train_turns last"),
     (QWEN_THINK, MULTI, "all", None, "--train_turns last"),                     # earlier turns lose their think block
     (QWEN_THINK, THOUGHTS, "all", False, "is not how the whole begins"),
@@ -92,31 +92,31 @@ def test_many_at_once_are_as_each_alone(made):
     (QWEN, ask("say <|im_end|> now", "en"), "all", None, "contains the control token <|im_end|>"),
     (QWEN + "{{ '<|endoftext|>' if not add_generation_prompt }}", MULTI, "all", None, "is not how the whole begins"),
 ])
-def test_refused(made, template, messages, turns, thinking, part):
+def test_refused(tokenizer, template, messages, turns, thinking, message):
     good = ask("fine", "en")
-    refused, = encoder(made, template, turns, thinking).encode([messages])
-    assert isinstance(refused, ValueError) and part in str(refused), refused
-    if template == QWEN:        # its neighbours are not touched by it
-        assert isinstance(encoder(made, template, turns).encode([messages, good])[1], tuple)
+    refused, = encoder(tokenizer, template, turns, thinking).encode([messages])
+    assert isinstance(refused, ValueError) and message in str(refused), refused
+    if template == QWEN:        # the other samples are still encoded
+        assert isinstance(encoder(tokenizer, template, turns).encode([messages, good])[1], tuple)
 
 
-def test_an_answer_behind_a_prompt_that_shares_a_token_with_it(made):
-    """Two line feeds are one token; generation is given the first, as the last token of its prompt."""
-    (ids, mask), = encoder(made, QWEN_OPEN).encode([SINGLE])
-    prompt = made.apply_chat_template(SINGLE[:-1], add_generation_prompt=True, return_dict=False)
-    whole = made.apply_chat_template(SINGLE, tokenize=False)
-    assert whole.startswith(made.decode(prompt)) and made(whole)["input_ids"][:len(prompt)] != prompt
-    assert ids[:len(prompt)] == prompt and made.decode(ids) == whole and not any(mask[:len(prompt)])
-    assert made.decode([i for i, trained in zip(ids, mask) if trained]) == "\n</think>\n\nde<|im_end|>"
+def test_a_prompt_and_its_answer_share_a_token(tokenizer):
+    """Two line feeds are one token. The prompt ends with the first of them."""
+    (ids, mask), = encoder(tokenizer, QWEN_OPEN).encode([SINGLE])
+    prompt = tokenizer.apply_chat_template(SINGLE[:-1], add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template(SINGLE, tokenize=False)
+    assert whole.startswith(tokenizer.decode(prompt)) and tokenizer(whole)["input_ids"][:len(prompt)] != prompt
+    assert ids[:len(prompt)] == prompt and tokenizer.decode(ids) == whole and not any(mask[:len(prompt)])
+    assert tokenizer.decode([i for i, trained in zip(ids, mask) if trained]) == "\n</think>\n\nde<|im_end|>"
 
 
-def test_answers_of_weight_0_are_context(made, tmp_path):
+def test_answers_of_weight_0_are_context(tokenizer, tmp_path):
     talk = [message | ({"weight": weight} if message["role"] == "assistant" else {})
             for message, weight in zip(MULTI, (0, 0, 0, 1, 1, 0.0, 0.0))]
-    (ids, mask), (plain, _) = encoder(made, QWEN).encode([talk, MULTI])
-    assert made.decode([i for i, trained in zip(ids, mask) if trained]) == "Final Answer: en<|im_end|>"
-    assert ids == plain[:len(ids)] and made.decode(ids).endswith("Final Answer: en<|im_end|>\n")
-    refused, = encoder(made, QWEN, "last").encode([talk])
+    (ids, mask), (plain, _) = encoder(tokenizer, QWEN).encode([talk, MULTI])
+    assert tokenizer.decode([i for i, trained in zip(ids, mask) if trained]) == "Final Answer: en<|im_end|>"
+    assert ids == plain[:len(ids)] and tokenizer.decode(ids).endswith("Final Answer: en<|im_end|>\n")
+    refused, = encoder(tokenizer, QWEN, "last").encode([talk])
     assert "no answer to train" in str(refused)
     problems, path = [], chats.write(tmp_path / "chats.jsonl", [talk, [SINGLE[0], SINGLE[1] | {"weight": 0.5}]])
     assert len(list(chat.read_records(path, problems))) == 1 and "has the weight 0.5" in problems[0]
@@ -126,32 +126,32 @@ TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"prope
 CALL = {"id": "1", "type": "function", "function": {"name": "lookup", "arguments": '{"word": "Hund"}'}}
 
 
-def test_tools_and_calls_go_to_the_template(made, tmp_path):
+def test_tools_and_calls_go_to_the_template(tokenizer, tmp_path):
     talk = [SINGLE[0], {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "1", "content": "German"}, SINGLE[1]]
     path = chats.write(tmp_path / "chats.jsonl", [talk], tools=[TOOL])
     (_, record), = chat.read_records(path, [])
     call = '<tool_call>\n{"name": "lookup", "arguments": {"word": "Hund"}}\n</tool_call><|im_end|>'
     for turns, wanted in (("all", call + "de<|im_end|>"), ("last", "de<|im_end|>")):
-        (ids, mask), (plain, _) = encoder(made, chats.QWEN_TOOLS, turns).encode([record["messages"], SINGLE],
+        (ids, mask), (plain, _) = encoder(tokenizer, chats.QWEN_TOOLS, turns).encode([record["messages"], SINGLE],
                                                                                [record["tools"], None])
-        assert made.decode([i for i, trained in zip(ids, mask) if trained]) == wanted
-        assert '"word": {"type": "string"}' in made.decode(ids) and "lookup" not in made.decode(plain)
-    refused, = encoder(made, QWEN).encode([record["messages"][-2:]], [record["tools"]])
+        assert tokenizer.decode([i for i, trained in zip(ids, mask) if trained]) == wanted
+        assert '"word": {"type": "string"}' in tokenizer.decode(ids) and "lookup" not in tokenizer.decode(plain)
+    refused, = encoder(tokenizer, QWEN).encode([record["messages"][-2:]], [record["tools"]])
     assert "leaves out the tool lookup" in str(refused)
     without = chats.QWEN_TOOLS.replace("m.tool_calls else", "none else")
     for turns in ("all", "last"):
-        refused, = encoder(made, without, turns).encode([record["messages"]], [record["tools"]])
+        refused, = encoder(tokenizer, without, turns).encode([record["messages"]], [record["tools"]])
         assert "leaves out a part of message 2 (assistant)" in str(refused)
-    refused, = encoder(made, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
+    refused, = encoder(tokenizer, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
     assert "contains the control token" in str(refused)
 
 
-def test_tokenizers_that_cannot_be_used(made, tmp_path):
+def test_tokenizers_that_cannot_be_used(tokenizer, tmp_path):
     with pytest.raises(UserError, match="no tokenizer can be loaded"):
         chat.load_tokenizer(tmp_path)
-    made.chat_template = None
-    made.save_pretrained(tmp_path)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has no chat template; give one with --chat_template"):
         chat.load_tokenizer(tmp_path)
     (tmp_path / "template.jinja").write_text(LLAMA)

@@ -1,4 +1,4 @@
-"""core.checkpoint: damage is found, deletion is safe, a save is killed before each of its changes to the disk."""
+"""core.checkpoint finds damage and deletes safely. A save is killed before each of its changes to the disk."""
 import hashlib
 import json
 import os
@@ -18,9 +18,9 @@ from core.dist import World
 
 STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation": None, "best_step": None,
          "best_loss": None}
-LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
-THEIRS = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
-          "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine", "checkpoint-500"]
+LEFTOVERS = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
+FOREIGN = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-500",
+           "checkpoint-6.tmp-0123abcd.bak", "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine"]
 
 
 def make(folder):
@@ -34,15 +34,14 @@ def make(folder):
 
 
 def save(out, step, begun=lambda model: None, **more):
-    """Save as a trainer does; of earlier checkpoints only the best and the last stay. begun(model): called while it is
-    written."""
+    """Save as a trainer does; only the best and the last checkpoint stay. begun(model) runs during the write."""
     checkpoint.claim_output(out)
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, step)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoints = checkpoint.CheckpointManager(World(device=torch.device("cpu")), out, keep=1)
-    checkpoints.save(step, model, optimizer, "model", dict(model.named_parameters()),
-                     lambda folder: (folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1}, **more)
+    checkpoints.save(step, model, optimizer, "model", dict(model.named_parameters()), lambda folder: (
+        folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1}, **more)
     begun(model)
     checkpoints.wait()
 
@@ -55,8 +54,8 @@ def steps(folder):
     ("model.safetensors", b"weights", ""), ("model.safetensors", b"weighty", "model.safetensors has changed"),
     ("model.safetensors", None, "model.safetensors is missing"), ("manifest.json", None, "no manifest.json"),
     ("manifest.json", b"[]", "unreadable"), ("manifest.json", b"\xff", "unreadable"),
-    ("manifest.json", b'{"files": {}}', "manifest.json does not list"),
-    ("manifest.json", b'{"files": {"model.safetensors": {"bytes": 7}, "trainer_state/state.json": 1}}', "model.* has changed")])
+    ("manifest.json", b'{"files": {}}', "manifest.json does not list"), ("manifest.json", (
+        b'{"files": {"model.safetensors": {"bytes": 7}, "trainer_state/state.json": 1}}'), "model.* has changed")])
 def test_damage_is_found(tmp_path, name, data, why):
     make(tmp_path / "out")
     (tmp_path / "out" / name).unlink()
@@ -65,8 +64,8 @@ def test_damage_is_found(tmp_path, name, data, why):
     assert re.match(why or "$", checkpoint.find_damage(tmp_path / "out"))
 
 
-def test_rotation_spares_the_best_the_newest_later_ones_and_other_peoples(tmp_path):
-    """By number, not by name; 200 is of an earlier run and was passed over; 8 has no manifest."""
+def test_rotation_keeps_the_best_the_newest_later_and_unfinished_checkpoints(tmp_path):
+    """Order is by number, not by name. An earlier run left 200, and resume ignored it; 8 has no manifest."""
     for step in (8, 9, 10, 100, 200):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if step != 8:
@@ -79,7 +78,7 @@ def test_rotation_spares_the_best_the_newest_later_ones_and_other_peoples(tmp_pa
         checkpoint.find_newest(tmp_path, "none")
 
 
-def test_damaged_checkpoints_are_passed_over_but_not_one_that_was_named(tmp_path, capsys):
+def test_auto_resume_skips_damaged_checkpoints_and_an_explicit_one_is_refused(tmp_path, capsys):
     assert checkpoint.find_newest(tmp_path, "auto") == checkpoint.find_newest(tmp_path, "none") == (None, {})
     make(tmp_path / "checkpoint-4")
     bad = make(tmp_path / "checkpoint-6")
@@ -102,7 +101,7 @@ def test_a_checkpoint_of_other_flags_is_refused():
         checkpoint.check_identity("checkpoint-4", STATE, {"seed": 2})
 
 
-def test_a_step_that_is_reached_again_keeps_what_was_there(tmp_path):
+def test_a_second_save_of_a_step_keeps_the_first(tmp_path):
     for _ in range(2):
         save(tmp_path, 4)
         assert checkpoint.find_damage(tmp_path / "checkpoint-4") == ""
@@ -110,7 +109,7 @@ def test_a_step_that_is_reached_again_keeps_what_was_there(tmp_path):
     assert checkpoint.find_damage(aside) == ""
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_of_it(tmp_path):
+def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path):
     trained = threading.Event()
 
     def train(model):
@@ -121,44 +120,44 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_of_i
     assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")["weight"].unique().tolist() == [4]
 
 
-def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """In the order of the calls: each file, each folder, the new name, the folder of the name."""
+def test_files_are_synced_before_the_rename(tmp_path, monkeypatch):
+    """The calls come in this order: each file, each folder, the rename, the parent folder."""
     calls = []
 
-    def noted(name, real, path):
+    def record(name, real, path):
         def call(*args):
             calls.append((name, path(*args)))
             return real(*args)
         monkeypatch.setattr(os, name, call)
-    noted("fsync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    record("fsync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
     for name in ("rename", "replace"):
-        noted(name, getattr(os, name), lambda old, new: str(new))
+        record(name, getattr(os, name), lambda old, new: str(new))
     save(tmp_path, 4)
     final = tmp_path / "checkpoint-4"
-    named = calls.index(("rename", str(final)))
-    before = {re.sub(r"\.tmp-\w+", "", path) for name, path in calls[:named] if name == "fsync"}
+    renamed = calls.index(("rename", str(final)))
+    before = {re.sub(r"\.tmp-\w+", "", path) for name, path in calls[:renamed] if name == "fsync"}
     assert before >= {str(path) for path in [final, *final.rglob("*")]}
-    assert ("fsync", str(tmp_path)) in calls[named:]
+    assert ("fsync", str(tmp_path)) in calls[renamed:]
     calls.clear()
     checkpoint.write_text(tmp_path / "run.yaml", "a: 1\n")
     assert [name for name, _ in calls] == ["fsync", "replace", "fsync"] and calls[2][1] == str(tmp_path)
 
 
-def test_only_what_this_code_has_named_is_deleted(tmp_path):
-    for name in LEFT + THEIRS:
+def test_cleanup_deletes_only_leftovers_of_this_code(tmp_path):
+    for name in LEFTOVERS + FOREIGN:
         if name.startswith("."):
             (tmp_path / name).write_text("x")
         else:
             (tmp_path / name).mkdir()
             (tmp_path / name / "model.safetensors").write_text("weights")
-    (tmp_path / "checkpoint-7.tmp-0123abcd").symlink_to(tmp_path / "checkpoint-500")        # of a link only the link
+    (tmp_path / "checkpoint-7.tmp-0123abcd").symlink_to(tmp_path / "checkpoint-500")    # only the link goes
     checkpoint.claim_output(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(THEIRS)
-    assert all((tmp_path / name / "model.safetensors").exists() for name in THEIRS if name[0] != ".")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(FOREIGN)
+    assert all((tmp_path / name / "model.safetensors").exists() for name in FOREIGN if name[0] != ".")
 
 
-def test_a_new_folder_is_whole_or_not_there_and_deletes_nothing(tmp_path):
-    """Nor does one of two that are made at the same time."""
+def test_a_new_folder_is_whole_or_absent_and_deletes_nothing(tmp_path):
+    """Of two folders that are made at the same time, the first stays."""
     with pytest.raises(KeyError), checkpoint.new_folder(tmp_path / "out") as building:
         (building / "half").touch()
         raise KeyError
@@ -172,8 +171,6 @@ def test_a_new_folder_is_whole_or_not_there_and_deletes_nothing(tmp_path):
         pass
 
 
-# Kills
-
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}     # events of sys.addaudithook
 
 
@@ -185,8 +182,8 @@ def killed(out, step, change):
 
         def hook(event, args):
             writes = event != "open" or isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-            ours = event in CHANGES and (str(out) in str(args[0]) or not str(args[0]).startswith("/"))
-            if ours and writes:         # rmtree names what lies in an open folder
+            in_output = event in CHANGES and (str(out) in str(args[0]) or not str(args[0]).startswith("/"))
+            if in_output and writes:         # rmtree gives names relative to an open folder
                 left[0] -= 1
                 if left[0] < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -206,8 +203,8 @@ def killed(out, step, change):
 @pytest.mark.race
 @pytest.mark.parametrize("again", [False, True], ids=["new", "passed over"])
 def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
-    """Of checkpoints 1 (the best), 2 and the new 3 the newest is whole, and the next save leaves nothing. again: the
-    resume has passed over a damaged checkpoint 3."""
+    """Checkpoint 1 is the best, 3 is new. After the kill, 2 or 3 is whole, and the next save removes leftovers. again:
+    a damaged checkpoint 3 was already there."""
     first = tmp_path / "first"
     save(first, 1)
     save(first, 2)
@@ -227,7 +224,7 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         kept = {name for name in names if ".passed-over-" in name}
         assert names - kept == {"checkpoint-1", "checkpoint-4"}
         assert all((out / name / "model.safetensors").read_bytes() == b"damaged" for name in kept)
-        assert len(kept) == again or came       # a save that nothing kills moves it aside, and deletes nothing of it
+        assert len(kept) == again or came       # a complete save moves it aside and keeps its files
         shutil.rmtree(out)
         if not came:
             break

@@ -1,4 +1,4 @@
-"""core.dist: what the trainers' own tests do not reach."""
+"""core.dist: cases that the tests of the trainers do not reach."""
 import subprocess
 import sys
 from datetime import timedelta
@@ -13,23 +13,23 @@ from tests.helpers.trainer import ROOT
 
 
 def test_a_rank_that_crashes_prints_its_traceback_and_ends():
-    """Although a thread of it still waits: an error in the hook itself would leave the process there."""
+    """A thread still waits. If the hook failed, the process would not end."""
     program = """
 import threading
 from core import dist
 dist.dist.init_process_group("gloo", store=dist.dist.HashStore(), rank=0, world_size=1)
 sys.excepthook = dist.report_error
 threading.Thread(target=threading.Event().wait).start()
-raise ValueError("odd")
+raise ValueError("bad")
 """
     done = subprocess.run([sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}"],
                           text=True, capture_output=True, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("rank 0 failed:\n  Traceback"), done.stderr
-    assert "\n  ValueError: odd\n" in done.stderr and "excepthook" not in done.stderr
+    assert "\n  ValueError: bad\n" in done.stderr and "excepthook" not in done.stderr
 
 
 def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
-    """torch's defaults differ: groups of a mesh wait 10 minutes, DDP's buckets cut compiled layers."""
+    """torch's defaults differ: groups of a mesh wait 10 minutes, and DDP's buckets split compiled layers."""
     pieces = []
 
     def backend(graph, _):
@@ -42,7 +42,6 @@ def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
 
     def model_of_one_layer():
         return nn.Sequential(Layer(*(nn.Linear(600, 600) for _ in range(4))))     # 1.4 MB each
-
     limit = timedelta(seconds=77)
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     try:

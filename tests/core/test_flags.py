@@ -1,4 +1,4 @@
-"""Command lines that people already have: flags, defaults, what is refused and in which words."""
+"""Command lines of existing users: flags, defaults, error messages."""
 import argparse
 import json
 import re
@@ -13,7 +13,7 @@ from tests.helpers.trainer import ROOT, script_flags
 
 REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
 
-# of the trainer whose launch lines must go on working (those that follow the length of the run were numbers there)
+# defaults of the older trainer whose command lines must still work, without those that now follow the run's length
 DEFAULTS = {
     "validation_split": None, "task_type": "single_speaker_smart_voice", "num_train_epochs": 3, "logging_steps": 10,
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5, "bf16": False,
@@ -29,15 +29,15 @@ def test_defaults():
     assert DEFAULTS.items() <= vars(parse()).items()
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     (["--learn", "1e-4"], "unrecognized arguments: --learn 1e-4"),
     (["--use_lora", "maybe"], "--use_lora: invalid choice: 'maybe'")])
-def test_refused_flags_in_one_line(words, said, capsys):
+def test_refused_flags_in_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(*words)
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and not printed.out
-    assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
 
 
 def test_names_that_hugging_face_users_know():
@@ -48,18 +48,18 @@ def test_names_that_hugging_face_users_know():
     assert parse("--resume_from_checkpoint", "out/checkpoint-5").resume == "out/checkpoint-5"
 
 
-@pytest.mark.parametrize("words, part", [
+@pytest.mark.parametrize("words, message", [
     (["--train_data_dir", "folder"], "give --train_data_file or --train_data_dir"),
     (["--learning_rate=-1e-5"], "--learning_rate is -1e-05"), (["--keep", "x"], "--keep needs --use_lora"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
     (["--deepspeed", "zero2"], "--parallel zero2: there are ddp, fsdp, hsdp"),
     (["--parallel", "hsdp:3"], "1 rank cannot be cut into groups of 3"),
     (["--gradient_checkpointing", "selective", "--compile"], "selective does not go with --compile"),
-    (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"), (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
-    (["--float8", "--bf16", "--compile"], "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp"),
-])
-def test_combinations_that_make_no_sense(words, part):
-    with pytest.raises(cli.UserError, match=re.escape(part)):
+    (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"),
+    (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
+    (["--float8", "--bf16", "--compile"], "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp")])
+def test_conflicting_flags_are_refused(words, message):
+    with pytest.raises(cli.UserError, match=re.escape(message)):
         script_flags()[1](parse(*words), world_size=1)
 
 
@@ -68,7 +68,7 @@ def configured(tmp_path, text, *words):
     return cli.parse(*script_flags(), ["--config", str(tmp_path / "run.yaml"), *words])
 
 
-def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
+def test_the_command_line_overrides_the_file_of_flags(tmp_path):
     args = configured(tmp_path, """
         model_path: model       # a remark
         audio_tokenizer_path: "co dec"
@@ -89,17 +89,18 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
     assert args.code_cache is None
 
 
-@pytest.mark.parametrize("text, said", [
-    ("model_path: m\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: {a: 1}", "seed takes a value or a list"),
-    ("seed: 1\nseed: 2", "seed is there twice"), ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
-def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
+@pytest.mark.parametrize("text, message", [
+    ("bf16: on\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: [", "cannot be read as YAML"),
+    ("seed: 1\nseed: 2", "seed is there twice"), ("- seed", "must be lines of flag: value"),
+    ("seed: {a: 1}", "seed takes a value or a list")])
+def test_a_bad_file_of_flags_is_one_line(tmp_path, text, message, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)
     err = capsys.readouterr().err
-    assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
+    assert end.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_only_a_plan_ends_at_once_on_other_ranks(monkeypatch):
+def test_only_a_dry_run_ends_at_once_on_other_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     parser = cli.Parser("Labels.")
     parser.switch("--dry_run", "of a labelling script")
@@ -109,26 +110,26 @@ def test_only_a_plan_ends_at_once_on_other_ranks(monkeypatch):
 
 
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
-    """Without derived numbers: they would be refused with those they come from."""
-    words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel", "fsdp",
-             "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
+    """The file has no derived values: they would conflict with the flags that they come from."""
+    words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel",
+             "fsdp", "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
     args = cli.parse(*script_flags(), [*REQUIRED, *words])
     again = configured(tmp_path, cli.config_text(args, "train_v2_ddp.py"))
     assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists
 
 
-def settled(total, before=None, validates=True, **given):
-    args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | given)
+def set_intervals(total, before=None, validates=True, **flags):
+    args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | flags)
     return args, cli.set_intervals(args, total, before or {}, validates).splitlines()
 
 
 @pytest.mark.parametrize("total, wanted", [(525, (52, 105, 26)), (1, (1, 1, 0))])
 def test_a_run_saves_and_validates_by_its_length(total, wanted):
-    args, lines = settled(total)
+    args, lines = set_intervals(total)
     assert (args.save_steps, args.eval_steps, args.warmup_steps) == wanted
     saves, evals = (cli.plural(steps, "step") for steps in wanted[:2])
     assert lines == [f"intervals  checkpoints every {saves}; validation every {evals}"]
-    again, _ = settled(2 * total, vars(args), eval_steps=7)     # a resumed run keeps those of its first start
+    again, _ = set_intervals(2 * total, vars(args), eval_steps=7)     # a resumed run keeps the first run's intervals
     assert (again.save_steps, again.eval_steps, again.warmup_steps) == (wanted[0], 7, wanted[2])
 
 
@@ -154,7 +155,7 @@ def test_help_and_mistakes_come_before_torch(script):
 
 
 def test_ctrl_c_is_one_line():
-    """While a script imports what comes after its flags, and later."""
+    """Ctrl-C works during the imports after the flags, and later."""
     code = ("import time\nfrom core import cli\ncli.parse(cli.Parser('x'))\n"
             "print('here', flush=True)\ntime.sleep(99)")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -164,7 +165,7 @@ def test_ctrl_c_is_one_line():
         assert script.stderr.read() == "interrupted\n" and script.wait() == -signal.SIGINT
 
 
-def test_packages_that_note_the_command_line_find_no_password(monkeypatch):
+def test_packages_that_record_the_command_line_see_no_password(monkeypatch):
     parser = cli.Parser("x")
     parser.add_argument("--base_url")
     monkeypatch.setattr(sys, "argv", ["x", "--base_url", "http://anna:secret@h/v1"])

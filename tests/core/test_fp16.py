@@ -1,4 +1,4 @@
-"""--fp16: the scale against torch's GradScaler, and real training: skipped steps, resume, ranks that agree."""
+"""--fp16: the loss scale equals torch's GradScaler; real runs skip steps, resume and agree on two ranks."""
 import shutil
 
 import pytest
@@ -12,36 +12,36 @@ from tests.helpers.runs import assert_same_bits
 
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
          "--max_bad_steps", 2, "--disable_eval", "--per_device_train_batch_size", 1)
-HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
+HIGH = 2.0 ** 19        # at this first scale some steps overflow
 
 
 def test_the_scale_is_that_of_torch(monkeypatch):
-    """An overflow halves the scale, steps without one double it; gradients are divided by it."""
+    """An overflow halves the scale, GROW steps without one double it; gradients are divided by it."""
     monkeypatch.setattr(optim, "GROW", 5)
-    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"), True)
+    reference, scaler = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"), True)
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     grad, scales = torch.randn(3), set()
     for step in range(40):
         bad = step in (0, 1, 7, 8, 9, 22)
-        theirs.scale(torch.zeros(()))
-        parameter.grad = grad * theirs.get_scale() * (float("inf") if bad else 1)
-        mine = torch.nn.Parameter(torch.zeros(3))
-        mine.grad = parameter.grad.clone()
-        theirs.unscale_(optimizer)
-        ours.unscale([mine])
-        assert torch.equal(mine.grad, parameter.grad) and (bad or torch.equal(mine.grad, grad))
-        theirs.step(optimizer)
-        theirs.update()
-        ours.update(torch.tensor(float(bad)))
+        reference.scale(torch.zeros(()))
+        parameter.grad = grad * reference.get_scale() * (float("inf") if bad else 1)
+        unscaled = torch.nn.Parameter(torch.zeros(3))
+        unscaled.grad = parameter.grad.clone()
+        reference.unscale_(optimizer)
+        scaler.unscale([unscaled])
+        assert torch.equal(unscaled.grad, parameter.grad) and (bad or torch.equal(unscaled.grad, grad))
+        reference.step(optimizer)
+        reference.update()
+        scaler.update(torch.tensor(float(bad)))
         if step % 3 == 0:       # saved and restored
-            ours = optim.Scaler(torch.device("cpu"), True, ours.saved())
-        assert ours.scale.item() == theirs.get_scale()
-        scales.add(theirs.get_scale())
+            scaler = optim.Scaler(torch.device("cpu"), True, scaler.saved())
+        assert scaler.scale.item() == reference.get_scale()
+        scales.add(reference.get_scale())
     assert len(scales) == 5
     for _ in range(40):
-        ours.update(torch.ones(()))
-    assert ours.scale.item() == 1, "never below"
+        scaler.update(torch.ones(()))
+    assert scaler.scale.item() == 1, "never below"
 
 
 def high(argv):
@@ -51,30 +51,28 @@ def high(argv):
 
 @pytest.mark.slow
 def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
-    """More in a row than --max_bad_steps: they are no fault. A resumed run is the same; two ranks agree."""
+    """Overflows do not count towards --max_bad_steps. A resumed run has the same bits; two ranks agree."""
     def run(name, *flags, **options):
         return train_forked(pool, tiny, tmp_path / name, *FLAGS, "--max_steps", 8, "--save_steps", 4, *flags,
                             main=f"{__name__}.high", **options)
-    one = run("one", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
-    scales = one.metrics("train/loss_scale")
-    skipped = int(one.metrics("train/bad_steps")[8])
+    one_rank = run("one", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
+    scales = one_rank.metrics("train/loss_scale")
+    skipped = int(one_rank.metrics("train/bad_steps")[8])
     assert 2 < skipped < 8 and scales[8] == HIGH / 2 ** skipped and scales[1] == HIGH / 2
-    assert one.output.count("every loss was finite") == skipped
-    shutil.copytree(one.output_dir, tmp_path / "again")
+    assert one_rank.output.count("every loss was finite") == skipped
+    shutil.copytree(one_rank.output_dir, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-8")
     again = run("again", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
     assert "resumed from" in again.output
-    assert_same_bits(one, again)
-    two = run("two", "--lora_dropout", 0.1, ranks=2)
-    more = int(two.metrics("train/bad_steps")[8])      # the loss is multiplied by the number of ranks before
-    assert skipped <= more <= skipped + 2 and two.metrics("train/loss_scale")[8] == HIGH / 2 ** more
-    assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
+    assert_same_bits(one_rank, again)
+    two_ranks = run("two", "--lora_dropout", 0.1, ranks=2)
+    more = int(two_ranks.metrics("train/bad_steps")[8])      # the loss is first multiplied by the number of ranks
+    assert skipped <= more <= skipped + 2 and two_ranks.metrics("train/loss_scale")[8] == HIGH / 2 ** more
+    assert two_ranks.metrics("train/loss")[8] == pytest.approx(one_rank.metrics("train/loss")[8], rel=0.02)
 
 
 def test_no_sum_over_rows_overflows_before_the_scale():
-    """The head of a full fine-tuning of chats: 256 rows of one target, hidden states up to 900. The gradient of the
-    weight is a sum over rows, taken before the loss scale applies, so no smaller scale would help.
-    """
+    """The head's weight gradient is a sum over 256 rows before the loss scale applies: a smaller scale cannot help."""
     hidden = torch.full((256, 16), 900.0, dtype=torch.float16, requires_grad=True)
     weight = torch.zeros(8, 16, requires_grad=True)
     targets = torch.zeros(256, dtype=torch.int64)

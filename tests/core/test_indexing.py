@@ -1,4 +1,4 @@
-"""The table of chats that several processes write is the table of one process."""
+"""Several processes write the same table of chats as one process."""
 import json
 import os
 
@@ -11,20 +11,19 @@ from tests.helpers import chats
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
 @pytest.mark.parametrize("n", [0, 3, 4, 5, 23])
-def test_parts_come_in_order(n, processes):
+def test_results_come_in_order(n, processes):
     def share(first, step):
         for i in range(first, n, step):
             yield i, os.getpid()
-
-    found = []
-    packing.parallel_map_ordered(share, processes, found.append)
-    assert [i for i, _ in found] == list(range(n))
-    elsewhere = {pid for i, pid in found if pid != os.getpid()}
+    results = []
+    packing.parallel_map_ordered(share, processes, results.append)
+    assert [i for i, _ in results] == list(range(n))
+    elsewhere = {pid for i, pid in results if pid != os.getpid()}
     assert len(elsewhere) == min(processes, max(0, n - packing.FIRST_PARTS))
 
 
 def chat_lines(n):
-    """JSONL text of conversations of all kinds that can be used, empty lines among them."""
+    """JSONL text of n usable conversations of all kinds, with empty lines between some."""
     lines = [json.dumps({"id": 3 * i, "messages": chats.ask(f"Satz {i}, {'so ' * (i % 9)}", "de"[:1 + i % 2]) + (
         chats.ask("Und nun?", "fr") if i % 4 == 0 else [])}) + "\n" * (1 + (i % 13 == 0)) for i in range(n)]
     return "\n".join(lines)
@@ -39,10 +38,10 @@ def test_several_processes_make_the_chats_of_one(tmp_path, monkeypatch):
     tables = []
     for processes in (0, 1, 2):
         encoder, folder = chat.Encoder(chats.tokenizer()), tmp_path / f"table{processes}"
-        found = chat_data.write_table(folder, paths, chat_data.Reading(
+        counts = chat_data.write_table(folder, paths, chat_data.Reading(
             encoder, 60, drop=("too_long",), processes=processes))
-        tables.append(({path.name: path.read_bytes() for path in folder.iterdir()}, found, encoder.ends))
-    one, (samples, dropped), ends = tables[0]
-    assert dropped == f"{71 - sum(samples)} too_long" and len(one) == 10
+        tables.append(({path.name: path.read_bytes() for path in folder.iterdir()}, counts, encoder.ends))
+    files, (samples, dropped), ends = tables[0]
+    assert dropped == f"{71 - sum(samples)} too_long" and len(files) == 10
     assert ends == {chats.tokenizer().convert_tokens_to_ids("<|im_end|>"): 71 + 13 + 6}     # all answers
     assert tables[1] == tables[0] == tables[2]

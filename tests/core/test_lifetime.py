@@ -1,4 +1,4 @@
-"""Processes end with the one that started them, and only then; signals at odd moments. Whole runs: test_recovery.py."""
+"""Child processes end with their parent, and only then; signals at awkward moments. Whole runs: test_recovery.py."""
 import contextlib
 import os
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.race
 RANK = """
 import os, threading, time
 from core import lifetime
-lifetime.POLL_S = 3     # in which each rank looks, even on a busy machine
+lifetime.POLL_S = 3     # each rank polls within it, even on a busy machine
 lifetime.end_with_torchrun()
 print("here", flush=True)
 def speak():
@@ -40,7 +40,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def start(tmp_path):
-    """start(*command, **env) -> process in a session of its own, output in .log; the session is killed at the end."""
+    """start(*command, **env) -> process in a new session, output in .log; the session is killed at the end."""
     started = []
 
     def run(*command, **env):
@@ -59,31 +59,30 @@ def start(tmp_path):
 
 
 def test_every_loader_ends_with_its_trainer():
-    """A DataLoader without init_loader would leave its processes behind."""
+    """Worker processes of a DataLoader without init_loader would outlive the trainer."""
     code = "".join((ROOT / path).read_text() for path in MODULES.values())
     loaders = len(re.findall(r"\bDataLoader\(", code))
     assert loaders == len(re.findall(r"worker_init_fn=[\w.]*init_loader", code)) >= 3
 
 
 @pytest.mark.slow
-def test_ranks_end_with_torchrun_and_one_of_them_says_so_last(start):
-    """Last, although threads go on printing, as c10d's do when torchrun, which hosts the store, is gone."""
+def test_ranks_end_with_torchrun_and_one_of_them_reports_it_last(start):
+    """Threads keep printing, as c10d's do once torchrun and its store are gone; the report is still the last line."""
     parent = start(sys.executable, "-c", LAUNCHER, RANK, TORCHELASTIC_RUN_ID="none")
     wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
     os.kill(max(in_sessions(parent.pid)), signal.SIGSTOP)    # one of them, whose thread cannot look
     parent.kill()
     wait_until(lambda: not in_sessions(parent.pid), "end of the ranks")
-    said = parent.log.read_text()
-    assert said.count("error: ") == 1
-    assert said.endswith("\nerror: torchrun has ended; its ranks end with it\n")
+    output = parent.log.read_text()
+    assert output.count("error: ") == 1 and output.endswith("\nerror: torchrun has ended; its ranks end with it\n")
 
 
 @pytest.mark.slow
 def test_a_signal_during_the_imports_asks_for_requeue(start, tiny, tmp_path):
-    """It comes when the first module of torch.nn is looked for."""
+    """The signal arrives at the import of torch.nn."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys\nclass Finder:\n    def find_spec(name, *_):\n"
-        "        if name == 'torch.nn':\n            os.kill(os.getpid(), signal.SIGUSR1)\nsys.meta_path.insert(0, Finder)\n")
+        "import os, signal, sys\nclass Finder:\n    def find_spec(name, *_):\n        if name == 'torch.nn':\n"
+        "            os.kill(os.getpid(), signal.SIGUSR1)\nsys.meta_path.insert(0, Finder)\n")
     job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--max_steps", 3), PYTHONPATH=str(tmp_path))
     assert job.wait() == 0, job.log.read_text()
     why = "asked to stop by SIGUSR1 before the first step"
@@ -92,8 +91,8 @@ def test_a_signal_during_the_imports_asks_for_requeue(start, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_signals_from_the_fork_of_a_loader_on_take_no_loader_away(start, tiny, tmp_path):
-    """Each validation forks one; here it is signalled again and again from its first instant on."""
+def test_signals_do_not_end_a_new_loader(start, tiny, tmp_path):
+    """Each validation forks a loader process. It gets SIGTERM repeatedly from its start on."""
     out = tmp_path / "out"
     job = start(*trainer_command(tiny, out, "--use_lora", "--num_train_epochs", 1000, "--eval_steps", 4,
                                  "--validation_split", 0.2))
@@ -121,8 +120,8 @@ def rank_of(job, rank):
 
 
 @pytest.mark.slow
-def test_a_rank_whose_peer_was_killed_says_nothing(start, tiny, tmp_path):
-    """torchrun names the dead one, and asks the other to end before that one notices its loss."""
+def test_a_rank_whose_peer_was_killed_prints_nothing(start, tiny, tmp_path):
+    """torchrun names the dead rank and sends SIGTERM to the other before that one notices the loss."""
     job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--num_train_epochs", 1000, "--disable_eval",
                                  ranks=2))
     wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)

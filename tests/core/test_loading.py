@@ -1,4 +1,4 @@
-"""Batches arrive as they were made, in order; errors and early ends of loader processes show at once."""
+"""Batches arrive unchanged and in order; errors and early ends of loader processes show at once."""
 import gc
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from core.watchdog import init_loader
 
 @pytest.fixture(autouse=True)
 def nothing_left_over():
-    """After an error its traceback keeps the loader: processes forked by later tests would tear it down."""
+    """A traceback keeps its loader alive; processes that later tests fork would tear it down."""
     yield
     for process in multiprocessing.active_children():
         process.kill()
@@ -62,16 +62,17 @@ def check_same(a, b):
 
 
 def loader(batches, make, workers=2, **options):
-    """DataLoader of make(number) for each of the numbers."""
+    """DataLoader of make(number) for each number in `batches`."""
     return DataLoader(range(10**9), batch_sampler=([i] for i in batches), num_workers=workers,
-                      collate_fn=lambda one: make(*one), multiprocessing_context="fork" if workers else None,
+                      collate_fn=lambda numbers: make(*numbers), multiprocessing_context="fork" if workers else None,
                       worker_init_fn=init_loader, **options)
 
 
 def test_a_batch_arrives_as_it_was():
     for batch in (flat(), flat(0), Named(torch.ones(3, dtype=torch.int8), 4, torch.rand(2, 0, 5))):
-        for there in (pickle.loads(pickle.dumps(batch)), next(iter(loader([0], lambda _: batch))), batch.to("cpu")):    # noqa: B023
-            check_same(batch, there)
+        loaded = next(iter(loader([0], lambda _: batch)))       # noqa: B023
+        for copy in (pickle.loads(pickle.dumps(batch)), loaded, batch.to("cpu")):
+            check_same(batch, copy)
 
 
 @pytest.mark.parametrize("workers, n", [(0, 40), (1, 0), (3, 2), (3, 40)])
@@ -98,7 +99,7 @@ def test_a_bad_sample_is_named_in_its_place(workers):
 
 @pytest.mark.race
 def test_a_killed_loader_process_ends_the_run(monkeypatch):
-    """After a batch that is larger than a pipe holds, part of which may be lost."""
+    """The batch before is larger than a pipe, so part of it may be lost."""
     def killed_at_3(i):
         return os.kill(os.getpid(), signal.SIGKILL) if i == 3 else flat(10**6)
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)    # as at a start

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and what trackers get of it."""
+"""metrics.jsonl and the trackers that get its values."""
 import json
 import math
 
@@ -19,7 +19,7 @@ def steps(folder):
     return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
+def test_resumed_log_drops_rows_after_the_checkpoint(tmp_path):
     first = log(tmp_path)
     for step in (1, 2, 3, 4):
         first.write(step, {"train/loss": 10.0 - step, "train/grad_norm": math.nan})
@@ -33,8 +33,7 @@ def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
         file.write(b'\xff\n{"step": "3"}\n{"step": 4, "train/lo')       # the last line was cut by a kill
     log(tmp_path, resumed_step=3).close()
     assert [row["train/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [9.0, 8.0, 5.0]
-
-    log(tmp_path, resumed_step=0).close()           # a fresh start: nothing of the lost run counts
+    log(tmp_path, resumed_step=0).close()           # a fresh start keeps no rows
     assert steps(tmp_path) == []
 
 
@@ -52,7 +51,7 @@ def test_tensorboard_gets_numbers_and_speech(tmp_path):
 
 
 @pytest.mark.parametrize("eval_due, kept", [(False, 3), (True, 2)])
-def test_a_validation_that_is_due_again_is_there_once(tmp_path, eval_due, kept):
+def test_a_repeated_validation_is_logged_once(tmp_path, eval_due, kept):
     rows = [{"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
@@ -60,7 +59,7 @@ def test_a_validation_that_is_due_again_is_there_once(tmp_path, eval_due, kept):
 
 
 def test_the_first_step_of_a_run_does_not_count_for_its_speed(monkeypatch):
-    """It compiles and allocates; a run that logs each step shows it on its own line."""
+    """The first step compiles and allocates. With a log line for each step, its time is still shown."""
     now = 0.0
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     work, world = {"tokens": 100, "samples": 2, "flops": 1}, dist.World(device=torch.device("cpu"))

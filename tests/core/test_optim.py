@@ -1,4 +1,4 @@
-"""AdamW's groups, learning rates, clipping, and steps that a bad gradient cannot poison."""
+"""AdamW's groups, learning rates, clipping, and skipped steps with bad gradients."""
 import math
 
 import pytest
@@ -11,13 +11,13 @@ from core.dist import World
 
 def parameters(*values):
     """Parameters of one number each, with gradients 3, 4, ..."""
-    found = [torch.nn.Parameter(torch.tensor([[value]])) for value in values]
-    for number, parameter in enumerate(found):
+    tensors = [torch.nn.Parameter(torch.tensor([[value]])) for value in values]
+    for number, parameter in enumerate(tensors):
         parameter.grad = torch.tensor([[3.0 + number]])
-    return found
+    return tensors
 
 
-def test_decay_shrinks_what_it_shall():
+def test_decay_applies_to_matrices_only():
     a, b = parameters(1.0, 1.0)
     optimizer = optim.build_adamw([("matrix", a), ("norm", b)], 0.1, 0.5, (0.9, 0.999),
                                   lambda name, _: name == "matrix")
@@ -29,18 +29,18 @@ def test_decay_shrinks_what_it_shall():
 
 @pytest.mark.parametrize("step, scheduler, wanted", [
     (0, "cosine", 0.25), (3, "cosine", 1.0), (4, "cosine", 1.0), (12, "cosine", 0.1), (20, "linear", 0.1),
-    (8, "linear", 0.1 + 0.9 * 0.5), (8, "cosine", 0.1 + 0.9 * 0.5), (6, "cosine", 0.1 + 0.45 * (1 + math.cos(math.pi / 4))),
-    (12, "constant", 1.0)])
+    (8, "linear", 0.1 + 0.9 * 0.5), (8, "cosine", 0.1 + 0.9 * 0.5), (12, "constant", 1.0),
+    (6, "cosine", 0.1 + 0.45 * (1 + math.cos(math.pi / 4)))])
 def test_learning_rates(step, scheduler, wanted):
-    """4 steps of warm-up, then down to a tenth at step 12, and no further."""
+    """The LR warms up over 4 steps, then falls to a tenth at step 12 and stays there."""
     assert optim.lr_factor(step, 12, 4, scheduler, 0.1) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("most, left", [(0, (3, 4)), (0.5, (0.3, 0.4)), (10, (3, 4))])
 def test_clipping_is_by_the_norm_of_all(most, left):
-    found = parameters(1.0, 1.0)
-    assert optim.clip_gradients(found, most).item() == pytest.approx(5)
-    assert [p.grad.item() for p in found] == pytest.approx(left, rel=1e-5)
+    tensors = parameters(1.0, 1.0)
+    assert optim.clip_gradients(tensors, most).item() == pytest.approx(5)
+    assert [p.grad.item() for p in tensors] == pytest.approx(left, rel=1e-5)
 
 
 def test_a_bad_step_changes_nothing():
@@ -55,52 +55,52 @@ def test_a_bad_step_changes_nothing():
     assert all(torch.equal(value, state[key]) for key, value in optimizer.state[a].items())
 
 
-def monitor(most=2, **options):
+def new_monitor(most=2, **options):
     return optim.StepMonitor(World(device=torch.device("cpu")), "row {}".format, most, **options)
 
 
-def push(found, step, norm, stop=False, loss=1.0, **more):
-    found.poll()
-    found.watch(torch.tensor(loss), [step])
-    found.push(step, torch.tensor(norm), stop, **more)
+def push(monitor, step, norm, stop=False, loss=1.0, **more):
+    monitor.poll()
+    monitor.watch(torch.tensor(loss), [step])
+    monitor.push(step, torch.tensor(norm), stop, **more)
 
 
 def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
     """A finite step resets the count; the second non-finite one in a row ends the run."""
     ended = []
-    found = monitor(before_error=lambda: ended.append(1))
-    push(found, 1, math.nan, loss=math.inf)
+    monitor = new_monitor(before_error=lambda: ended.append(1))
+    push(monitor, 1, math.nan, loss=math.inf)
     assert not capsys.readouterr().out
-    push(found, 2, 1.0)
-    said = capsys.readouterr().out
-    assert "step 1: gradient norm is not finite, step skipped (1 so far); samples with a non-finite loss: row 1" in said
-    push(found, 3, math.inf)
-    assert (found.skipped, found.in_a_row, found.stop) == (1, 0, False)
-    push(found, 4, math.nan, stop=True)
+    push(monitor, 2, 1.0)
+    assert ("step 1: gradient norm is not finite, step skipped (1 so far); samples with a non-finite loss: row 1"
+            in capsys.readouterr().out)
+    push(monitor, 3, math.inf)
+    assert (monitor.skipped, monitor.in_a_row, monitor.stop) == (1, 0, False)
+    push(monitor, 4, math.nan, stop=True)
     assert "every loss was finite" in capsys.readouterr().out
     with pytest.raises(UserError, match="2 steps in a row had a non-finite gradient"):
-        found.poll()
-    assert found.stop and found.skipped == 3 and ended
+        monitor.poll()
+    assert monitor.stop and monitor.skipped == 3 and ended
 
 
-def test_overflows_of_a_scaled_loss_are_no_fault_and_a_loss_without_a_number_is():
-    found = monitor(scaler=optim.Scaler(torch.device("cpu"), True))
+def test_overflows_of_a_scaled_loss_do_not_end_a_run_but_nan_losses_do():
+    monitor = new_monitor(scaler=optim.Scaler(torch.device("cpu"), True))
     for step in range(5):
-        push(found, step, math.inf)
-    found.poll()
-    assert (found.skipped, found.in_a_row) == (5, 0)
-    push(found, 6, math.nan, loss=math.nan)
-    push(found, 7, math.nan, loss=math.nan)
+        push(monitor, step, math.inf)
+    monitor.poll()
+    assert (monitor.skipped, monitor.in_a_row) == (5, 0)
+    push(monitor, 6, math.nan, loss=math.nan)
+    push(monitor, 7, math.nan, loss=math.nan)
     with pytest.raises(UserError, match="2 steps in a row had a non-finite gradient"):
-        found.poll()
+        monitor.poll()
 
 
 def test_a_gradient_of_exactly_zero_ends_a_run_that_trains():
     ended = []
-    found = monitor(before_error=lambda: ended.append(1))
-    push(found, 1, 0.0, trains=False)       # nothing to learn in this step
-    push(found, 2, 1e-30)
-    push(found, 3, 0.0)
+    monitor = new_monitor(before_error=lambda: ended.append(1))
+    push(monitor, 1, 0.0, trains=False)       # nothing to learn in this step
+    push(monitor, 2, 1e-30)
+    push(monitor, 3, 0.0)
     with pytest.raises(UserError, match="step 3: the gradient norm is exactly 0, so nothing is learnt"):
-        found.poll()
+        monitor.poll()
     assert ended

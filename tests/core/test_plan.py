@@ -1,4 +1,4 @@
-"""core/memory.py: packs, memory, what is refused; --auto, and that a resumed run keeps its choice."""
+"""core/memory.py: packs, memory, refusals; --auto, and a resumed run that keeps its choice."""
 import json
 import re
 
@@ -17,8 +17,8 @@ from distill import plan as chat_plan
 from tests.helpers import chats
 from tests.helpers.students import train_sft
 
-SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}     # Qwen3-4B
+SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,     # Qwen3-4B
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
 LENGTHS = np.random.default_rng(0).integers(200, 2000, 20_000)
 ALONE = World(device=torch.device("cpu"))
 
@@ -39,7 +39,7 @@ def student():
 
 @pytest.mark.slow
 def test_parts_of_the_memory(student):
-    """16 bytes a value, 2 on each of 8 GPUs, none when offloaded; accumulation adds unsharded gradients."""
+    """A value takes 16 bytes, 2 on each of 8 GPUs, none when offloaded; accumulation adds unsharded gradients."""
     step, pack, values = chat_plan.step_of(student), (4096, 2048), 4_022_468_096
 
     def estimate(ranks, parallel, **flags):
@@ -68,8 +68,8 @@ def test_choice_for_a_model_of_4b_on_8_gpus(student, tmp_path, capsys):
     assert float(re.match(line, capsys.readouterr().out)[1]) <= 0.95 * 80
 
 
-def test_what_does_not_fit_is_refused():
-    """5 % of the GPU stay free; a run that fits nowhere is refused before it starts."""
+def test_too_little_memory_is_refused():
+    """5 % of the GPU stay free. Without a setup that fits, the run does not start."""
     args = flags(1, "--gpu_memory", 24)
     with pytest.raises(UserError, match="memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of"):
         memory.check_memory(Memory({}, {"the heads": 22.9 * GIB}), args)
@@ -79,12 +79,12 @@ def test_what_does_not_fit_is_refused():
         memory.choose(args, ALONE, 1, [Setup(1)], lambda setup: Memory({}, {"": 30 * GIB}))
 
 
-def tried(args, ranks, lengths):
-    """The Setups that --auto tries where none fits."""
-    found = []
-    memory.choose_packs(args, ALONE, ranks, lengths, lambda setup, order: found.append(setup) or Memory(
+def setups_of(args, ranks, lengths):
+    """All Setups of --auto: it tries each, because none fits."""
+    setups = []
+    memory.choose_packs(args, ALONE, ranks, lengths, lambda setup, order: setups.append(setup) or Memory(
         {}, {"": 999 * GIB}))
-    return found
+    return setups
 
 
 @pytest.mark.parametrize("words, sharded, more", [
@@ -93,17 +93,18 @@ def tried(args, ranks, lengths):
 def test_auto_tries_nothing_that_is_refused(words, sharded, more, tmp_path):
     args = flags(2, "--auto", "--output_dir", tmp_path, *words.split())
     vars(args).update(more, parallel="ddp")
-    assert any(way.fsdp for way in tried(args, 2, LENGTHS)) == sharded
+    assert any(setup.fsdp for setup in setups_of(args, 2, LENGTHS)) == sharded
 
 
 def test_a_longer_sample_makes_larger_packs(tmp_path):
     for longest, budget in ((1024, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
         args = flags(8, "--auto", "--output_dir", tmp_path)
-        assert {setup.max_tokens_per_batch for setup in tried(args, 8, np.array([10] * 1000 + [longest]))} == {budget}
+        setups = setups_of(args, 8, np.array([10] * 1000 + [longest]))
+        assert {setup.max_tokens_per_batch for setup in setups} == {budget}
 
 
 def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
-    """As few micro-steps as fit, none of fewer than 4,096 tokens; never less than a row."""
+    """The number of micro-steps is the smallest that fits; each has at least 4,096 tokens and one row."""
     args = parse(Parser(""), None, [])
     args.compile = True
 
@@ -117,7 +118,7 @@ def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
-    """Though there is less memory now, and with as many packs a step on another number of ranks."""
+    """It keeps its choice with less memory, and the packs a step on another number of ranks."""
     chats.student(tmp_path / "student")
     chats.write(tmp_path / "chats.jsonl", chats.conversations(64))
 
@@ -127,15 +128,15 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
                 *words]
         try:
             train_sft.main([str(word) for word in line])
-        except SystemExit as ended:     # a dry run ends so
+        except SystemExit as ended:     # a dry run exits
             if ended.code:
                 raise
         return capfd.readouterr().out
     text = run("--max_steps", 1, "--gpu_memory", 80)
     assert "auto       --parallel ddp --max_tokens_per_batch 2048 " in text and "1 rank x 2 micro-steps" in text
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state" / "state.json").read_text())
-    found = {name: state["args"][name] for name in (*memory.FLAGS, "packs_per_step")}
-    assert found == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
+    choices = {name: state["args"][name] for name in (*memory.FLAGS, "packs_per_step")}
+    assert choices == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
                      "gradient_checkpointing": None, "gradient_accumulation_steps": 2, "packs_per_step": 2}
     assert state["identity"]["pack"] == "2048 tokens"
     text = run("--max_steps", 2, "--gpu_memory", 1)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of the three model classes: same bits, less memory, selective repeats little."""
+"""Activation checkpointing of the three model classes: same bits, less memory; selective repeats little work."""
 from collections import Counter
 
 import pytest
@@ -13,7 +13,7 @@ from tests.helpers.small_speech import pack_of, small_model
 
 
 class Executed(LiveBytes):
-    """LiveBytes that also counts the matrix products and attentions that are really computed."""
+    """LiveBytes that also counts executed matrix products and attentions."""
 
     def __init__(self, known):
         super().__init__(known)
@@ -34,7 +34,7 @@ def fields(batch):
 def speech(mode, targets):
     _, model = small_model(targets, torch.bfloat16 if targets else torch.float32, mode)
     batch = pack_of(2, 20, 50, 20)
-    return model, batch, lambda: sum(part.sum() for part in model(batch)[:2])
+    return model, batch, lambda: sum(loss.sum() for loss in model(batch)[:2])
 
 
 def student(mode, lora):
@@ -56,9 +56,9 @@ MODELS = {"speech, full": (speech, ""), "speech, LoRA in bf16": (speech, "all-li
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_selective_is_between_nothing_and_all_in_memory_and_in_work(kind):
-    """Adapters have dropout, which has to be drawn again as it was."""
+    """Adapters have dropout; recomputation must draw the same masks."""
     make, *more = MODELS[kind]
-    found = {}
+    results = {}
     for mode in (None, "selective", "all"):
         torch.manual_seed(0)
         model, batch, loss_of = make(mode, *more)
@@ -70,8 +70,8 @@ def test_selective_is_between_nothing_and_all_in_memory_and_in_work(kind):
                 loss = loss_of()
             kept, forward = work.now, Counter(work.counts)
             gradients = torch.autograd.grad(loss, parameters)
-        found[mode] = loss, gradients, kept, forward, work.counts - forward
-    plain, selective, whole = found.values()
+        results[mode] = loss, gradients, kept, forward, work.counts - forward
+    plain, selective, whole = results.values()
     for other in (selective, whole):
         assert torch.equal(other[0], plain[0]) and other[3] == plain[3]
         assert all(torch.equal(a, b) for a, b in zip(other[1], plain[1], strict=True))

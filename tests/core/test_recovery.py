@@ -42,7 +42,7 @@ def forked(argv, env, log, cwd):
     os.dup2(out, 1)
     os.dup2(out, 2)
     if env["RANK"] in env.get("SLOW_RANKS", "01"):
-        slow_down({name: float(value) for name, value in env.items() if name.startswith("SLOW_") and name.endswith("_S")})
+        slow_down({name: float(value) for name, value in env.items() if re.fullmatch("SLOW_.*_S", name)})
     speech_main(argv)
 
 
@@ -67,7 +67,8 @@ def slow_down(seconds):
     if "SLOW_DISK_S" in seconds:
         os.fsync = slow_sync
     if "SLOW_CODEC_S" in seconds:
-        codes.encode_clip = lambda *args: print("a clip", flush=True) or time.sleep(seconds["SLOW_CODEC_S"]) or encode(*args)
+        codes.encode_clip = lambda *args: (
+            print("a clip", flush=True) or time.sleep(seconds["SLOW_CODEC_S"]) or encode(*args))
     if "SLOW_VALIDATION_S" in seconds:
         data.make_loader = slow_loader
 
@@ -90,11 +91,11 @@ def server():
 class Job:
     def __init__(self, server, tiny, output_dir, flags, **env):
         self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
-        self.processes, argv = [], trainer_arguments(tiny, output_dir, *flags)
+        self.processes, argv, log = [], trainer_arguments(tiny, output_dir, *flags), str(self.log)
         env |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(2):
-            place = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            self.processes.append(server.Process(target=forked, args=(argv, place, str(self.log), str(output_dir.parent))))
+            own = {name: str(value) for name, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            self.processes.append(server.Process(target=forked, args=(argv, own, log, str(output_dir.parent))))
             self.processes[-1].start()
         self.ranks = [process.pid for process in self.processes]
 
@@ -125,7 +126,7 @@ class Job:
         """Stop the ranks inside the context, so that nothing depends on how long the test takes there."""
         self.signal(signal.SIGSTOP, *self.ranks)
         try:
-            wait_until(lambda: all(map(is_stopped, self.ranks)), "stop")      # what is sent before may be taken before
+            wait_until(lambda: all(map(is_stopped, self.ranks)), "stop")     # an earlier signal may still arrive
             yield
         finally:
             self.signal(signal.SIGCONT, *self.ranks)
@@ -219,7 +220,7 @@ def assert_same_end(output_dir, whole):
 
 
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
-    """One rank is killed, then both, at random moments before the rename. Then the newest checkpoint is damaged, and the
+    """One rank is killed, then both, at random moments before the rename. Then the newest checkpoint is damaged: the
     last start resumes from the one before."""
     print(f"TEST_SEED={SEED}")
     draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
@@ -312,9 +313,9 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path):
     assert [row["step"] for row in metrics.read_metrics(out / "metrics.jsonl") if "eval/loss" in row] == [3, 4]
 
 
-@pytest.mark.parametrize("rank, words", [(0, r"no answer from rank 0 for \d+ s: its process, torchrun, or its node is frozen"),
-                                         (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the others have "
-                                             r"waited for \d+ s")])
+@pytest.mark.parametrize("rank, words", [
+    (0, r"no answer from rank 0 for \d+ s: its process, torchrun, or its node is frozen"),
+    (1, r"no answer from rank 1 \(\S+, process \d+\) in: .*; the others have waited for \d+ s")])
 def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
     out = tmp_path / "out"
     job = launch(out, *FSDP, "--save_steps", 1, "--max_steps", 10_000, *LIMIT, SLOW_DISK_S=1)
@@ -325,7 +326,7 @@ def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
     assert other.exitcode == 1 and time.monotonic() - start > LIMIT_S
     job.signal(signal.SIGCONT, job.ranks[rank])
     job.end(1, 1)
-    job.assert_error(words, most=2 - rank)      # a store that was frozen knows nothing of the first
+    job.assert_error(words, most=2 - rank)      # a frozen store does not know of the first error
 
 
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):

@@ -1,4 +1,4 @@
-"""core/report.py: its page against the files it was made from."""
+"""core/report.py: the page shows the files of its run."""
 import argparse
 import base64
 import json
@@ -24,7 +24,7 @@ FLAGS = {"model_path": "voices/big", "note": TEXTS[0], "learning_rate": 5e-5,
 
 
 def make_run(folder):
-    """A run's files; best at step 20, its last line cut off."""
+    """Write a run's files: best at step 20, the last line of its log cut off."""
     folder.mkdir()
     args = argparse.Namespace(given=cli.safe_flags(argparse.Namespace(**FLAGS)))
     (folder / cli.CONFIG).write_text(cli.config_text(args, "train.py"))
@@ -56,7 +56,7 @@ def make_report(*args, python=()):
 
 
 def test_the_page(tmp_path):
-    """Every number and sound is there, nothing runs or is loaded, no password or file from elsewhere is shown."""
+    """The page has every number and sound, no script, no external file and no password."""
     run = make_run(tmp_path / "voice & <run>")
     for name, more in (("<i>step 40<i>", {"metrics": {"wer": 0.125, "f0_correlation": None}}),
                        ("base", {"verdict": "fair", "metrics": {"wer": 0.5, "similarity": 0.75}})):
@@ -98,7 +98,7 @@ def test_a_run_that_has_just_begun_needs_nothing_installed(tmp_path):
     ((4, 2, None, 9, 9, 9, 9, 9, 9, 1, 2), 0, "train/loss 3.000 -> 1.500 fell\n"), ((1, 2), 1, "DID NOT FALL"),
     ((1, None), 1, "holds 1 training steps")])
 def test_check_fell(tmp_path, losses, status, words):
-    """By the means of the first and last fifth; null, a loss that was not finite, is none."""
+    """The check compares the means of the first and last fifth and skips null, a loss that is not finite."""
     (tmp_path / "metrics.jsonl").write_text("".join(
         json.dumps({"step": step, "train/loss": loss}) + "\n" for step, loss in enumerate(losses)))
     done = make_report(tmp_path, "--check_fell")
@@ -106,5 +106,5 @@ def test_check_fell(tmp_path, losses, status, words):
 
 
 def test_a_base_that_stays_the_best_has_no_checkpoint():
-    """It was validated before the first step."""
+    """The base was validated before the first step."""
     assert loss_clause([{"step": step, "eval/loss": 2 + step} for step in range(4)]).endswith("take the base model")

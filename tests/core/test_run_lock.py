@@ -1,4 +1,4 @@
-"""One live process owns a folder: real processes, killed and stopped; a file system without locks."""
+"""One live process owns a folder: processes are killed and stopped; a file system has no locks."""
 import errno
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def own(folder, results, barrier=None):
-    """Body of a process that takes the folder, has a child, and lives on with it."""
+    """Lock the folder, fork a child, and sleep; both processes stay."""
     if barrier:
         barrier.wait()
     try:
@@ -36,16 +36,16 @@ def owner_process(folder):
     return process, results.get(timeout=PATIENCE_S)[1]
 
 
-def test_a_living_owner_is_named_and_a_killed_one_is_gone_at_once_whatever_its_children_do(tmp_path):
+def test_a_live_owner_is_named_and_a_killed_owner_frees_the_lock_at_once(tmp_path):
     process, child = owner_process(tmp_path)
-    os.kill(process.pid, signal.SIGSTOP)         # alive, however long it shows no sign of it
+    os.kill(process.pid, signal.SIGSTOP)         # a stopped owner keeps the lock
     with pytest.raises(UserError) as caught:
         checkpoint.lock_folder(tmp_path)
     assert "\n" not in str(caught.value)
     assert f"host {socket.gethostname()}, process {process.pid}, started 20" in str(caught.value)
     process.kill()
     process.join()
-    os.kill(child, 0)       # lives, and holds no lock
+    os.kill(child, 0)       # the child still runs, without a lock
     checkpoint.lock_folder(tmp_path, wait_s=0).close()
     assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}
     os.kill(child, signal.SIGKILL)
@@ -53,15 +53,15 @@ def test_a_living_owner_is_named_and_a_killed_one_is_gone_at_once_whatever_its_c
 
 @pytest.mark.race
 def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
-    """Each time after an owner that was killed. The lock's file is removed once, as by hand."""
+    """Each round starts after the owner was killed. The lock file is deleted once."""
     for attempt in range(3):
         barrier, results = FORK.Barrier(6), FORK.Queue()
         processes = [FORK.Process(target=own, args=(tmp_path, results, barrier)) for _ in range(6)]
         for process in processes:
             process.start()
-        found = sorted(results.get(timeout=PATIENCE_S) for _ in processes)
-        assert [what for what, _ in found] == ["lost"] * 5 + ["won"]
-        os.kill(found[-1][1], signal.SIGKILL)
+        outcomes = sorted(results.get(timeout=PATIENCE_S) for _ in processes)
+        assert [outcome for outcome, _ in outcomes] == ["lost"] * 5 + ["won"]
+        os.kill(outcomes[-1][1], signal.SIGKILL)
         for process in processes:
             process.kill()
             process.join()
@@ -79,14 +79,14 @@ def test_a_file_system_without_locks_is_a_notice(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path),
                                   lambda path: os.symlink("gone", path)])
-def test_what_is_not_a_file_is_refused(tmp_path, make):
+def test_a_lock_that_is_no_regular_file_is_refused(tmp_path, make):
     make(tmp_path / "run.lock")
     with pytest.raises(UserError, match="run.lock: is not a file"):
         checkpoint.lock_folder(tmp_path)
 
 
-def test_a_lock_whose_file_goes_meanwhile_is_none(tmp_path, monkeypatch):
-    """Between opening and locking it: the lock is of a file that nobody else can find."""
+def test_a_lock_on_a_deleted_file_does_not_count(tmp_path, monkeypatch):
+    """The file is deleted between open and lock, so no other process can see this lock."""
     real = checkpoint.fcntl.flock
     monkeypatch.setattr(checkpoint.fcntl, "flock", lambda fd, how: (real(fd, how), (tmp_path / "run.lock").unlink()))
     assert checkpoint.try_lock(tmp_path / "run.lock") is None

@@ -1,4 +1,4 @@
-"""core.watchdog without time: two ranks, whose clocks are their beats. Real ones that hang or freeze: test_recovery.py."""
+"""core.watchdog on simulated time: the beats of two ranks are the clock. Real hangs: test_recovery.py."""
 import os
 import re
 import time
@@ -16,26 +16,26 @@ class Ended(BaseException):
 
 
 class Watchdog(watchdog.Watchdog):
-    """Whose main thread moves on to a step as soon as somebody has read for the `moves`-th time where it is."""
+    """The main thread moves on to a step at the `moves`-th read of its state."""
     moves = 0
 
     @property
     def state(self):
-        found = self.found
+        state = self.current
         self.moves -= 1
         if self.moves == 0:
             self.report_progress("a step")
-        return found
+        return state
 
     @state.setter
     def state(self, value):
-        self.found = value
+        self.current = value
 
 
 @pytest.fixture
 def beats(monkeypatch):
-    """beats(script) -> number of rank 0's beats until it ended its process, or 0. script(rank 0's watchdog, rank 1's)
-    is a generator that goes on between two of them. A step may take 10."""
+    """beats(script) -> rank 0's beats until it ended its process, or 0. The generator script(watchdog of rank 0, of
+    rank 1) runs between two beats. A step may take 10."""
     def run(script):
         dogs = [Watchdog(World(rank=rank, local_rank=rank, size=2, local_size=2), 10) for rank in range(2)]
         assert dogs[0].beat_s == 1
@@ -55,8 +55,8 @@ def beats(monkeypatch):
     return run
 
 
-def test_a_pause_of_the_machine_is_no_waiting(beats, monkeypatch):
-    """An hour passes whenever a clock is read."""
+def test_a_pause_of_the_machine_is_no_hang(beats, monkeypatch):
+    """Each read of a clock advances it by an hour."""
     for clock in ("monotonic", "time", "perf_counter"):
         hours = iter(range(0, 10**9, 3600))
         monkeypatch.setattr(time, clock, lambda hours=hours: next(hours))
@@ -71,8 +71,8 @@ def test_a_pause_of_the_machine_is_no_waiting(beats, monkeypatch):
     assert not beats(train)
 
 
-def test_a_rank_that_moves_on_while_it_is_read_does_not_hang(beats):
-    """From a long validation, which takes longer than a step may, to a step."""
+def test_a_rank_that_moves_on_during_a_read_does_not_hang(beats):
+    """A validation lasts longer than a step may; then a step begins."""
     def validate(*dogs):
         for reads in range(1, 7):
             for dog in dogs:
@@ -87,7 +87,7 @@ def test_a_rank_that_moves_on_while_it_is_read_does_not_hang(beats):
 
 @pytest.mark.parametrize("frozen, words", [(False, r"hangs: rank 1 \(.*\) in: loading data; "),
                                            (True, r"no answer from rank 1 \(.*\) in: loading data; ")])
-def test_the_rank_for_which_the_others_wait_is_named(beats, capsys, frozen, words):
+def test_the_rank_that_holds_up_the_others_is_named(beats, capsys, frozen, words):
     def hang(*dogs):
         for dog in dogs:
             dog.report_progress("loading data")

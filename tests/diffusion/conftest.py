@@ -1,4 +1,4 @@
-"""Problems that all tests of block diffusion may read."""
+"""Demo problems, shared by all tests of block diffusion."""
 import pytest
 
 from diffusion import make_problems

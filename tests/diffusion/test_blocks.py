@@ -1,4 +1,4 @@
-"""Documents, rows and batches against a construction rule by rule; noise."""
+"""Documents, rows and batches equal a slow construction, rule by rule; noise."""
 import math
 import re
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blo
 
 
 def slow_document(problem, tokens, layout):
-    """One document as a list of (id, position, block, target, region), written down rule by rule."""
+    """One document as a list of (id, position, block, target, region), built rule by rule."""
     t, out = tokens, []
     if layout.system == "gsm8k":
         head = [t.bos, *t.encode(f"Question: {problem.question}\nAnswer:")]
@@ -37,7 +37,7 @@ def slow_document(problem, tokens, layout):
         for i in range(budget):
             number = block + i // size
             if i >= len(ids) and (region == QUESTION or number != last):
-                break       # nothing is filled beyond the block of the end token
+                break       # fill ends with the block of the end token
             last = number
             out.append((ids[i] if i < len(ids) else t.end, start + i, number, i > 0 if region else
                         layout.loss_on_question, region if i < len(ids) else FILL))
@@ -49,53 +49,53 @@ def slow_document(problem, tokens, layout):
 def test_documents_equal_a_construction_rule_by_rule(demo, name):
     layout = LAYOUTS[name]
     layout.check()
-    found, tokens, documents = load(demo, layout)
+    problems, tokens, documents = load(demo, layout)
     assert len(documents) == 60
-    for d, problem in enumerate(found):
-        part = slice(*documents.offsets[d:d + 2])
-        ours = list(zip(*(getattr(documents, field)[part].tolist()
+    for d, problem in enumerate(problems):
+        span = slice(*documents.offsets[d:d + 2])
+        actual = list(zip(*(getattr(documents, field)[span].tolist()
                           for field in ("ids", "position", "block", "target", "region"))))
-        theirs = slow_document(problem, tokens, layout)
-        assert ours == theirs
-        trained = sorted({row[2] for row in theirs if row[3]})
-        groups = [trained.index(row[2]) if row[2] in trained else -1 for row in theirs]
-        assert documents.group[part].tolist() == groups
-        assert documents.counts["groups"][d] == len(trained) and documents.counts["clean"][d] == len(theirs)
-        assert documents.counts["targets"][d] == sum(row[3] for row in theirs)
+        expected = slow_document(problem, tokens, layout)
+        assert actual == expected
+        trained = sorted({row[2] for row in expected if row[3]})
+        groups = [trained.index(row[2]) if row[2] in trained else -1 for row in expected]
+        assert documents.group[span].tolist() == groups
+        assert documents.counts["groups"][d] == len(trained) and documents.counts["clean"][d] == len(expected)
+        assert documents.counts["targets"][d] == sum(row[3] for row in expected)
         assert documents.counts["noisy"][d] == sum(g >= 0 for g in groups)
-        assert documents.counts["tokens"][d] == sum(row[4] != FILL for row in theirs)
+        assert documents.counts["tokens"][d] == sum(row[4] != FILL for row in expected)
 
 
-def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
-    found, tokens, documents = load(demo, LAYOUTS["gsm8k"])
+def test_too_long_problems_are_refused_by_name_or_dropped_and_counted(demo):
+    problems, tokens, documents = load(demo, LAYOUTS["gsm8k"])
     limit = int(np.median(documents.counts["tokens"]))
     layout = replace(LAYOUTS["gsm8k"], max_length=limit, block_size=1)
     long = [i for i in range(60) if documents.counts["tokens"][i] > limit]
     with pytest.raises(UserError) as caught:
-        documents_of(found, tokens, layout)
+        documents_of(problems, tokens, layout)
     text = str(caught.value)
-    assert f"{found[long[0]].name}: has {documents.counts['tokens'][long[0]]} tokens" in text
+    assert f"{problems[long[0]].name}: has {documents.counts['tokens'][long[0]]} tokens" in text
     assert f"more than --max_length {limit}" in text and "pass --drop_too_long" in text
     assert text.count("line ") == min(20, len(long))
-    kept = blocks.make_documents(found, tokens, layout, bad := [])
+    kept = blocks.make_documents(problems, tokens, layout, bad := [])
     assert [p.check for p in bad] == ["too_long"] * len(long)
     assert len(kept) == 60 - len(long)
-    assert [p.name for p in kept.problems] == [p.name for i, p in enumerate(found) if i not in long]
+    assert [p.name for p in kept.problems] == [p.name for i, p in enumerate(problems) if i not in long]
     with pytest.raises(UserError, match="none of 60 problems can be used, the first one being"):
-        blocks.make_documents(found, tokens, replace(layout, max_length=4), [])
+        blocks.make_documents(problems, tokens, replace(layout, max_length=4), [])
 
 
 @pytest.mark.parametrize("token", ["<|mask|>", "<|endoftext|>", "<|plan|>"])
 def test_special_tokens_in_a_text_are_refused(demo, token):
-    found, tokens, _ = load(demo, LAYOUTS["hdp"])
-    found[5] = replace(found[5], solution=f"then {token} follows")
-    with pytest.raises(UserError, match=re.escape(f"{found[5].name}: its text holds the special token {token};")):
-        documents_of(found, tokens, LAYOUTS["hdp"])
+    problems, tokens, _ = load(demo, LAYOUTS["hdp"])
+    problems[5] = replace(problems[5], solution=f"then {token} follows")
+    with pytest.raises(UserError, match=re.escape(f"{problems[5].name}: its text holds the special token {token};")):
+        documents_of(problems, tokens, LAYOUTS["hdp"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("pack", [False, True])
-def test_batches_hold_every_document_once_and_whole(demo, name, pack):
+def test_batches_hold_every_whole_document_once(demo, name, pack):
     layout = LAYOUTS[name]
     _, tokens, documents = load(demo, layout)
     length = layout.longest * (3 if pack else 1)
@@ -113,11 +113,11 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
         for r, (ids, doc, group, target) in enumerate(zip(batch.input_ids, batch.doc, batch.group, batch.target)):
             inside = members[r] if r < len(members) else []
             for number, d in enumerate(inside):
-                part = slice(*documents.offsets[d:d + 2])
-                for ours, name in ((ids, "ids"), (batch.position[r], "position"), (batch.block[r], "block"),
+                span = slice(*documents.offsets[d:d + 2])
+                for tensor, name in ((ids, "ids"), (batch.position[r], "position"), (batch.block[r], "block"),
                                    (target, "target")):
-                    assert ours[doc == number].tolist() == getattr(documents, name)[part].tolist()
-                own = documents.group[part]
+                    assert tensor[doc == number].tolist() == getattr(documents, name)[span].tolist()
+                own = documents.group[span]
                 assert group[doc == number].tolist() == np.where(own >= 0, own + groups, -1).tolist()
                 groups += documents.counts["groups"][d]
             copies = (group >= 0).nonzero()[:, 0].tolist()
@@ -150,14 +150,14 @@ def test_strata_are_covered_and_unbiased_for_every_block():
 
 
 def test_any_split_of_the_rows_gets_the_same_noise():
-    rows = [[document([4, 4, 3], given=5, seed=s)] for s in range(4)]
+    rows = [[document([4, 4, 3], prompt=5, seed=s)] for s in range(4)]
     draws = blocks.draw(0, "train", 7, 8, 4, 12)             # two groups a row: the first block has no target
     for t_range in (FULL, (0.3, 0.8)):
         whole = blocks.diffuse(make_blocks(rows, 12, 8), draws, MASK, t_range)
-        parts = [blocks.diffuse(make_blocks(rows[r:r + 2], 12, 8), draws.part(r, 2, 2 * r, 4), MASK, t_range)
+        shares = [blocks.diffuse(make_blocks(rows[r:r + 2], 12, 8), draws.part(r, 2, 2 * r, 4), MASK, t_range)
                  for r in (0, 2)]
         for name in ("tokens", "labels", "weights"):
-            assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts])), name
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(share, name) for share in shares])), name
 
 
 @pytest.mark.parametrize("size,low,high,t", [(16, 0.3, 0.8, 0.35), (4, 0.45, 0.95, 0.6), (7, 1e-3, 0.5, 0.4),
@@ -171,7 +171,7 @@ def test_clipped_masking_is_the_truncated_binomial(size, low, high, t):
     inside = ((k / size >= low) | (low == 1e-3)) & ((k / size <= high) | (high == 1))
     pmf = np.array([math.comb(size, i) * t**i * (1 - t)**(size - i) for i in k]) * inside
     assert chi_square(np.bincount(masked.sum(1), minlength=size + 1), pmf / pmf.sum()) < 0
-    assert chi_square(masked.sum(0), np.full(size, 1 / size)) < 0         # any place in the block is as likely
+    assert chi_square(masked.sum(0), np.full(size, 1 / size)) < 0         # each place in the block is equally likely
 
 
 def test_ranges_without_a_count_end_or_are_refused():
@@ -188,7 +188,7 @@ def test_ranges_without_a_count_end_or_are_refused():
     assert set(masked[:, :1].sum(1).tolist()) == {0, 1} and set(masked[:, 1:3].sum(1).tolist()) == {0, 1}
     assert set(masked[:, 3:].sum(1).tolist()) == {1, 2}
     masked = blocks.choose_masked(batch, torch.full((600,), 0.3, dtype=torch.float64), draws, (1e-3, 0.45)).view(200, 6)
-    assert set(masked[:, 0].tolist()) == {True, False}      # a lone token is masked at times
+    assert set(masked[:, 0].tolist()) == {True, False}      # a lone token is sometimes masked
 
 
 def test_only_targets_are_masked_and_weighted():
@@ -198,9 +198,9 @@ def test_only_targets_are_masked_and_weighted():
         inputs = blocks.diffuse(batch, draws, MASK, **options)
         low, high = options.get("t_range", FULL)
         t = (low + (high - low) * draws.levels)[inputs.group]
-        at = batch.noisy.flatten()[inputs.rows] + inputs.rows // inputs.n_noisy * batch.target.shape[1]
-        assert batch.target.flatten()[at].all() and torch.equal(batch.input_ids.flatten()[at], inputs.labels)
-        assert torch.equal(batch.group.flatten()[at], inputs.group)
+        places = batch.noisy.flatten()[inputs.rows] + inputs.rows // inputs.n_noisy * batch.target.shape[1]
+        assert batch.target.flatten()[places].all() and torch.equal(batch.input_ids.flatten()[places], inputs.labels)
+        assert torch.equal(batch.group.flatten()[places], inputs.group)
         assert (inputs.tokens[:, :24].flatten()[inputs.rows] == MASK).all()
         assert (inputs.tokens == MASK).sum() == len(inputs.rows)
         plain = low > 0.5 or "weighting" in options

@@ -1,4 +1,4 @@
-"""Llama- and Qwen3-shaped models as block diffusion, against transformers' own classes."""
+"""Block diffusion with the shapes of Llama and Qwen matches transformers' classes."""
 import json
 import re
 import shutil
@@ -27,8 +27,8 @@ from tests.helpers.trainer import Run
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
-ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer, <|endoftext|> the last; rows that no token uses
-SDAR_MASK, SDAR_ROWS = 500, 520     # the mask's id and the rows of SDAR, 151,669 and 151,936, made small
+ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer before <|endoftext|>; rows that no token uses
+SDAR_MASK, SDAR_ROWS = 500, 520     # small values for SDAR's mask id 151,669 and its 151,936 rows
 ASK = ["How many apples has Anna, who had 5 and got 2 more?", "1"]
 KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
          "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
@@ -38,67 +38,65 @@ KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_
 @pytest.fixture(scope="module")
 def models(demo, tmp_path_factory):
     """{kind: folder of a tiny model with random weights and the demo's tokenizer}."""
-    made = {}
+    folders = {}
     for kind, config in KINDS.items():
         torch.manual_seed(0)
-        folder = made[kind] = tmp_path_factory.mktemp(kind)
+        folder = folders[kind] = tmp_path_factory.mktemp(kind)
         model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             if parameter.ndim == 1:     # norms and biases that matter
                 parameter.data += 0.3 * torch.randn_like(parameter)
         model.save_pretrained(folder)
         Tokenizer.from_file(str(demo / "tokenizer.json")).save(str(folder / "tokenizer.json"))
-    made["chat"] = shutil.copytree(demo / "chat", tmp_path_factory.mktemp("chat") / "model")
+    folders["chat"] = shutil.copytree(demo / "chat", tmp_path_factory.mktemp("chat") / "model")
     config = Qwen3Config(head_dim=16, tie_word_embeddings=True, vocab_size=ROWS + 3, **SHAPE)
-    AutoModelForCausalLM.from_config(config).save_pretrained(made["chat"])
-    return made
+    AutoModelForCausalLM.from_config(config).save_pretrained(folders["chat"])
+    return folders
 
 
 def read(folder, end_token="", tokenizer=None):
-    """(Tokens, Config, what published.read gives) of a model's folder."""
+    """(Tokens, Config, result of published.read) of a model's folder."""
     tokens, origin = load_tokenizer(tokenizer or folder, "gsm8k", end_token), published.find(folder)
     config = published.config_for(origin, "small", tokens, 0.0)
     return tokens, config, published.read(origin, config, tokens)
 
 
 def opened(folder):
-    """(our network with the folder's weights, Tokens, transformers' model)."""
-    tokens, config, given = read(folder)
+    """(our network with the folder's weights, its Tokens, transformers' model)."""
+    tokens, config, loaded = read(folder)
     model = decoder.Decoder(config).eval()
-    model.load_state_dict(given[0], strict=False)       # a tied head is not given
-    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    if len(theirs.get_input_embeddings().weight) < config.vocab_size:
-        theirs.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    model.load_state_dict(loaded[0], strict=False)       # a tied head has no weights
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    if len(reference.get_input_embeddings().weight) < config.vocab_size:
+        reference.resize_token_embeddings(config.vocab_size, mean_resizing=False)
     mask = config.mask_id
-    theirs.get_input_embeddings().weight.data[mask] = model.embed.weight[mask]
-    return model, tokens, theirs
+    reference.get_input_embeddings().weight.data[mask] = model.embed.weight[mask]
+    return model, tokens, reference
 
 
 @pytest.mark.parametrize("for_gpus", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
-    """Documents are packed and blocks ragged; transformers' forward gets a dense additive mask.
-
-    The sampler computes for a block what training computes for its noisy copies.
-    """
+    """Packed documents with ragged blocks; transformers gets a dense additive mask. The sampler's states of a block
+    equal training's states of its noisy copies."""
     monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
-    model, tokens, theirs = opened(models[kind])
+    model, tokens, reference = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)
     changed = inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask)
     inputs = inputs._replace(tokens=changed)
     rule = dit.attends(inputs.doc, inputs.block, inputs.n_noisy)
-    at = torch.arange(inputs.tokens.shape[1])
-    seen = rule(torch.arange(len(inputs.doc))[:, None, None], 0, at[:, None], at)
+    places = torch.arange(inputs.tokens.shape[1])
+    seen = rule(torch.arange(len(inputs.doc))[:, None, None], 0, places[:, None], places)
     seen[:, inputs.n_noisy:, :inputs.n_noisy] = False       # clean tokens never see noisy ones
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
-    wanted = theirs(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
+    wanted = reference(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
                     use_cache=False).logits[:, :inputs.n_noisy]
     hidden, live = model.hidden_states(inputs), batch.noisy >= 0
-    ours = model.logits(hidden)
-    keep = [i for i in range(ours.shape[-1]) if i != tokens.mask]
-    torch.testing.assert_close(ours[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)
+    logits = model.logits(hidden)
+    keep = [i for i in range(logits.shape[-1]) if i != tokens.mask]
+    torch.testing.assert_close(logits[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)
     losses = model(inputs)
     flat = wanted.flatten(0, 1)[inputs.rows].float()
     flat[:, tokens.mask] = -torch.inf
@@ -125,13 +123,13 @@ def test_work_is_counted_like_a_plain_sum():
 
 def test_the_mask_takes_a_spare_row_or_a_new_one(models):
     for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
-        tokens, config, given = read(models[kind])
+        tokens, config, loaded = read(models[kind])
         table = load_file(models[kind] / "model.safetensors")["model.embed_tokens.weight"]
         assert tokens.mask == ROWS + 1 == config.mask_id and config.vocab_size == rows
-        assert torch.equal(given[0]["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
-        row = given[0]["model.embed_tokens.weight"][tokens.mask]
+        assert torch.equal(loaded[0]["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
+        row = loaded[0]["model.embed_tokens.weight"][tokens.mask]
         assert (row - table[:ROWS + 1].mean(0)).abs().max() < 0.1 * table.std()
-        assert ("lm_head.weight" in given[0]) == (kind == "qwen3")
+        assert ("lm_head.weight" in loaded[0]) == (kind == "qwen3")
 
 
 @pytest.mark.parametrize("change, words", [
@@ -144,35 +142,35 @@ def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, 
 
 
 def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path):
-    """Like Qwen's older folders and SDAR's. Vocabulary and merges alone would split text as GPT-2 does."""
+    """Older folders of Qwen and SDAR have no tokenizer.json; vocabulary and merges alone would split text as GPT-2."""
     parts = json.loads(Tokenizer.from_file(str(models["chat"] / "tokenizer.json")).to_str())
     words = {word: i for word, i in parts["model"]["vocab"].items() if i < ROWS}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, parts["model"]["merges"])]) + "\n")
     added = {str(token["id"]): {"content": token["content"], "special": True} for token in parts["added_tokens"]}
-    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
              "added_tokens_decoder": added, "chat_template": make_problems.CHAT}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "sdar"}))
     tokens = load_tokenizer(tmp_path, "gsm8k", "<|im_end|>")
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("12345 pens\n\n  and a half.", "Ben's<|im_end|>"):
-        assert tokens.encode(text) == theirs(text)["input_ids"]
-    assert tokens.end == theirs.eos_token_id == ROWS + 2 and tokens.mask == len(theirs) == ROWS + 3
+        assert tokens.encode(text) == reference(text)["input_ids"]
+    assert tokens.end == reference.eos_token_id == ROWS + 2 and tokens.mask == len(reference) == ROWS + 3
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))     # as GPT-2's
     with pytest.raises(UserError, match="has no tokenizer.json"):
         problems.read_tokenizer(tmp_path)
 
 
 def test_questions_in_the_chat_template(models, demo):
-    """The ids are the template's; a question cannot end its turn."""
+    """The ids equal the template's. A question with an end token is refused."""
     folder = models["chat"]
     layout = published.add_chat_form(choices.Layout("gsm8k", block_size=8, max_length=96), folder)
     assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
     tokens = load_tokenizer(folder, "gsm8k", layout.end_token)
     problem = read_problems(demo / "test.jsonl", "", "gsm8k")[0]
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    head = theirs.apply_chat_template([{"role": "user", "content": problem.question}], add_generation_prompt=True,
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    head = reference.apply_chat_template([{"role": "user", "content": problem.question}], add_generation_prompt=True,
                                       return_dict=False)
     context, (pinned, first) = question_state(problem, tokens, layout)
     assert [*context[0], *pinned] == head and first == len(head) - len(head) % 8
@@ -182,7 +180,7 @@ def test_questions_in_the_chat_template(models, demo):
 
 
 def test_a_foreign_tokenizer_is_refused(models, tmp_path):
-    """A tokenizer with as many tokens but other ids would train on wrong words."""
+    """A tokenizer of the same size with other ids would train on wrong words."""
     stored = json.loads((models["llama"] / "tokenizer.json").read_text())
     numbers = stored["model"]["vocab"]
     first, second = list(numbers)[:2]
@@ -193,7 +191,7 @@ def test_a_foreign_tokenizer_is_refused(models, tmp_path):
 
 
 def test_checkpoints_of_the_chat_trainer_are_language_models(models, tmp_path):
-    """They have the manifest of this trainer's checkpoints. An adapter alone is refused."""
+    """--init_from takes a chat trainer's checkpoint, and refuses an adapter alone."""
     saved, adapter = tmp_path / "sft" / "checkpoint-3", tmp_path / "lora" / "checkpoint-3"
     shutil.copytree(models["chat"], saved)
     adapter.mkdir(parents=True)
@@ -208,8 +206,8 @@ def test_checkpoints_of_the_chat_trainer_are_language_models(models, tmp_path):
             published.find(folder)
 
 
-def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):
-    """Llama has no <|endoftext|>, and its tokenizer adds a first token to every text."""
+def test_base_models_end_answers_with_another_token(models, demo, tmp_path):
+    """Llama has no <|endoftext|>. Its tokenizer adds a first token to every text."""
     backend = Tokenizer.from_str((demo / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>"))
     backend.add_special_tokens(["<s>"])
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
@@ -229,10 +227,10 @@ def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "lora"])
 def test_a_converted_model_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kind):
-    """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers."""
+    """A run in chat format: DDP equals resumed FSDP2 on 2 ranks, and the checkpoint answers."""
     flags = (f"--init_from {models['chat']} --chat --train_data_file {demo}/train.jsonl --block_size 4 --max_length 96 "
-             "--dropout 0 --eval_steps 2 --save_steps 0 --eval_repeats 1 --num_workers 1 --warmup_steps 0 --ema_decay 0.5 "
-             "--gradient_accumulation_steps 1 --validation_split 0.2 --eval_accuracy 1 --report_to none ")
+             "--dropout 0 --eval_steps 2 --save_steps 0 --eval_repeats 1 --num_workers 1 --warmup_steps 0 --ema_decay "
+             "0.5 --gradient_accumulation_steps 1 --validation_split 0.2 --eval_accuracy 1 --report_to none ")
     flags += "--learning_rate 1e-2" if kind == "all" else (
         "--use_lora --lora_rank 4 --lora_alpha 16 --learning_rate 3e-2")
     runs = {}
@@ -248,20 +246,20 @@ def test_a_converted_model_trains_resumes_and_answers(pool, demo, models, tmp_pa
     assert bounds[0][4] < bounds[0][0] - (0.5 if kind == "all" else 0.1)
     assert "resumed from" in runs["fsdp"].output and "language model" not in runs["fsdp"].output
     folder = newest(tmp_path / "fsdp")
-    model, about = published.load_checkpoint(folder)
+    model, config = published.load_checkpoint(folder)
     assert isinstance(model, decoder.Decoder) and model.lm_head.weight is model.embed.weight
     if kind == "lora":
-        check_adapters(folder, model, about, models["chat"])
-    assert about["layout"]["end_token"] == "<|im_end|>"
+        check_adapters(folder, model, config, models["chat"])
+    assert config["layout"]["end_token"] == "<|im_end|>"
     sample_bd3lm.main(["--checkpoint", str(folder), "--test_file", str(demo / "test.jsonl"), "--limit", "2",
                        "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json")])
     check_export(folder, model, tmp_path / "exported")
     for start in (tmp_path / "fsdp", tmp_path / "exported"):
-        check_continuation(start, about["layout"], demo, tmp_path / "on", capsys)
+        check_continuation(start, config["layout"], demo, tmp_path / "on", capsys)
 
 
 def check_continuation(start, layout, demo, output_dir, capsys):
-    """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
+    """A run from a checkpoint or an export keeps prompt form, end token, tokenizer and chat template."""
     origin = published.find(start)
     common = choices.Layout("gsm8k", block_size=4, max_length=96)
     kept = published.add_form(common, origin.form)
@@ -269,32 +267,32 @@ def check_continuation(start, layout, demo, output_dir, capsys):
     assert kept == published.add_chat_form(common, origin.path)
     capsys.readouterr()
     short_run(output_dir, f"--init_from {start} --train_data_file {demo}/train.jsonl --dry_run")
-    said = capsys.readouterr().out
-    assert said.endswith("dry run ok\n") and "new rows" not in said
+    output = capsys.readouterr().out
+    assert output.endswith("dry run ok\n") and "new rows" not in output
 
 
 @torch.no_grad()
-def check_adapters(folder, merged, about, base):
-    """The checkpoint holds trained adapters and the mask's row; merged into the base they compute the same."""
+def check_adapters(folder, merged, config, base):
+    """The checkpoint holds trained adapters and the mask's row; the merged model computes the same."""
     saved, averaged = ({name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(
         path).items()} for stem in ("model", "ema"))
-    mask, table = about["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    mask, table = config["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     assert saved.keys() == averaged.keys() and len(saved) == 1 + 3 * 7 * 2      # 3 layers of 7 matrices
     assert all(".lora_" in name or name == "mask_row" for name in saved)
     assert all(tensor.any() for name, tensor in averaged.items() if "lora_B" in name)
     assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
-    apart = decoder.Decoder(decoder.Config(**about["model"])).eval()
-    tensor_io.load(dist.World(), folder, "ema", elbo.trained_parameters(apart))
-    for name, parameter in decoder.base_weights(apart).items():
+    adapted = decoder.Decoder(decoder.Config(**config["model"])).eval()
+    tensor_io.load(dist.World(), folder, "ema", elbo.trained_parameters(adapted))
+    for name, parameter in decoder.base_weights(adapted).items():
         rows = load_file(base / "model.safetensors")[name]
         parameter[:len(rows)] = rows
-    assert torch.equal(apart.embed.weight[:mask], table[:mask])
+    assert torch.equal(adapted.embed.weight[:mask], table[:mask])
     assert torch.equal(merged.embed.weight[:mask], table[:mask])
     inputs = noised(make_blocks(MIXED, 26, 24))
     inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, mask))
-    torch.testing.assert_close(merged(inputs), apart(inputs), rtol=1e-4, atol=1e-4)
-    apart.mask_row.zero_()
-    assert not torch.allclose(merged(inputs), apart(inputs), rtol=1e-2)
+    torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-4, atol=1e-4)
+    adapted.mask_row.zero_()
+    assert not torch.allclose(merged(inputs), adapted(inputs), rtol=1e-2)
     stored = (base / "model.safetensors").read_bytes()
     (base / "model.safetensors").write_bytes(stored[:-1] + b"\0")
     with pytest.raises(UserError, match="its weights are not those that these adapters were trained on"):
@@ -304,30 +302,29 @@ def check_adapters(folder, merged, about, base):
 
 @torch.no_grad()
 def check_export(folder, model, exported):
-    """transformers reads the folder, with these weights; --init_from takes them back bit for bit."""
+    """transformers and --init_from read the export with every bit of the weights."""
     published.main(["--checkpoint", str(folder), "--output_dir", str(exported)])
-    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
-    ours = dict(model.named_parameters())
-    found = dict(theirs.named_parameters())
-    assert found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
-    tokens, _, given = read(exported, "<|im_end|>")
-    assert tokens.mask == model.config.mask_id and "new rows" not in given[2]
-    assert given[0].keys() == ours.keys() and all(torch.equal(given[0][name], ours[name]) for name in ours)
-    with pytest.raises(UserError, match="not empty"):
-        published.export(folder, exported)
+    reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    expected = dict(model.named_parameters())
+    actual = dict(reloaded.named_parameters())
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+    tokens, _, (state, _, text) = read(exported, "<|im_end|>")
+    assert tokens.mask == model.config.mask_id and "new rows" not in text
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.fixture(scope="module")
 def sdar(demo, tmp_path_factory):
-    """(OUTPUT_DIR of a run from a Qwen3 whose tokens end where SDAR's mask begins, its export as SDAR)."""
-    assert published.SDAR_MASK_ID == 151669      # what servers look for
+    """(output folder of a run from a Qwen3 with SDAR_MASK tokens, its export as SDAR)."""
+    assert published.SDAR_MASK_ID == 151669      # servers look for it
     patch = pytest.MonkeyPatch()
     patch.setattr(published, "SDAR_MASK_ID", SDAR_MASK)
     base, out = tmp_path_factory.mktemp("qwen3"), tmp_path_factory.mktemp("sdar")
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([f"<{i}>" for i in range(SDAR_MASK - tokenizer.get_vocab_size())])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=make_problems.CHAT).save_pretrained(base)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>",
+                            chat_template=make_problems.CHAT).save_pretrained(base)
     shape = SHAPE | {"hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=SDAR_ROWS,
@@ -354,14 +351,14 @@ def test_an_sdar_export_has_the_files_that_servers_read(sdar, demo, tmp_path, ca
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
     start = f"--init_from {folder} --train_data_file {demo}/train.jsonl"
     short_run(tmp_path / "on", start, "--batch_preset convert --dry_run")
-    said = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
-    assert "memory" in said and said.endswith("dry run ok\n") and "new rows" not in said
-    assert "; trained in blocks of 4\n" in said
-    # what starts from SDAR goes out as SDAR, asked or not: config.json must not name files that are not there
+    output = capsys.readouterr().out
+    assert "memory" in output and output.endswith("dry run ok\n") and "new rows" not in output
+    assert "; trained in blocks of 4\n" in output
+    # a run from SDAR exports SDAR by default: config.json must not name missing files
     short_run(tmp_path / "on", start, "--problems_per_batch 1 --validation_split 0 --learning_rate 0")
     published.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
-    state, again = (load_file(part / "model.safetensors") for part in (folder, tmp_path / "again"))
+    state, again = (load_file(export / "model.safetensors") for export in (folder, tmp_path / "again"))
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     monkeypatch.setattr(published, "SDAR_MASK_ID", 5)
     with pytest.raises(UserError, match=f"that the mask has id 5, not {SDAR_MASK}"):
@@ -370,15 +367,15 @@ def test_an_sdar_export_has_the_files_that_servers_read(sdar, demo, tmp_path, ca
 
 @pytest.mark.slow
 def test_generate_py_of_an_export_writes_our_texts(sdar, tmp_path):
-    """generate.py runs in an interpreter without this repository, also where config.json is not SDAR's."""
+    """generate.py runs without this repository on the path, with SDAR's config.json and with ours."""
     (run, folder), commands, texts = sdar, [], []
     published.export(newest(run), tmp_path / "usual")
-    for threshold, place in ((0.9, folder), (0.02, tmp_path / "usual")):
+    for threshold, export in ((0.9, folder), (0.02, tmp_path / "usual")):
         args = types.SimpleNamespace(checkpoint=run, device="cpu", bf16=False)
         _, solver = sample_bd3lm.load_solver(args, sample_bd3lm.Sampling("confidence", threshold, 0.0))
         states = [question_state(problems.Problem("", text, "", ""), solver.tokens, solver.layout) for text in ASK]
-        texts.append("".join(f"{found['text']}\n" for found in sample_bd3lm.answer(solver, states, 1)))
-        commands.append([str(place / "generate.py"), *ASK, "--threshold", str(threshold)])
+        texts.append("".join(f"{answer['text']}\n" for answer in sample_bd3lm.answer(solver, states, 1)))
+        commands.append([str(export / "generate.py"), *ASK, "--threshold", str(threshold)])
     code = "import json, runpy, sys\nfor sys.argv in json.loads(sys.argv[1]):\n    " \
            "runpy.run_path(sys.argv[0], run_name='__main__')"       # both, with one import of transformers
     done = subprocess.run([sys.executable, "-I", "-c", code, json.dumps(commands)], cwd="/", text=True,

@@ -1,4 +1,4 @@
-"""The network against independent slow formulas: who sees whom, its loss and gradients, official weights."""
+"""The network equals independent slow formulas: attention mask, loss and gradients."""
 import dataclasses
 from itertools import product
 
@@ -14,7 +14,7 @@ from tests.helpers.block_rows import (CONFIG, MASK, MIXED, assert_close, documen
 
 
 def test_dropout_is_on_both_branches():
-    """All dropped, every layer is the identity."""
+    """With dropout 1, every layer is the identity."""
     model = network(dataclasses.replace(CONFIG, dropout=1.0)).train()
     inputs = noised(make_blocks([[document([4, 4])]], 12, 8))
     assert torch.equal(model.hidden_states(inputs), model.embed(inputs.tokens)[:, :inputs.n_noisy])
@@ -25,8 +25,8 @@ def test_mask_of_the_hierarchy_follows_its_table(q, p, e, plan, execution):
     noisy = [("P", i // plan) for i in range(p)] + [("E", i // execution) for i in range(e)]
     clean = [("Q", 0)] * q + noisy
     number = {"Q": 0, "P": 1, "E": 1 + -(-p // plan)}
-    spare = 2       # dead copies and padding behind both halves, and another problem behind it all
-    half = [[number[region] + b for region, b in part] + [0] * spare for part in (noisy, clean)]
+    spare = 2       # unused copies and padding follow each half; another problem comes last
+    half = [[number[region] + b for region, b in tokens] + [0] * spare for tokens in (noisy, clean)]
     doc = torch.tensor([([0] * len(noisy) + [-1] * spare) + ([0] * len(clean) + [-1] * spare) + [1] * 3])
     block = torch.tensor([half[0] + half[1] + [0, 0, 1]])
     full = seen_by(doc, block, len(noisy) + spare)[0]
@@ -62,33 +62,33 @@ def test_flex_and_sdpa_agree():
 
 @pytest.mark.parametrize("system", ["gsm8k", "hdp", "random"])
 def test_tiles_are_those_of_create_block_mask(system):
-    """Ragged documents, padding, tiles that are whole and last ones that are not; a tile at the end of the noisy
-    copies also serves clean queries."""
+    """Cases: ragged documents, padding, full tiles and partial last tiles. The last tile of noisy copies also serves
+    clean queries."""
     rng = np.random.default_rng(len(system))
     for n_noisy, n_clean in [(384, 512), (80, 112), (256, 384), (208, 640), (512, 256)]:
         doc, block = np.full((3, n_noisy + n_clean), -1), np.zeros((3, n_noisy + n_clean), np.int64)
         for r in range(3):
             for first, last in ((0, n_noisy), (n_noisy, n_noisy + n_clean)):
-                at = first
+                start = first
                 for number in range(rng.integers(0, 5)):
                     sizes = {"gsm8k": [16] * rng.integers(1, 20),
                              "hdp": [rng.integers(1, 130), *[16] * rng.integers(1, 8), *[32] * rng.integers(1, 4)],
                              "random": rng.integers(1, 300, 4)}[system]
-                    own = np.repeat(np.arange(len(sizes)), sizes)[:last - at]
-                    doc[r, at:at + len(own)], block[r, at:at + len(own)] = number, own
-                    at = min(last, at + len(own) + rng.integers(0, 3))
+                    own = np.repeat(np.arange(len(sizes)), sizes)[:last - start]
+                    doc[r, start:start + len(own)], block[r, start:start + len(own)] = number, own
+                    start = min(last, start + len(own) + rng.integers(0, 3))
         states = dit.tile_states(doc, block, n_noisy)
         doc, block = torch.from_numpy(doc), torch.from_numpy(block)
         rule, both = dit.attends(doc, block, n_noisy), n_noisy + n_clean
-        wanted = [create_block_mask(rule, 3, None, queries, both, device="cpu") for queries in (n_noisy, both)]
+        references = [create_block_mask(rule, 3, None, queries, both, device="cpu") for queries in (n_noisy, both)]
         masks = dit.attention_masks(doc, block, n_noisy, states)
-        for ours, theirs in list(zip(masks, wanted, strict=True))[n_noisy % dit.TILE > 0:]:
-            for a, b in zip(ours.as_tuple(), theirs.as_tuple(), strict=True):
+        for actual, expected in list(zip(masks, references, strict=True))[n_noisy % dit.TILE > 0:]:
+            for a, b in zip(actual.as_tuple(), expected.as_tuple(), strict=True):
                 assert torch.equal(a, b) if isinstance(a, torch.Tensor) else callable(a) or a == b
 
 
 def slow_loss(model, batch, inputs, t_of_group):
-    """SUBS as the papers write it, block by block: log-probabilities, one-hot where nothing is masked, times -1/t."""
+    """The papers' SUBS loss, block by block: log-probabilities, one-hot at unmasked tokens, times -1/t."""
     total = 0
     for row, doc, number in {(r, int(batch.doc[r, i]), int(batch.block[r, i])) for r, i in
                              (batch.group >= 0).nonzero().tolist()}:
@@ -99,12 +99,12 @@ def slow_loss(model, batch, inputs, t_of_group):
         logits[:, MASK] += -1e6
         log_p = logits - logits.logsumexp(-1, keepdim=True)
         for i, copy in enumerate(copies):
-            at = batch.noisy[row, copy]
+            position = batch.noisy[row, copy]
             if inputs.tokens[row, copy] != MASK:
                 log_p = log_p.index_fill(0, torch.tensor(i), -1e6)
                 log_p[i, inputs.tokens[row, copy]] = 0
-            if batch.target[row, at]:
-                total = total - log_p[i, batch.input_ids[row, at]] / t_of_group[batch.group[row, at]]
+            if batch.target[row, position]:
+                total = total - log_p[i, batch.input_ids[row, position]] / t_of_group[batch.group[row, position]]
     return total / batch.n_targets
 
 
@@ -120,8 +120,8 @@ def test_loss_and_gradients_equal_the_slow_formula():
 
 
 @pytest.mark.parametrize("pieces", [dit.HEAD_ROWS, 24])
-def test_added_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces):
-    """The head of a GPU takes a multiple of ROW_STEP masked tokens; here 16, whose first label may be the mask's."""
+def test_padded_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces):
+    """On a GPU the head pads masked tokens to a multiple of ROW_STEP, here 16; id 0 of the padding is the mask."""
     batch, sizes, results = make_blocks(MIXED, 26, 24), set(), []
     batch = batch._replace(input_ids=batch.input_ids.clamp(min=1))
     plain = dit.DiT.row_losses

@@ -1,5 +1,4 @@
 """Validation: averaged weights, counts, shares of ranks, the error bar, the search for a noise range, answers."""
-
 import numpy as np
 import pytest
 import torch
@@ -12,12 +11,12 @@ from tests.helpers.block_rows import network
 ALONE = dist.World(device=torch.device("cpu"))
 
 
-def rows_of(demo, split, documents, pack=True):
+def rows_of(demo, split, count, pack=True):
     """(Tokens, Rows of 96 tokens) of the first documents of a demo file."""
     tokens = problems.load_tokenizer(demo, "gsm8k")
-    found = documents_of(problems.read_problems(demo / f"{split}.jsonl", split, "gsm8k"), tokens,
+    documents = documents_of(problems.read_problems(demo / f"{split}.jsonl", split, "gsm8k"), tokens,
                                   choices.Layout(block_size=8, max_length=96))
-    return tokens, blocks.make_rows(found, np.arange(documents), 96, pack)
+    return tokens, blocks.make_rows(documents, np.arange(count), 96, pack)
 
 
 def bound_of_one_nat(demo, repeats, seed=42):
@@ -28,7 +27,7 @@ def bound_of_one_nat(demo, repeats, seed=42):
 
 
 def test_the_error_bar_covers_the_exact_bound(demo):
-    """Of two draws only: their difference alone would promise too much in three of ten validations."""
+    """With two draws, their difference alone would be too small an error in three of ten validations."""
     values, rows = [bound_of_one_nat(demo, 2, seed) for seed in range(60)], rows_of(demo, "test", 8)[1]
     assert values[0]["eval/nll"] * rows.table["text"].sum() == pytest.approx(
         values[0]["eval/loss"] * rows.table["targets"].sum())
@@ -37,16 +36,16 @@ def test_the_error_bar_covers_the_exact_bound(demo):
     assert 0.85 < np.mean(np.abs(errors) < 2) and 0.5 < np.std(errors) < 1.5
 
 
-def test_ranks_share_batches_without_a_rest(demo):
+def test_ranks_share_all_batches(demo):
     _, rows = rows_of(demo, "train", 24, pack=False)
     for most, expected in ((None, 24), (2, 10), (5, 24), (9, 24)):
         for size in (1, 2, 3):
             shares = [list(elbo.share_of_batches(dist.World(rank=rank, size=size), rows, 5, most))
                       for rank in range(size)]
             assert len({len(share) for share in shares}) == 1
-            found = sorted((number, int((batch.doc.amax(1) + 1).sum())) for share in shares for number, batch in share)
-            assert [number for number, _ in found] == list(range(len(found)))
-            assert sum(documents for _, documents in found) == expected and found[0] == (0, 5)
+            batches = sorted((number, int((batch.doc.amax(1) + 1).sum())) for number, batch in sum(shares, []))
+            assert [number for number, _ in batches] == list(range(len(batches)))
+            assert sum(documents for _, documents in batches) == expected and batches[0] == (0, 5)
 
 
 def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
@@ -60,7 +59,7 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
     model.head.weight.data.normal_(0, 0.3)
     how = elbo.Eval(rows, tokens, batch_rows=4, repeats=1, seed=42, bf16=False, widths=(0.5, 0.3))
-    found = elbo.search_range(ALONE, model, how, int)
+    best = elbo.search_range(ALONE, model, how, int)
     scores = {}
     for t_range in elbo.candidates([0.5, 0.3], {8}):
         per_block = []
@@ -73,7 +72,7 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
                 size = int((batch.group[batch.target] == group).sum())
                 per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
         scores[t_range] = np.var(per_block)
-    assert found == min(scores, key=scores.get) and len(set(scores.values())) > 10
+    assert best == min(scores, key=scores.get) and len(set(scores.values())) > 10
 
 
 def test_average_follows_its_formula_and_swaps():
@@ -81,10 +80,10 @@ def test_average_follows_its_formula_and_swaps():
     average = elbo.Average(model, 0.7)
     weight = model.head.weight
     expected, n = weight.detach().clone(), 0
-    for step in range(40):      # from 21 on the decay is the most that it may be
+    for step in range(40):      # from step 21 on the decay is at its maximum
         with torch.no_grad():
             weight += 0.1 * torch.randn_like(weight)
-        skip = step == 4        # a step that a bad gradient voided
+        skip = step == 4        # this step has a bad gradient
         average.update(torch.tensor(float(skip)))
         if not skip:
             n += 1
@@ -98,17 +97,17 @@ def test_average_follows_its_formula_and_swaps():
     assert torch.equal(weight.detach(), raw)
 
 
-def test_either_a_better_bound_or_a_better_accuracy_goes_on():
-    best, said = {}, []
+def test_a_better_bound_or_a_better_accuracy_is_an_improvement():
+    best, improved = {}, []
     for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
-        said.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
-    assert said == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
+        improved.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
+    assert improved == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
     best = {}
     assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
 
 
-def test_known_answers_are_right(demo, monkeypatch):
-    """Scores and shares, with a sampler that writes the truth to every other problem."""
+def test_accuracy_counts_true_answers(demo, monkeypatch):
+    """The sampler writes the truth to every other problem."""
     tokens, layout = problems.load_tokenizer(demo, "gsm8k"), choices.Layout("gsm8k", block_size=8, max_length=96)
     documents = documents_of(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
     rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)
@@ -118,13 +117,13 @@ def test_known_answers_are_right(demo, monkeypatch):
     assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
 
     def generate(model, states, limits, block_size, end, how, generator):
-        found = []
+        answers = []
         for state in states:
-            place, ids = next(i for i, (_, other) in enumerate(asked) if other is state), state[1][0]
-            problem = asked[place][0]
-            text = problem.solution if place % 2 else "#### 1"
-            found.append(sample_bd3lm.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
-        return found
+            index, ids = next(i for i, (_, other) in enumerate(asked) if other is state), state[1][0]
+            problem = asked[index][0]
+            text = problem.solution if index % 2 else "#### 1"
+            answers.append(sample_bd3lm.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
+        return answers
     monkeypatch.setattr(sample_bd3lm, "generate", generate)
     how = elbo.Eval(rows, tokens, batch_rows=3, repeats=1, seed=0, bf16=False, chosen=asked)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})

@@ -1,6 +1,4 @@
-"""What comes in by --init_from, chats and lm-eval, and what goes out by an export: nothing trains on other weights, rows,
-masks or blocks than the source has, and a kill leaves no half folder.
-"""
+"""Inputs by --init_from, chats and lm-eval; exports. Weights, rows, mask and blocks equal the source's."""
 import json
 import math
 import multiprocessing
@@ -24,7 +22,7 @@ from tests.helpers.chats import ask, write
 
 @pytest.fixture
 def qwen(demo, tmp_path):
-    """Folder of a tiny Qwen3 with rows for all its tokens and one to spare, and a chat template."""
+    """Folder of a tiny Qwen3 with a chat template and one spare row."""
     folder = shutil.copytree(demo / "chat", tmp_path / "qwen")
     core = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(0)
@@ -37,7 +35,7 @@ def qwen(demo, tmp_path):
 
 @pytest.fixture
 def train(demo, qwen, tmp_path):
-    """train(name, *flags) -> layout of the checkpoint of a run of one step from the folder, in tmp_path / name."""
+    """train(name, *flags) -> layout in the checkpoint of a one-step run from the folder, in tmp_path / name."""
     def start(name, *flags):
         short_run(tmp_path / name, f"--init_from {qwen} --train_data_file {demo}/train.jsonl", *flags)
         return json.loads((newest(tmp_path / name) / "config.json").read_text())["layout"]
@@ -49,11 +47,11 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_tied_folder_with_a_head_of_its_own_is_refused(qwen, train):
+def test_a_tied_folder_with_another_head_is_refused(qwen, train):
     tensors = load_file(qwen / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, qwen / "model.safetensors")
-    train("same")         # the same twice changes nothing
+    train("same")         # an equal head is accepted
     tensors["lm_head.weight"][3, 3] += 0.1
     save_file(tensors, qwen / "model.safetensors")
     with pytest.raises(UserError, match="tie_word_embeddings true, but lm_head.weight is not the embedding"):
@@ -70,13 +68,13 @@ def test_more_tokens_than_rows_are_refused(qwen, train):
         train("out")
 
 
-def test_the_mask_and_the_blocks_are_those_of_the_source(qwen, train):
-    """As an SDAR folder has them in config.json."""
+def test_mask_and_block_size_come_from_the_source(qwen, train):
+    """SDAR's config.json has both."""
     wrapped = PreTrainedTokenizerFast.from_pretrained(qwen)
     wrapped.add_special_tokens({"mask_token": "<|MASK|>"})
     wrapped.save_pretrained(qwen)
     change_config(qwen, model_type="sdar", block_size=4, mask_token_id=wrapped.mask_token_id)
-    assert train("out")["block_size"] == 4 and train("told", "--block_size 8")["block_size"] == 8
+    assert train("out")["block_size"] == 4 and train("other", "--block_size 8")["block_size"] == 8
     for wrong in (5, wrapped.eos_token_id):
         change_config(qwen, mask_token_id=wrong)
         with pytest.raises(UserError, match=f"mask_token_id {wrong}, .* at {wrapped.mask_token_id}"):
@@ -89,7 +87,7 @@ def export_and_die(words):
 
 
 def test_exports_stop_where_answers_end_and_appear_whole(qwen, train, tmp_path):
-    """Question and Answer, not the chat template: its end token is not the source's."""
+    """Answers in the "Question: ... Answer:" form end with <|endoftext|>, not with the chat template's token."""
     train("out")
     end = Tokenizer.from_file(str(qwen / "tokenizer.json")).token_to_id("<|endoftext|>")
     words = ["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "exported")]
@@ -107,8 +105,8 @@ def test_exports_stop_where_answers_end_and_appear_whole(qwen, train, tmp_path):
 
 
 def test_chats_without_a_usable_row_are_named(train, tmp_path):
-    """In training and in a bound."""
-    good, bad = (write(tmp_path / name, [ask(f"What is {i}?", f"It is {i}.") for i in range(12)])
+    """Training and evaluation name them."""
+    good, bad = (write(tmp_path / name, [ask(f"Which is {i}?", f"It is {i}.") for i in range(12)])
                  for name in ("good.jsonl", "bad.jsonl"))
     bad.write_text('{"messages": [{"role": "user", "content": "no answer"}]}\n')
     train("out", f"--system chat --train_data_file {good}")
@@ -120,9 +118,9 @@ def test_chats_without_a_usable_row_are_named(train, tmp_path):
 
 
 def test_requests_without_room_do_not_end_an_evaluation(demo):
-    """What lm-eval asks for: a context that is too long is cut in front, and counted."""
+    """lm-eval sends a context that is too long: its start is cut, and it is counted."""
     solver = solver_of(demo, choices.Layout(block_size=4, max_length=64))
-    ours, fits = evaluate.harness_model(object, solver, 2, 4), solver.tokens.decode(range(60, 100))
-    found = ours.loglikelihood([SimpleNamespace(args=pair) for pair in (
+    model, fits = evaluate.harness_model(object, solver, 2, 4), solver.tokens.decode(range(60, 100))
+    results = model.loglikelihood([SimpleNamespace(args=pair) for pair in (
         ("1", " 2"), (fits * 4, " 2"), ("1", fits * 4))])
-    assert [math.isfinite(value) for value, _ in found] == [True, True, False] and ours.too_long == 2
+    assert [math.isfinite(value) for value, _ in results] == [True, True, False] and model.too_long == 2

@@ -1,4 +1,4 @@
-"""Published BD3-LM and MDLM files, written from the table of their tensors, against a forward pass of its own."""
+"""Files in the published BD3-LM and MDLM formats compute the same as a plain forward pass in this file."""
 import json
 import math
 import re
@@ -22,20 +22,20 @@ EPS = {"sampling_eps_min": 0.3, "sampling_eps_max": 0.8}
 
 def draw(seed):
     """The table's tensors at the sizes of nano, with random values."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, (dtype, *shape) in TABLE["tensors"].items():
         if (number := re.search(r"blocks\.(\d+)", name)) and int(number[1]) >= LAYERS:
             continue
-        found[name] = 0.3 * torch.randn([SIZES[n] for n in shape], dtype=getattr(torch, dtype), generator=generator)
+        tensors[name] = 0.3 * torch.randn([SIZES[n] for n in shape], dtype=getattr(torch, dtype), generator=generator)
         if name.endswith("inv_freq"):
-            found[name] = 1.0 / (10_000 ** (torch.arange(0, 16, 2).float() / 16))
+            tensors[name] = 1.0 / (10_000 ** (torch.arange(0, 16, 2).float() / 16))
         elif name in EPS:
-            found[name] = torch.tensor(EPS[name])
-    return found
+            tensors[name] = torch.tensor(EPS[name])
+    return tensors
 
 
 def reference(state, noisy, clean, size):
-    """Logits (L, V) of noisy (L,) behind clean (L,) ids in blocks of `size`: bd3lms' models/dit.py, with its names."""
+    """Logits (L, V) of noisy (L,) ids before clean (L,) ids in blocks of `size`, as in bd3lms' models/dit.py."""
     w = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
     length = len(noisy)
     number = torch.arange(length).repeat(2) // size
@@ -69,7 +69,7 @@ def reference(state, noisy, clean, size):
 
 @pytest.fixture
 def files(tmp_path):
-    """{form: folder} of one model in both published forms."""
+    """{form: folder}: one model in both published forms."""
     averaged = draw(1)
     hub = tmp_path / "hub"
     hub.mkdir()
@@ -82,41 +82,41 @@ def files(tmp_path):
     return {"hub": hub, "mdlm": old}
 
 
-def filled(given, config):
+def filled(loaded, config):
     model = dit.DiT(config).eval()
-    model.load_state_dict(given[0])
+    model.load_state_dict(loaded[0])
     return model
 
 
 def inputs_of(noisy, clean, size, rows):
     """blocks.Inputs of one problem whose noisy copies `rows` are trained."""
-    at = torch.arange(len(noisy)).repeat(2)[None]
-    return blocks.Inputs(torch.cat([noisy, clean])[None], at, torch.zeros_like(at), at // size, rows, clean[rows],
-                        torch.ones(len(rows)), rows, None, len(noisy))
+    tokens, positions = torch.cat([noisy, clean])[None], torch.arange(len(noisy)).repeat(2)[None]
+    return blocks.Inputs(tokens, positions, torch.zeros_like(positions), positions // size, rows, clean[rows],
+                         torch.ones(len(rows)), rows, None, len(noisy))
 
 
 def logits_of(model, noisy, clean, size):
-    """Ours for the same tokens, from the training pass."""
+    """Our model's logits for the same tokens, from the training pass."""
     inputs = inputs_of(noisy, clean, size, torch.zeros(0, dtype=torch.int64))
     return model.logits(model.hidden_states(inputs))[0]
 
 
 @pytest.mark.parametrize("for_gpus", [False, True])
 def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
-    """300 tokens: more than a matrix has columns, so gates go into weights; 454 words: padded on a GPU."""
+    """300 tokens are more than a matrix has columns, so gates go into weights. A GPU pads the 454 words."""
     monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
     state = {name: tensor.requires_grad_("backbone" in name) for name, tensor in draw(3).items()}
     clean = torch.randint(V - 1, (150,), generator=torch.Generator().manual_seed(4))
     rows = torch.arange(0, 150, 3)
     noisy = clean.index_fill(0, rows, V - 1)
-    theirs = reference(state, noisy, clean, 16)[rows].index_fill(1, torch.tensor(V - 1), -torch.inf)
-    theirs = F.cross_entropy(theirs, clean[rows], reduction="none")
+    expected = reference(state, noisy, clean, 16)[rows].index_fill(1, torch.tensor(V - 1), -torch.inf)
+    expected = F.cross_entropy(expected, clean[rows], reduction="none")
     model = dit.DiT(dit.config_of("nano", V, V - 1, dropout=0.0)).train()
     model.load_state_dict(published.from_official(state, model.config, "x"))
-    ours = model(inputs_of(noisy, clean, 16, rows))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    ours.sum().backward()
-    theirs.sum().backward()
+    actual = model(inputs_of(noisy, clean, 16, rows))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    actual.sum().backward()
+    expected.sum().backward()
     for name, parameter in model.named_parameters():
         grad, wanted = parameter.grad, state[f"backbone.{published.official_name(name)}"].grad
         assert (grad - wanted).norm() <= 1e-4 * wanted.norm(), name      # sums in other orders: 8e-6 was seen
@@ -126,12 +126,13 @@ def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
 def test_every_form_gives_the_published_model(files, demo, form, seed=1):
     tokens = load_tokenizer(demo, "gsm8k")
     config = dit.config_of("nano", tokens.vocab_size, tokens.mask)
-    given = published.read(published.find(files[form]), config, tokens)
+    loaded = published.read(published.find(files[form]), config, tokens)
     noisy, clean = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(2))
     for size in (4, 12):
-        ours, theirs = logits_of(filled(given, config), noisy, clean, size), reference(draw(seed), noisy, clean, size)
-        torch.testing.assert_close(ours[:, :-1], theirs[:, :-1], rtol=1e-5, atol=1e-4)
-    again = published.official_state(given[0], HEADS, EPS.values())
+        actual = logits_of(filled(loaded, config), noisy, clean, size)
+        expected = reference(draw(seed), noisy, clean, size)
+        torch.testing.assert_close(actual[:, :-1], expected[:, :-1], rtol=1e-5, atol=1e-4)
+    again = published.official_state(loaded[0], HEADS, EPS.values())
     wanted = draw(seed)
     assert again.keys() == wanted.keys() and all(torch.equal(again[name], wanted[name]) for name in wanted)
     assert {name: str(t.dtype) for name, t in again.items()} == {name: str(t.dtype) for name, t in wanted.items()}
@@ -140,8 +141,8 @@ def test_every_form_gives_the_published_model(files, demo, form, seed=1):
 def test_names_are_those_of_the_published_class():
     with torch.device("meta"):
         model = dit.DiT(dit.config_of("small", 50258, 50257))
-    ours = published.official_state(dict(model.named_parameters()), 12, (1e-3, 1))
-    assert {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in ours.items()} == TABLE["tensors"]
+    state = published.official_state(dict(model.named_parameters()), 12, (1e-3, 1))
+    assert {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in state.items()} == TABLE["tensors"]
 
 
 def spoil(path, change):
@@ -149,11 +150,13 @@ def spoil(path, change):
 
 
 @pytest.mark.parametrize("damage, words", [
-    (lambda f: spoil(f["hub"], {"backbone.extra": torch.ones(1)}), "1 names are missing, unknown or of another shape (--model_size), first extra"),
-    (lambda f: spoil(f["hub"], {"backbone.blocks.0.norm1.weight": torch.ones(3)}), "of another shape (--model_size), first layers.0.norm_attention.weight"),
+    (lambda f: spoil(f["hub"], {"backbone.extra": torch.ones(1)}),
+     "1 names are missing, unknown or of another shape (--model_size), first extra"),
+    (lambda f: spoil(f["hub"], {"backbone.blocks.0.norm1.weight": torch.ones(3)}),
+     "of another shape (--model_size), first layers.0.norm_attention.weight"),
     (lambda f: (f["hub"] / "config.json").write_text('{"time_conditioning": true}'), "time_conditioning True"),
     (lambda f: (f["hub"] / "model.safetensors").write_bytes(b"no"), "cannot be read")])
-def test_what_does_not_fit_is_one_line(files, demo, damage, words):
+def test_files_that_do_not_fit_are_refused_in_one_line(files, demo, damage, words):
     tokens = load_tokenizer(demo, "gsm8k")
     damage(files)
     with pytest.raises(UserError, match=re.escape(words)):

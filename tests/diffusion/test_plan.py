@@ -1,4 +1,4 @@
-"""--dry_run of the block diffusion trainer: its memory is the peak of a real step."""
+"""--dry_run of the block diffusion trainer plans the peak memory of a real step."""
 import pytest
 import torch
 
@@ -10,13 +10,12 @@ LENGTH, NOISY = 96, 64
 
 
 def inputs_of(rows, masked):
-    """blocks.Inputs of rows with one document each, whose first places of all rows together are masked."""
+    """blocks.Inputs of `rows` rows with one document each; the first `masked` places of the first rows are masked."""
     places = torch.cat([torch.arange(NOISY), torch.arange(LENGTH)]).expand(rows, -1)
     doc = torch.zeros(rows, NOISY + LENGTH, dtype=torch.int32)
-    at = torch.arange(masked)
-    return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=at,
-                        labels=at % 290, weights=torch.ones(masked), group=at, tiles=None,
-                        n_noisy=NOISY)
+    index = torch.arange(masked)
+    return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=index,
+                         labels=index % 290, weights=torch.ones(masked), group=index, tiles=None, n_noisy=NOISY)
 
 
 @pytest.mark.slow
@@ -25,6 +24,6 @@ def test_planned_memory_is_the_peak_of_a_real_step(bf16, recompute, masked, piec
     """The logits of many masked tokens are computed in pieces."""
     monkeypatch.setattr(dit, "HEAD_ROWS", pieces)
     config = dit.config_of("tiny", 300, 299, 0.1)
-    check_plan(plan.step_of(config, "sdpa"), Setup(1, "ddp", bf16, recompute), (16, LENGTH, NOISY, masked),
-               dit.DiT(config, "sdpa", recompute).train(), inputs_of(16, masked),
+    model, setup = dit.DiT(config, "sdpa", recompute).train(), Setup(1, "ddp", bf16, recompute)
+    check_plan(plan.step_of(config, "sdpa"), setup, (16, LENGTH, NOISY, masked), model, inputs_of(16, masked),
                lambda model, inputs: model(inputs).sum())

@@ -1,4 +1,4 @@
-"""Reading chats, problems and tokenizers; chats become one document an answer."""
+"""Reading chats, problems and tokenizers. Each trained answer of a chat becomes one document."""
 import json
 from dataclasses import replace
 
@@ -18,24 +18,24 @@ TALK = [{"role": "system", "content": "Be short."}, *ask("How many pens has Ben?
 
 @pytest.fixture(scope="module")
 def folder(demo):
-    """Folder of the demo's tokenizer with a chat template."""
+    """The demo's tokenizer with a chat template."""
     return demo / "chat"
 
 
-def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp_path):
+def test_every_trained_answer_is_a_document_with_all_earlier_turns(folder, tmp_path):
     layout = published.add_chat_form(choices.Layout("chat", block_size=8, max_length=128), folder)
     tokens = load_tokenizer(folder, "chat", layout.end_token)
     bad, data = [], write(tmp_path / "chats.jsonl", [TALK])
     with open(data, "a") as file:
         file.write('{"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "1"}]}\n')
         file.write('{"messages": [{"role": "user", "content": "no answer"}]}\nno JSON\n')
-    found = problems.read_chats(data, folder, tokens, bad)
-    assert [p.name for p in found] == [f"{data}:1"] * 2
-    said = PreTrainedTokenizerFast.from_pretrained(folder)
-    documents = documents_of(found, tokens, layout)
-    for problem, until, (first, last) in zip(found, (3, 7), zip(documents.offsets, documents.offsets[1:])):
+    answers = problems.read_chats(data, folder, tokens, bad)
+    assert [p.name for p in answers] == [f"{data}:1"] * 2
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    documents = documents_of(answers, tokens, layout)
+    for problem, until, (first, last) in zip(answers, (3, 7), zip(documents.offsets, documents.offsets[1:])):
         messages = [{k: m[k] for k in ("role", "content")} for m in TALK[:until]]
-        text = said.apply_chat_template(messages, tokenize=False)
+        text = reference.apply_chat_template(messages, tokenize=False)
         ids = documents.ids[first:last]
         fill = "<|im_end|>" * (len(ids) - len(problem.ids))
         assert tokens.decode(ids) == text.rstrip("\n") + fill
@@ -48,22 +48,22 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
 
 
 def test_train_and_answer(folder, tmp_path, capsys):
-    """A run on chats, whose held-out part shares no chat with the rest; then answers to files."""
-    talks = [[*ask(f"What is {i}?", f"It is {i}."), *ask(f"And {i} more?", f"It is {2 * i}.")] for i in range(24)]
+    """A run on chats holds out whole chats; then the checkpoint answers a file."""
+    talks = [[*ask(f"Which is {i}?", f"It is {i}."), *ask(f"And {i} more?", f"It is {2 * i}.")] for i in range(24)]
     data, out = write(tmp_path / "chats.jsonl", talks), tmp_path / "out"
     short_run(out, f"--system chat --train_data_file {data} --tokenizer {folder} --model_size nano --row_length 128",
               "--max_steps 2 --validation_split 0.25 --problems_per_batch 8")
-    said = capsys.readouterr().out
-    assert "36 to train, 12 to validate" in said and "done       step 2" in said, said
+    output = capsys.readouterr().out
+    assert "36 to train, 12 to validate" in output and "done       step 2" in output, output
     common = ["--checkpoint", str(out), "--device", "cpu", "--order", "confidence"]
     sample_bd3lm.main([*common, "--test_file", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
-    assert [a["question"] for a in answers] == ["What is 0?", "And 0 more?", "What is 1?"]
+    assert [a["question"] for a in answers] == ["Which is 0?", "And 0 more?", "Which is 1?"]
     with pytest.raises(UserError, match="--min_accuracy needs answers to compare with"):
         sample_bd3lm.main([*common, "--test_file", str(data), "--min_accuracy", "0.5"])
 
 
-def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
+def test_special_tokens_follow_the_vocabulary_in_the_sources_order(demo):
     size = load_tokenizer(demo, "gsm8k").vocab_size - 1
     base = load_tokenizer(demo, "gsm8k")
     assert (base.mask, base.bos, base.end, base.plan) == (size, size - 1, size - 1, -1)
@@ -76,17 +76,17 @@ def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
 
 
 def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
-    ours = read_problems(demo / "train.jsonl", "any", "gsm8k")
+    as_lines = read_problems(demo / "train.jsonl", "any", "gsm8k")
     entries = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()]
     (tmp_path / "train.json").write_text("\ufeff" + json.dumps(entries))
     as_json = read_problems(tmp_path, "train", "gsm8k")
     (tmp_path / "train.jsonl").write_text("\n\n".join(json.dumps(e, ensure_ascii=False) for e in entries))
-    assert [replace(p, name="") for p in ours] == [replace(p, name="") for p in as_json]
-    assert ours == read_problems(demo, "train", "gsm8k") and len(ours) == 60
+    assert [replace(p, name="") for p in as_lines] == [replace(p, name="") for p in as_json]
+    assert as_lines == read_problems(demo, "train", "gsm8k") and len(as_lines) == 60
     assert read_problems(tmp_path, "train", "gsm8k")[1].name == f"{tmp_path}/train.jsonl line 3"
     assert as_json[2].name == f"{tmp_path}/train.json sample 2"
     hdp = read_problems(demo / "train_hdp.json", "any", "hdp")
-    assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in ours]
+    assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in as_lines]
     assert all(p.plan and "<<" not in p.solution for p in hdp)
 
 

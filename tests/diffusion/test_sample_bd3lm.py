@@ -1,4 +1,4 @@
-"""Sampling and likelihoods on random models: answers, counted passes, states, requests of lm-eval."""
+"""Sampling and likelihoods of random models: answers, number of passes, states, requests of lm-eval."""
 import itertools
 import json
 import math
@@ -36,7 +36,7 @@ def solver_of(demo, layout, how=None):
 
 @pytest.mark.parametrize("system", FILES)
 def test_answers_to_a_file(demo, tmp_path, system, capsys):
-    """Of averaged weights; a pass for each token, or fewer where several are sure."""
+    """The averaged weights answer with one pass a token, or fewer if several tokens are sure."""
     layout, path = HDP if system == "hdp" else LAYOUTS["gsm8k"], tmp_path / "run" / "checkpoint-5"
     solver = solver_of(demo, layout)
     path.mkdir(parents=True)
@@ -46,12 +46,12 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
     save_file({name: torch.randn_like(p) for name, p in state.items()}, path / "model.safetensors")
     solver.tokens.tokenizer.save(str(path / "tokenizer.json"))
     as_checkpoint(path, {"step": 5, "best_step": None})
-    found = {}
+    reports = {}
     for how in ("--batch_size 2", "--batch_size 6 --order confidence --threshold 0.02"):
-        sample_bd3lm.main(["--checkpoint", str(tmp_path / "run"), "--test_file", str(demo / FILES[system]), "--limit", "6",
-                           "--device", "cpu", "--output", str(tmp_path / "answers.json"), *how.split()])
-        found[how] = json.loads((tmp_path / "answers.json").read_text())
-    result, fast = found.values()
+        sample_bd3lm.main(["--checkpoint", str(tmp_path / "run"), "--test_file", str(demo / FILES[system]), "--limit",
+                           "6", "--device", "cpu", "--output", str(tmp_path / "answers.json"), *how.split()])
+        reports[how] = json.loads((tmp_path / "answers.json").read_text())
+    result, fast = reports.values()
     problems = read_problems(demo / FILES[system], "", system)[:6]
     assert [(a["name"], a["question"], a["answer"]) for a in result["answers"]] == [
         (p.name, p.question, p.answer) for p in problems]
@@ -68,30 +68,31 @@ def test_answers_to_a_file(demo, tmp_path, system, capsys):
 
 
 def test_prompts_of_lm_eval(demo):
-    """Requests as the harness sends them: our greedy answers, cut at the first stop; one too long is empty, and counted."""
+    """The harness gets our greedy answers up to the first stop. A prompt that is too long gets none and is counted."""
     solver = solver_of(demo, LAYOUTS["gsm8k"], Sampling("confidence", temperature=0.0))
     problems = read_problems(demo / "train.jsonl", "", "gsm8k")[:6]
     states = [sample_bd3lm.question_state(p, solver.tokens, solver.layout) for p in problems]
-    wanted = [found["text"] for found in sample_bd3lm.answer(solver, states, 2)]
-    ours = evaluate.harness_model(object, solver, 3, 16)
+    wanted = [result["text"] for result in sample_bd3lm.answer(solver, states, 2)]
+    model = evaluate.harness_model(object, solver, 3, 16)
     prompts = [f"Question: {p.question}\nAnswer:" for p in problems] + ["word " * 200]
     stops = [[], wanted[1][5:7], [wanted[2][3]], ["\0", wanted[3][4:6]], [], [], []]
-    texts = ours.generate_until([types.SimpleNamespace(args=(prompt, {"until": stop})) for prompt, stop in zip(
+    texts = model.generate_until([types.SimpleNamespace(args=(prompt, {"until": stop})) for prompt, stop in zip(
         prompts, stops)])
-    assert texts[-1] == "" and ours.too_long == 1
+    assert texts[-1] == "" and model.too_long == 1
     for text, whole, stop in zip(texts, wanted, stops):
         for end in [stop] if isinstance(stop, str) else stop:
             whole = whole.split(end)[0]
         assert text == whole
 
+
 PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]
 
 
 def log_probabilities(solver, clean, shown):
-    """(block_size, V) of the places of the block behind the clean ids, some of which are shown, the others masked."""
-    at = torch.arange(len(clean))[None]
-    size = len(shown)
-    past = prefill(solver.model, torch.tensor(clean)[None], at, at // size, torch.ones_like(at, dtype=torch.bool))
+    """(block_size, V) log-probabilities of the block after the clean ids; shown: the block's ids, or the mask."""
+    size, positions = len(shown), torch.arange(len(clean))[None]
+    real = torch.ones_like(positions, dtype=torch.bool)
+    past = prefill(solver.model, torch.tensor(clean)[None], positions, positions // size, real)
     here = torch.arange(len(clean), len(clean) + size)[None]
     seen = torch.ones(1, 1, size, len(clean) + size, dtype=torch.bool)
     hidden, _ = solver.model.extend(torch.tensor(shown)[None], here, seen, past)
@@ -100,11 +101,11 @@ def log_probabilities(solver, clean, shown):
 
 @torch.no_grad()
 def test_blocks_of_one_token_have_the_exact_likelihood(demo):
-    """Of a DiT, against its cached sampler asked for one token after the other; lm-eval gets minus that."""
+    """The likelihood equals that of the cached sampler, token after token."""
     solver = solver_of(demo, Layout(block_size=1, max_length=64))
-    found = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
+    likelihoods = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
         [types.SimpleNamespace(args=pair) for pair in PAIRS])
-    for (context, text), (value, greedy) in zip(PAIRS, found):
+    for (context, text), (value, greedy) in zip(PAIRS, likelihoods):
         ids = [solver.tokens.bos, *solver.tokens.encode(context)]
         exact = 0.0
         for token in solver.tokens.encode(text):
@@ -116,25 +117,25 @@ def test_blocks_of_one_token_have_the_exact_likelihood(demo):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
-    """Two tokens of a block of four, whose other places stay masked: the bound is a mean over both orders."""
+    """Two tokens in a block of four, the others masked: the bound is a mean over both orders."""
     solver, size = solver_of(demo, Layout(block_size=4, max_length=64)), 4
     context, text = list(range(60, 68)), [94, 77]
     both = []
     for order in itertools.permutations(range(2)):
         shown, nats = [solver.tokens.mask] * size, 0.0
-        for place in order:
-            nats -= float(log_probabilities(solver, context, shown)[place, text[place]])
-            shown[place] = text[place]
+        for index in order:
+            nats -= float(log_probabilities(solver, context, shown)[index, text[index]])
+            shown[index] = text[index]
         both.append(nats)
     documents = evaluate.continuations(solver, [("a", context, text)] * 400)
-    found = evaluate.draw_bounds(solver, documents, 30, 400, seed=3)
-    error = found.mean(0).std(ddof=1) / math.sqrt(found.shape[1])     # levels are stratified over all documents
-    assert abs(found.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both)
+    bounds = evaluate.draw_bounds(solver, documents, 30, 400, seed=3)
+    error = bounds.mean(0).std(ddof=1) / math.sqrt(bounds.shape[1])     # levels are stratified over all documents
+    assert abs(bounds.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both)
     assert abs(both[0] - both[1]) > 4 * error
 
 
 def test_the_bound_of_a_file(demo, tmp_path, capsys):
-    """The validation's number of the same weights, within both errors."""
+    """The bound equals the validation's bound of the same weights, within both errors."""
     out = tmp_path / "out"
     short_run(out, f"--train_data_file {demo}/train.jsonl --eval_data_file {demo}/test.jsonl --tokenizer {demo}",
               "--model_size nano --eval_repeats 8")
@@ -143,18 +144,17 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     capsys.readouterr()
     common = ["--checkpoint", str(out), "--device", "cpu", "--bound", str(demo / "test.jsonl")]
     evaluate.main([*common, "--draws", "8", "--output", str(tmp_path / "bound.json")])
-    found = json.loads((tmp_path / "bound.json").read_text())
-    summary = found["summary"]
+    bound = json.loads((tmp_path / "bound.json").read_text())
+    summary = bound["summary"]
     error = math.hypot(summary["eval/stderr"], wanted["eval/stderr"])
     assert abs(summary["eval/nll"] - wanted["eval/nll"]) < 4 * error
     assert summary["eval/bits_per_token"] == pytest.approx(summary["eval/nll"] / math.log(2))
     assert summary["texts"] == 20 and summary["tokens"] > 20 * 10
-    said = capsys.readouterr().out
-    assert "bound      nll <= " in said
+    assert "bound      nll <= " in capsys.readouterr().out
 
 
 def questions():
-    """Contexts, pinned ids and limits of three problems of different lengths, one of them without a context."""
+    """Contexts, pinned ids and limits of three problems of different lengths, one without a context."""
     rng = np.random.default_rng(0)
     contexts = [np.stack([rng.integers(0, MASK, n), np.arange(n), np.arange(n) // 4]) for n in (8, 0, 4)]
     return contexts, [([3, 4], 8), ([], 0), ([5], 4)], [3, 0, 1]
@@ -162,12 +162,12 @@ def questions():
 
 @pytest.mark.parametrize("how", [
     Sampling(), Sampling("confidence", 1.0, 0), Sampling("confidence", 0.12), Sampling("confidence", 0.0)], ids=str)
-def test_every_order_fills_its_room_and_counts_its_passes(how):
+def test_every_order_fills_its_blocks_and_counts_its_passes(how):
     model, (contexts, pinned, limits) = network().eval(), questions()
-    found = generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
-    for i, result in enumerate(found):
-        given, free = len(pinned[i][0]), 4 * limits[i] - len(pinned[i][0])
-        assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * limits[i] and not result.ended
+    results = generate(model, zip(contexts, pinned), limits, 4, 99, how, torch.Generator().manual_seed(1))
+    for i, result in enumerate(results):
+        n_pinned, free = len(pinned[i][0]), 4 * limits[i] - len(pinned[i][0])
+        assert result.ids[:n_pinned] == pinned[i][0] and len(result.ids) == 4 * limits[i] and not result.ended
         assert MASK not in result.ids and limits[i] <= result.forwards <= free
         assert how.threshold < 0.5 or result.forwards == free
         assert how.threshold > 0 or result.forwards == limits[i], "one sure pass a block"
@@ -181,14 +181,14 @@ def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
     ended = generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
     for i, (whole, cut) in enumerate(zip(free, ended)):
         own = whole.ids[len(pinned[i][0]):]
-        at = own.index(end) + len(pinned[i][0]) if end in own else None
-        assert cut.ended == (at is not None)
-        assert cut.ids == (whole.ids if at is None else whole.ids[:at // 4 * 4 + 4])
+        last = own.index(end) + len(pinned[i][0]) if end in own else None
+        assert cut.ended == (last is not None)
+        assert cut.ids == (whole.ids if last is None else whole.ids[:last // 4 * 4 + 4])
     assert len(ended[0].ids) <= 8
 
 
-def test_a_block_that_was_given_is_like_one_that_was_written():
-    """Places, block numbers, keys and values of later blocks: one call for two blocks writes what two calls do."""
+def test_one_call_for_two_blocks_equals_two_calls():
+    """Positions, block numbers, keys and values of later blocks are equal."""
     model, how = network().eval(), Sampling("confidence", 1.0, 0)
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
     whole, = generate(model, [(context, ([], 8))], [2], 4, 99, how)
@@ -199,7 +199,7 @@ def test_a_block_that_was_given_is_like_one_that_was_written():
     assert whole.ids[4:] == second.ids
 
 
-def test_an_end_token_that_was_given_ends_nothing():
+def test_an_end_token_in_the_pinned_ids_ends_nothing():
     model = network().eval()
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
     result, = generate(model, [(context, ([3, 4], 8))], [1], 4, 4, Sampling("confidence", 1.0, 0))
@@ -210,7 +210,6 @@ def test_temperature():
     torch.manual_seed(0)
     p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     many = p.log().expand(20000, -1)
-
     ids, sure = sample_bd3lm.pick(many, 1.0, None)
     assert chi_square(np.bincount(ids, minlength=5), p.numpy().astype(float)) < 0
     torch.testing.assert_close(sure.float(), p[ids])
@@ -220,13 +219,13 @@ def test_temperature():
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k-1", "gsm8k-whole", "hdp", "hdp-sizes"])
-def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
+def test_a_sampler_that_writes_the_truth_has_the_states_of_training(demo, name):
     layout = LAYOUTS[name]
-    found, tokens, documents = load(demo, layout)
-    for d, problem in enumerate(found[:20]):
-        part = slice(*documents.offsets[d:d + 2])
-        truth = np.stack([documents.ids[part], documents.position[part], documents.block[part]])
-        region = documents.region[part]
+    problems, tokens, documents = load(demo, layout)
+    for d, problem in enumerate(problems[:20]):
+        span = slice(*documents.offsets[d:d + 2])
+        truth = np.stack([documents.ids[span], documents.position[span], documents.block[span]])
+        region = documents.region[span]
         context, (pinned, first) = sample_bd3lm.question_state(problem, tokens, layout)
         for own in (PLAN, EXECUTION)[:2 if layout.system == "hdp" else 1]:
             start = truth.shape[1] - (truth[1] >= first).sum()

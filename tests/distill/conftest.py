@@ -1,4 +1,4 @@
-"""Tiny students and the conversations that they are trained on."""
+"""Tiny students and their training conversations."""
 import numpy as np
 import pytest
 
@@ -9,8 +9,8 @@ from tests.helpers.students import HELD_OUT, SEED
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folder with students and their conversations."""
+def inputs(tmp_path_factory):
+    """Folder with the inputs of runs: students and conversations."""
     folder = tmp_path_factory.mktemp("students")
     chats.student(folder / "qwen")
     chats.student(folder / "llama", "llama")
@@ -21,12 +21,12 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(made, tmp_path_factory):
-    """data(student) -> (ChatTable, numbers to train, numbers held out), as the runs see them."""
+def data(inputs, tmp_path_factory):
+    """data(student) -> (ChatTable, sample numbers to train, sample numbers held out), as in the runs."""
     def table(student):
         folder = tmp_path_factory.mktemp("table")
-        encoder = chat.Encoder(chat.load_tokenizer(made / student))
-        write_table(folder, [made / "chats.jsonl"], Reading(encoder, 256))
+        encoder = chat.Encoder(chat.load_tokenizer(inputs / student))
+        write_table(folder, [inputs / "chats.jsonl"], Reading(encoder, 256))
         return ChatTable(folder), *split_groups(np.arange(24), HELD_OUT, SEED)
     return table
 

@@ -1,4 +1,4 @@
-"""Teacher labels: whole runs with a real server and a real model; kills, signals, the launcher."""
+"""Teacher labels: whole runs with a server and a real model; kills, signals, the launcher."""
 import json
 import multiprocessing
 import os
@@ -30,12 +30,12 @@ LAUNCHER = ROOT / "launch" / "create_data_h100x8.sh"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A running label_server: .url, and .asked() -> the bodies of all requests so far."""
+    """A running label_server with .url; .asked() returns the bodies of all requests so far."""
     log = tmp_path_factory.mktemp("server") / "log.jsonl"
     process = subprocess.Popen([sys.executable, str(ROOT / "tests" / "helpers" / "label_server.py"), str(log)],
                                stdout=subprocess.PIPE, text=True)
     process.url = f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"
-    process.asked = lambda: [       # the last piece is empty, or a line of which only a part has been written
+    process.asked = lambda: [       # the last line is empty or half written
         json.loads(line) for line in log.read_text().split("\n")[:-1]] if log.exists() else []
     yield process
     process.kill()
@@ -53,16 +53,16 @@ def files(folder, lines, prompt=PROMPT):
 
 
 def flags(folder, server=None, *more, output="labels.jsonl"):
-    given = ["--input_file", folder / "lines.txt", "--output_file", folder / output, "--prompt_file",
+    words = ["--input_file", folder / "lines.txt", "--output_file", folder / output, "--prompt_file",
              folder / "prompt.txt"]
     if server is not None:
-        given += ["--base_url", server.url, "--model_name", "teacher", "--concurrency", "8"]
-    return [str(word) for word in [*given, *more]]
+        words += ["--base_url", server.url, "--model_name", "teacher", "--concurrency", "8"]
+    return [str(word) for word in [*words, *more]]
 
 
 def run(argv, log):
-    """create_data's main in a process of its own, forked from this one, which has done the imports."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
+    """create_data's main in a fork of this process, which has done the imports."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts background processes
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -96,12 +96,9 @@ def results(folder, output="labels.jsonl"):
 
 
 def labelled(folder, output="labels.jsonl"):
-    """Lines that all journals hold."""
+    """Number of lines in all journals."""
     return sum(b'{"id"' in line for path in folder.glob(f"{output}.work/shard-*") for line in
                path.read_bytes().split(b"\n"))
-
-
-# -- whole runs against a server --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -109,7 +106,7 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     trouble = {3: " flaky", 5: " drop", 8: " garbage", 12: " never", 17: " never", 20: " long"}
     lines = make_lines(40, lambda i: trouble.get(i, ""))
     lines[30] = lines[0]                                    # the same text twice
-    lines[31] = "ot a\u2028b {text} {0} %s"                 # no line end, no place
+    lines[31] = "ot a\u2028b {text} {0} %s"                 # \u2028 ends no line; {text} stays as it is
     files(tmp_path, lines)
     label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
@@ -137,7 +134,7 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(server, tmp_path_factory):
-    """(lines, results) of one process that nothing disturbed; 60 slow lines, some never labelled."""
+    """(lines, results) of one undisturbed process; 60 slow lines, some never labelled."""
     folder = tmp_path_factory.mktemp("whole")
     lines = make_lines(60, lambda i: " slow never" if i % 13 == 5 else " slow")
     files(folder, lines)
@@ -147,7 +144,7 @@ def whole(server, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
+def test_kills_at_any_point_do_not_change_the_results(server, whole, tmp_path):
     files(tmp_path, whole[0])
     kills, rng, work = 0, random.Random(1), tmp_path / "labels.jsonl.work"
     for _ in range(6):
@@ -163,7 +160,7 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
         if kills == 3:          # in the middle of a write
             with (work / "shard-0-of-1.jsonl").open("ab") as file:
                 file.write(b'{"id": 59, "label": "fr", "answ')
-    whole_lines = (work / "shard-0-of-1.jsonl").read_text().split("\n")[:-1]      # no later start may have come so far
+    whole_lines = (work / "shard-0-of-1.jsonl").read_text().split("\n")[:-1]      # the half line may still be last
     done = {row["id"] for row in map(json.loads, whole_lines) if "id" in row}
     before = len(server.asked())
     label(tmp_path, *flags(tmp_path, server))
@@ -175,7 +172,7 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
 
 
 def test_no_result_before_all_shards_are_finished(server, tmp_path):
-    """What a shard of three has finished counts for those of two."""
+    """Two shards continue the work of one of three shards."""
     files(tmp_path, make_lines(6))
     assert "4 of other shards are not finished" in label(tmp_path, *flags(tmp_path, server, "--shard", "1/3"))
     assert not (tmp_path / "labels.jsonl").exists()
@@ -188,7 +185,7 @@ def test_no_result_before_all_shards_are_finished(server, tmp_path):
     assert sorted(ids) == list(range(6))        # none was asked twice
 
 
-def test_other_settings_are_refused_not_mixed(server, tmp_path):
+def test_other_settings_are_refused(server, tmp_path):
     files(tmp_path, make_lines(4))
     label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
     printed = label(tmp_path, *flags(tmp_path, server, "--parser", "whole"), ok=False)
@@ -196,9 +193,6 @@ def test_other_settings_are_refused_not_mixed(server, tmp_path):
     files(tmp_path, [*make_lines(4)[:3], "fr another"], PROMPT.replace("Rules", "Laws"))
     printed = label(tmp_path, *flags(tmp_path, server, "--model_name", "other"), ok=False)
     assert all(name in printed for name in ("prompt_file was", "input_file was '4 lines", "model_name was 'teacher'"))
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("break_it, more, message", [
@@ -217,9 +211,9 @@ def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
     assert labelled(tmp_path) == 0
 
 
-def test_a_line_that_is_refused_stops_nothing(server, tmp_path, monkeypatch):
-    """It is rejected with the reason, as are prompts that are too long. A server that answers none of many lines in a
-    row stops the run; before its first answer nothing is recorded, so that the command can be corrected."""
+def test_a_refused_line_does_not_stop_the_run(server, tmp_path, monkeypatch):
+    """The line and prompts that are too long are rejected with the reason. If the server answers none of many lines in
+    a row, the run stops; before the first answer nothing is recorded, so the command can be corrected."""
     monkeypatch.setattr(create_data, "REFUSED_IN_A_ROW", 5)
     refused = [f"de refused {i}" for i in range(20)]
     files(tmp_path, [*make_lines(8), "de refused", "en full", *(f"de long {i}" for i in range(60)), *refused[:6]])
@@ -249,24 +243,24 @@ def test_an_answer_may_be_a_tool_call():
 
 @pytest.mark.slow
 def test_servers_of_other_kinds(server, tmp_path):
-    """Fields they refuse, null usage, a byte now and then."""
+    """The servers refuse some fields, send null usage or a byte now and then."""
     files(tmp_path, ["de seedless", "en limitless", "fr bare", "el drip", "zh plain 1"])
     before = len(server.asked())
-    given = flags(tmp_path, server, "--max_retries", "20", "--request_timeout", "2")
-    printed = label(tmp_path, *given)
-    found = rows(tmp_path / "labels.jsonl")
-    assert [row["messages"][1]["content"] for row in found] == ["de", "en", "fr", "el", "zh"], printed
+    command = flags(tmp_path, server, "--max_retries", "20", "--request_timeout", "2")
+    printed = label(tmp_path, *command)
+    labels = rows(tmp_path / "labels.jsonl")
+    assert [row["messages"][1]["content"] for row in labels] == ["de", "en", "fr", "el", "zh"], printed
     assert "no whole answer in 2 s" in printed
     asked = server.asked()[before:]
     assert {"max_tokens", "max_completion_tokens"} <= {name for body in asked for name in body}
     assert any("seed" not in body for body in asked)
-    # else a server draws by the top_k and the penalties of the model's generation_config
+    # without these fields a server would use the model's generation_config
     for name, value in {"top_k": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0}.items():
         assert asked[0][name] == value
 
 
 def test_conversations(server, tmp_path):
-    """History, several lines, system messages: what the teacher gets, and what the student will."""
+    """History, several lines and system messages reach the teacher, and the labels."""
     files(tmp_path, [])
     question = {"role": "user", "content": "first line\nde number 1"}
     turns = [{"role": "system", "content": "Be brief."}, *chats.ask("a", "b"), question]
@@ -276,16 +270,16 @@ def test_conversations(server, tmp_path):
               {"role": "tool", "content": "nothing"}, {"role": "user", "content": "el number 3"}]
     history = [*chats.ask("q", "r"), {"role": "user", "content": "two\nfr lines"}]
     records = [{"messages": turns}, {"messages": history, "id": 7},
-               {"messages": [*turns[1:], {"role": "assistant", "content": "old"}]}, {"messages": called, "tools": tools}]
+               {"messages": [*turns[1:], {"role": "assistant", "content": "x"}]}, {"messages": called, "tools": tools}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
-    printed = label(tmp_path, *given)
+    command = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
+    printed = label(tmp_path, *command)
     assert "1 conversations end with an answer" in printed
-    found = rows(tmp_path / "labels.jsonl")
-    assert [row["messages"][:-1] for row in found] == [turns, history, turns[1:], called]
-    assert [row["messages"][-1]["content"] for row in found] == ["de", "fr", "de", "el"] and found[3]["tools"] == tools
+    labels = rows(tmp_path / "labels.jsonl")
+    assert [row["messages"][:-1] for row in labels] == [turns, history, turns[1:], called]
+    assert [row["messages"][-1]["content"] for row in labels] == "de fr de el".split() and labels[3]["tools"] == tools
     sent, = {json.dumps([body["tools"], body["messages"][1]["tool_calls"][0]["function"]]) for body in server.asked()
-             if "tools" in body}        # as OpenAI's API has them: arguments are a text
+             if "tools" in body}        # in OpenAI's API, arguments are a text
     assert json.loads(sent) == [tools, {"name": "look", "arguments": '{"at": "it"}'}]
     asked = [body["messages"] for body in server.asked() if len(body["messages"]) > 1]
     wanted = PROMPT.replace("{text}", question["content"]).rstrip("\n")
@@ -293,22 +287,22 @@ def test_conversations(server, tmp_path):
 
     (tmp_path / "prompt.txt").write_text("You name languages.")
     more = ["--prompt_role", "system", "--parser", "regex", "--pattern", "Final Answer: (.*)"]
-    given = [word.replace("labels", "b") for word in given]
-    label(tmp_path, *given, *more)
+    command = [word.replace("labels", "b") for word in command]
+    label(tmp_path, *command, *more)
     joined = {"role": "system", "content": f"You name languages.\n\n{turns[0]['content']}"}
     assert [joined, *turns[1:]] in [body["messages"] for body in server.asked()]
 
 
 def test_two_files_join_without_duplicates(server, tmp_path):
-    """cat part1.jsonl part2.jsonl; the same part twice is refused by name."""
-    for part, lines in (("part1", make_lines(4)), ("part2", make_lines(9)[4:])):
+    """Two label files are joined by cat. The same file twice is refused by name."""
+    for name, lines in (("part1", make_lines(4)), ("part2", make_lines(9)[4:])):
         files(tmp_path, lines)
-        label(tmp_path, *flags(tmp_path, server, "--max_retries", "20", output=f"{part}.jsonl"))
-    parts = [(tmp_path / f"part{i}.jsonl").read_text() for i in (1, 2)]
-    (tmp_path / "both.jsonl").write_text("".join(parts))
+        label(tmp_path, *flags(tmp_path, server, "--max_retries", "20", output=f"{name}.jsonl"))
+    texts = [(tmp_path / f"part{i}.jsonl").read_text() for i in (1, 2)]
+    (tmp_path / "both.jsonl").write_text("".join(texts))
     ids = [row["id"] for row in rows(tmp_path / "both.jsonl")]
     assert len(set(ids)) == 9 and max(ids) < 2**53
-    (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
+    (tmp_path / "twice.jsonl").write_text(texts[0] * 2)
     reading = chat_data.Reading(chat.Encoder(chats.tokenizer()), 256)
     assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)[0] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
@@ -331,38 +325,31 @@ def test_damaged_journal_is_named(server, tmp_path):
             create_data.read_journals(work, header)
 
 
-# -- transformers -----------------------------------------------------------------------------------------------------
-
-
 def test_transformers_run(tiny_chat, tmp_path):
     folder = tiny_chat[0]
     files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
-    given = flags(tmp_path, None, "--model_name", folder, "--engine", "transformers", "--parser", "whole",
+    command = flags(tmp_path, None, "--model_name", folder, "--engine", "transformers", "--parser", "whole",
                   "--max_tokens", "24", "--temperature", "1", "--batch_size", "4", "--chunk_size", "3")
-    label(tmp_path, *given)
+    label(tmp_path, *command)
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
     assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-    assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
-
-
-# -- the launcher -----------------------------------------------------------------------------------------------------
+    assert "model was " in label(tmp_path, *command, ok=False)        # other weights under the same name are refused
 
 
 @pytest.fixture
 def launch(server, tmp_path):
-    """launch(*flags, **settings) starts the launcher on two make-believe GPUs."""
+    """launch(*flags, **settings) starts the launcher on two fake GPUs."""
     with launches(tmp_path) as run:
-        yield lambda *more, **settings: run(
-            ["bash", LAUNCHER, "lines.txt", "labels.jsonl", "1", "--prompt_file", "prompt.txt", "--base_url", server.url,
-             "--concurrency", "4", *more], os.environ | {
-                "VENV": "none", "ENGINE": "openai", "MODEL": "teacher", "GPUS": "2", "MAX_MODEL_LEN": "0",
-                "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": ""} | settings)
+        env = os.environ | {"VENV": "none", "ENGINE": "openai", "MODEL": "teacher", "GPUS": "2", "MAX_MODEL_LEN": "0",
+                            "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": ""}
+        words = ["lines.txt", "labels.jsonl", "1", "--prompt_file", "prompt.txt", "--concurrency", "4", "--base_url"]
+        yield lambda *more, **settings: run(["bash", LAUNCHER, *words, server.url, *more], env | settings)
 
 
 def stand_in(folder, lines):
-    """A PATH whose python passes the launcher's check at once, its imports take seconds, and else runs lines of sh."""
+    """A PATH whose python passes the launcher's slow check at once, and otherwise runs these lines of sh."""
     (folder / "bin").mkdir()
     (folder / "bin" / "python").write_text(f'#!/bin/sh\ncase "$*" in *--dry_run) exit ;; esac\n{lines}\n')
     (folder / "bin" / "python").chmod(0o755)
@@ -370,7 +357,7 @@ def stand_in(folder, lines):
 
 
 def command_line(pid):
-    """Words that a process was started with; one empty word when it has ended."""
+    """The command line of a process, as words; one empty word after its end."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -389,12 +376,12 @@ def instance(process, number):
 @pytest.mark.slow
 @pytest.mark.race
 def test_launcher_restarts_an_instance_leaves_no_process_and_merges(server, whole, launch, quick_python, tmp_path):
-    """An instance is killed, then the launcher; the next launch gets Ctrl-C; the third ends as if nothing had been."""
+    """An instance is killed, then the launcher; the next launch gets Ctrl-C; the third has the undisturbed results."""
     files(tmp_path, whole[0])
     path = stand_in(tmp_path, f'exec {quick_python} "$@"')
 
     def launched(more):
-        """A launch on one request at a time, once `more` lines are finished by it."""
+        """Launch with one request at a time; wait until it has finished `more` lines."""
         before, process = labelled(tmp_path), launch("--concurrency", "1", PATH=path)
         wait_until(lambda: labelled(tmp_path) >= before + more or process.poll() is not None, "first lines")
         return process
@@ -403,14 +390,14 @@ def test_launcher_restarts_an_instance_leaves_no_process_and_merges(server, whol
     wait_until(lambda: "instance 1 starts again in 0 s (1 of 2)" in killed.log.read_text() and instance(killed, 1),
                "a second instance")
     killed.kill()
-    # of what is killed nobody asks how it ended, before all are gone
+    # reap the killed launcher only after all its processes are gone
     wait_until(lambda: not alive(killed.mark), "end of every process")
     assert killed.wait(timeout=PATIENCE_S) == -9 and "status 137" in killed.log.read_text()
     process = launched(4)
     os.killpg(process.pid, signal.SIGINT)       # Ctrl-C comes to the whole foreground group
     assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGINT, process.log.read_text()
     wait_until(lambda: not alive(process.mark), "end of every process")
-    # the instances learn of it later; they may have come to their end
+    # the instances get the signal later and may finish some lines
     assert 6 <= labelled(tmp_path) < 60 and not (tmp_path / "labels.jsonl").exists()
     process = launch(PATH=path)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
@@ -432,8 +419,8 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
     printed = process.log.read_text()
     assert printed.count("instance 1 ended with status 7: error: no luck") == 2
     assert "error: instances 1 failed; finished lines are kept" in printed
-    assert (tmp_path / "finished").exists() and not (tmp_path / "merged").exists()      # the other one went on
-    wait_until(lambda: not alive(process.mark), "end of what a failed one has started")
-    assert not (tmp_path / "overlap").exists()      # nor did it meet the next one
+    assert (tmp_path / "finished").exists() and not (tmp_path / "merged").exists()      # the other instance finished
+    wait_until(lambda: not alive(process.mark), "end of the processes of a failed instance")
+    assert not (tmp_path / "overlap").exists()      # they ended before the restart
     bare = (tmp_path / "bare").read_text().strip()
     wait_until(lambda: b"sleep" not in command_line(bare), "end of a process without environment")

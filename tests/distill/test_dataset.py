@@ -1,4 +1,4 @@
-"""Tokenised conversations on disk: refused lines, cuts, held-out lines, packed batches."""
+"""Tokenised conversations on disk: refused lines, long samples, held-out lines, split answers."""
 import json
 
 import numpy as np
@@ -16,66 +16,65 @@ SINGLE = ask("Das ist ein Satz.", "de")
 
 
 @pytest.fixture(scope="module")
-def made():
+def tokenizer():
     return chats.tokenizer()
 
 
-@pytest.mark.parametrize("line, part", [
+@pytest.mark.parametrize("line, message", [
     (b"{", "not valid JSON at column 2: Expecting property name"), (b"\xff{}", "not UTF-8"),
     (b"[]", "is a JSON list, and one object a line"),
     (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),
-    (b'{"instruction": "question", "output": "answer"}', 'has no list "messages", so it is not a chat; give {"messages"'),
+    (b'{"instruction": "ask", "output": "answer"}', 'has no list "messages", so it is not a chat; give {"messages"'),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
-    (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}]}', "message 1 has name, which no chat template is"),
+    (b'{"messages": [{"role": "user", "name": "J", "content": "a"}]}', "message 1 has name, which no chat template is"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),
-    (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": 1}]}]}', "tool_calls are no list"),
-])
-def test_bad_lines_are_named(made, tmp_path, line, part):
+    (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": 1}]}]}', "tool_calls are no list")])
+def test_bad_lines_are_named(tokenizer, tmp_path, line, message):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
     path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
     with pytest.raises(UserError) as wrong:
-        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100))
-    assert str(wrong.value).startswith(f"{path}:4: ") and part in str(wrong.value)
+        write_table(tmp_path / "table", [path], Reading(encoder(tokenizer, QWEN), 100))
+    assert str(wrong.value).startswith(f"{path}:4: ") and message in str(wrong.value)
     assert "\n" not in str(wrong.value)
 
 
-def make_table(made, folder, conversations, limit=256, drop=()):
+def make_table(tokenizer, folder, conversations, limit=256, drop=()):
     path = chats.write(folder / "chats.jsonl", conversations)
-    found = write_table(folder / "table", [path], Reading(encoder(made, QWEN), limit, drop=drop))
-    return ChatTable(folder / "table"), found
+    counts = write_table(folder / "table", [path], Reading(encoder(tokenizer, QWEN), limit, drop=drop))
+    return ChatTable(folder / "table"), counts
 
 
 def samples_of(table):
     return [(table.tokens[a:b].tolist(), table.trained[a:b].tolist()) for a, b in zip(table.offsets, table.offsets[1:])]
 
 
-def test_table_holds_what_was_encoded(made, tmp_path):
-    table, found = make_table(made, tmp_path, chats.conversations(7))
-    whole = encoder(made, QWEN).encode(chats.conversations(7))
-    assert samples_of(table) == whole and found == ([7], "")
+def test_the_table_holds_the_encoded_samples(tokenizer, tmp_path):
+    table, counts = make_table(tokenizer, tmp_path, chats.conversations(7))
+    whole = encoder(tokenizer, QWEN).encode(chats.conversations(7))
+    assert samples_of(table) == whole and counts == ([7], "")
     assert table.lengths.tolist() == [len(ids) for ids, _ in whole]
     assert table.targets.tolist() == [sum(mask) for _, mask in whole]
     assert table.name(6) == f"{tmp_path}/chats.jsonl:7"
     mapped = (table.tokens, table.trained, table.offsets, table.lengths)
     assert all(isinstance(values, np.memmap) for values in mapped), "memory must not grow with ranks or workers"
     (tmp_path / "other").mkdir()
-    other, _ = make_table(made, tmp_path / "other", [*chats.conversations(6), ask("x", "de")])
+    other, _ = make_table(tokenizer, tmp_path / "other", [*chats.conversations(6), ask("x", "de")])
     everyone = np.arange(7)
     assert table.fingerprint(everyone[:6]) == other.fingerprint(everyone[:6])
     assert table.fingerprint(everyone) != other.fingerprint(everyone) != table.fingerprint(everyone[:6])
 
 
-def test_too_long_samples(made, tmp_path):
+def test_too_long_samples(tokenizer, tmp_path):
     short, long = ask("a", "en"), ask("the quick brown fox " * 9, "de or fr")
-    (ids, _), = encoder(made, QWEN).encode([long])
+    (ids, _), = encoder(tokenizer, QWEN).encode([long])
     limit = len(ids) - 1
     with pytest.raises(UserError, match=rf"jsonl:2: {len(ids)} tokens, more than {limit}\nfix: shorten"):
-        make_table(made, tmp_path, [short, long, short], limit)
-    table, found = make_table(made, tmp_path, [short, long, short], limit, ("too_long",))
-    assert table.lines.tolist() == [1, 3] and found == ([2], "1 too_long")
+        make_table(tokenizer, tmp_path, [short, long, short], limit)
+    table, counts = make_table(tokenizer, tmp_path, [short, long, short], limit, ("too_long",))
+    assert table.lines.tolist() == [1, 3] and counts == ([2], "1 too_long")
 
 
 def test_hold_out_takes_whole_groups():
@@ -85,17 +84,17 @@ def test_hold_out_takes_whole_groups():
     train, out = split_groups(groups, 0.4, 7)
     assert sorted([*train, *out]) == list(range(60)) and len(set(groups[out])) == 2
     assert not set(groups[train]) & set(groups[out])
-    assert [list(part) for part in split_groups(groups, 0.4, 7)] == [list(train), list(out)]
+    assert [list(numbers) for numbers in split_groups(groups, 0.4, 7)] == [list(train), list(out)]
     assert list(split_groups(groups, 0.4, 8)[1]) != list(out)
-    by_id = group_numbers(lines[::-1] - 1, lines, 15)        # an id is the line that a record came from
+    by_id = group_numbers(lines[::-1] - 1, lines, 15)        # an id is the number of the source line
     assert by_id.tolist() == groups[::-1].tolist()
-    assert [len(part) for part in split_groups(groups, 0, 7)] == [60, 0]
+    assert [len(numbers) for numbers in split_groups(groups, 0, 7)] == [60, 0]
     with pytest.raises(UserError, match="all samples are one group"):
         split_groups(np.zeros(9), 0.5, 7)
 
 
-def test_all_forms_are_the_same_conversations(made, tmp_path):
-    """ShareGPT, prompts and completions, parquet with columns of null; a question at the end is dropped."""
+def test_all_forms_are_the_same_conversations(tokenizer, tmp_path):
+    """Forms: ShareGPT, prompts and completions, parquet with columns of null. A question at the end is dropped."""
     import pyarrow
     import pyarrow.parquet
     talks = [chats.ask(f"question {i}", f"answer {i}") for i in range(6)]
@@ -111,32 +110,32 @@ def test_all_forms_are_the_same_conversations(made, tmp_path):
     (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     tables = []
     for name in ("plain.jsonl", "rows.parquet", "others.jsonl"):
-        write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(made), 256))
+        write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(tokenizer), 256))
         tables.append(ChatTable(tmp_path / f"table-{name}"))
         for column in ("tokens", "trained", "offsets", "asked"):
             assert getattr(tables[-1], column).tolist() == getattr(tables[0], column).tolist()
     assert len(tables[0]) == 6 and tables[1].keys.tolist() == list(range(6))
 
 
-def test_answers_of_a_hybrid_template_are_samples_of_their_own(made, tmp_path):
-    """Each answer has the template's rendering at its turn; a line is held out whole, and once."""
+def test_each_answer_of_a_hybrid_template_is_a_sample(tokenizer, tmp_path):
+    """Each answer is rendered at its turn. All samples of a line are held out together, and the line is saved once."""
     talk = ask("a", "one", reasoning_content="why") + ask("b", "two", reasoning_content="hm") + ask("c", "three")
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"id": i, "messages": messages}) + "\n" for i, messages in enumerate(
         [talk, SINGLE, talk])))
-    split = chat.Encoder(made, split=True)
-    made.chat_template = chats.QWEN_THINK
+    split = chat.Encoder(tokenizer, split=True)
+    tokenizer.chat_template = chats.QWEN_THINK
     table, n_train, _ = prepare_table(World(), tmp_path, [path], Reading(split, 256))
     wanted = []
     for messages in (talk, SINGLE, talk):
         for i in range(1, len(messages), 2):
-            start, whole = (made.apply_chat_template(messages[:i + 1 - k], add_generation_prompt=bool(k),
+            start, whole = (tokenizer.apply_chat_template(messages[:i + 1 - k], add_generation_prompt=bool(k),
                                                      return_dict=False) for k in (1, 0))
-            # but for the line feed behind the end
-            wanted.append((whole, [len(start) <= place < len(whole) - 1 for place in range(len(whole))]))
+            # the line feed after the end token is not trained
+            wanted.append((whole, [len(start) <= index < len(whole) - 1 for index in range(len(whole))]))
     assert samples_of(table) == wanted and table.lines.tolist() == [1, 1, 1, 2, 3, 3, 3]
-    ours, theirs = split_samples(table, n_train, 1, 0.5, 3)
-    write_held_out(tmp_path, table, ours, theirs)
-    assert not set(table.lines[ours]) & set(table.lines[theirs])
+    train, held_out = split_samples(table, n_train, 1, 0.5, 3)
+    write_held_out(tmp_path, table, train, held_out)
+    assert not set(table.lines[train]) & set(table.lines[held_out])
     rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
-    assert [row["id"] + 1 for row in rows] == sorted(set(table.lines[theirs].tolist()))
+    assert [row["id"] + 1 for row in rows] == sorted(set(table.lines[held_out].tolist()))

@@ -1,4 +1,4 @@
-"""The model as its own teacher: divergences, packed student and teacher, whole runs, runs on their own answers."""
+"""Self-distillation: divergences, packed student and teacher, whole runs, runs on the student's answers."""
 import json
 import math
 import shutil
@@ -28,53 +28,47 @@ SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_h
            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}}
 
 
-# -- The divergence ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind, beta, k", [("forward", 0.5, 0), ("reverse", 0.5, 0), ("js", 0.5, 0), ("js", 0.1, 0),
                                            ("forward", 0.5, 4), ("reverse", 0.5, 4), ("js", 0.8, 4)])
 def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
-    """Through the head, whole and in pieces, with a share of cross-entropy; the teacher gets no gradient."""
+    """The head runs whole and in pieces; a share of the loss is cross-entropy; the teacher gets no gradient."""
     torch.manual_seed(0)
-    ours = [torch.randn(shape, requires_grad=True) for shape in ((11, 5), (23, 5), (23,))]
-    theirs = [t.detach().double().requires_grad_() for t in ours]
-    taught, targets = torch.randn(11, 5, requires_grad=True), torch.randint(0, 23, (11,))
-    rows = theirs[0] @ theirs[1].T + theirs[2]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in ((11, 5), (23, 5), (23,))]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    teacher_hidden, targets = torch.randn(11, 5, requires_grad=True), torch.randint(0, 23, (11,))
+    rows = exact[0] @ exact[1].T + exact[2]
     with torch.no_grad():
-        teacher = taught.double() @ theirs[1].T + theirs[2]
+        teacher = teacher_hidden.double() @ exact[1].T + exact[2]
     wanted = [students.apart(row, other, kind, beta, k) for row, other in zip(rows, teacher)]
     ce = -rows.log_softmax(-1)[range(11), targets]
     (2 * (0.3 * ce.sum() + 0.7 * sum(wanted))).backward()
     for chunk in (100, 4):
-        for t in ours:
+        for t in tensors:
             t.grad = None
-        loss, right, all_ce, all_apart = chunked_loss(ours[0], ours[1:], targets, chunk, (taught,),
+        loss, right, all_ce, all_apart = chunked_loss(tensors[0], tensors[1:], targets, chunk, (teacher_hidden,),
                                                       (0.7, kind, beta, k))
         (2 * loss).backward()
         assert (all_ce.item(), all_apart.item()) == pytest.approx((ce.sum().item(), sum(wanted).item()), rel=1e-5)
         assert loss.item() == pytest.approx(0.3 * ce.sum().item() + 0.7 * sum(wanted).item(), rel=1e-5)
-        assert right == (rows.argmax(-1) == targets).sum() and taught.grad is None
-        for a, b in zip(ours, theirs):
+        assert right == (rows.argmax(-1) == targets).sum() and teacher_hidden.grad is None
+        for a, b in zip(tensors, exact):
             torch.testing.assert_close(a.grad, b.grad.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 def test_ruled_out_tokens_are_no_nan(kind):
-    """Logits of -inf in both, or in one: 0 log 0 is 0, and what cannot be is only a large number."""
+    """Both or one have logits of -inf: 0 log 0 is 0, and the divergence stays finite."""
     student = torch.tensor([[0.0, 1.0, -math.inf], [0.0, -math.inf, 2.0]], requires_grad=True)
     teacher = torch.tensor([[1.0, 0.0, -math.inf], [0.0, 1.0, -math.inf]])
-    found = divergence(student, teacher, kind)
-    found.sum().backward()
-    assert torch.isfinite(found).all() and torch.isfinite(student.grad).all()
-    assert found[0].item() == pytest.approx(students.apart(student[0, :2], teacher[0, :2], kind).item(), rel=1e-5)
-
-
-# -- Student and teacher in one model ----------------------------------------------------------------------------------
+    values = divergence(student, teacher, kind)
+    values.sum().backward()
+    assert torch.isfinite(values).all() and torch.isfinite(student.grad).all()
+    assert values[0].item() == pytest.approx(students.apart(student[0, :2], teacher[0, :2], kind).item(), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folder with two students, conversations, a prompt for each role."""
+def inputs(tmp_path_factory):
+    """Folder with two students, conversations and a prompt for each role."""
     folder = tmp_path_factory.mktemp("self")
     chats.student(folder / "qwen", max_position_embeddings=512)
     chats.student(folder / "smollm2", "llama", **SMOLLM2, attention_bias=False)
@@ -85,16 +79,17 @@ def made(tmp_path_factory):
     return folder
 
 
-def prompted_table(made, folder, student, role, turns="all"):
-    encoder = chat.Encoder(chat.load_tokenizer(made / student), turns)
-    write_table(folder, [made / "chats.jsonl"], Reading(encoder, 512, prompt=read_prompt(made / f"{role}.txt", role)))
+def prompted_table(inputs, folder, student, role, turns="all"):
+    encoder = chat.Encoder(chat.load_tokenizer(inputs / student), turns)
+    prompt = read_prompt(inputs / f"{role}.txt", role)
+    write_table(folder, [inputs / "chats.jsonl"], Reading(encoder, 512, prompt=prompt))
     return ChatTable(folder)
 
 
-def adapted(made, folder, student, prompted, recompute=None):
-    """A PackedLM with an adapter that does something (B is not zero), saved to the folder."""
-    lora = (5, 5, 0.0, "all-linear", str(made / student))
-    model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, prompted=prompted)
+def adapted(inputs, folder, student, prompted, recompute=None):
+    """A PackedLM with an adapter whose B is not zero, saved to the folder."""
+    lora = (5, 5, 0.0, "all-linear", str(inputs / student))
+    model, parts = packed_lm.build_empty(inputs / student, torch.float32, lora, recompute, prompted=prompted)
     packed_lm.load(model, parts, WORLD)
     adapters.init_adapters(model.net, 3)
     generator = torch.Generator().manual_seed(3)
@@ -107,25 +102,25 @@ def adapted(made, folder, student, prompted, recompute=None):
     return model
 
 
-def alone(model, base, tokenizer, messages, role, made, turns="all"):
-    """[(student's logits, target, teacher's logits)] of every trained token, each conversation without any other."""
-    found, prompt = [], read_prompt(made / f"{role}.txt", role)
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    for i in places if turns == "all" else places[-1:]:
+def alone(model, base, tokenizer, messages, role, inputs, turns="all"):
+    """[(student's logits, target, teacher's logits)] of every trained token of one conversation."""
+    rows, prompt = [], read_prompt(inputs / f"{role}.txt", role)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i in answers if turns == "all" else answers[-1:]:
         with torch.no_grad():
-            taught, _ = students.answer_rows(base, tokenizer, [*add_prompt(prompt, messages[:i])], messages[i])
-        found += zip(*students.answer_rows(model, tokenizer, messages[:i], messages[i]), taught, strict=True)
-    return found
+            teacher_rows, _ = students.answer_rows(base, tokenizer, [*add_prompt(prompt, messages[:i])], messages[i])
+        rows += zip(*students.answer_rows(model, tokenizer, messages[:i], messages[i]), teacher_rows, strict=True)
+    return rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("student, role, kind, recompute", [
     ("qwen", "system", ("forward", 0.5, 0), None), ("smollm2", "user", ("js", 0.3, 6), "all")])
-def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role, kind, recompute):
-    """Losses and the gradient of every adapter, from transformers' and PEFT's forward of each conversation alone."""
+def test_packed_self_distillation_is_the_dense_one(inputs, tmp_path, student, role, kind, recompute):
+    """Losses and all adapters' gradients equal those of transformers and PEFT on each conversation alone."""
     turns = "last" if role == "user" else "all"
-    table = prompted_table(made, tmp_path / "table", student, role, turns)
-    model = adapted(made, tmp_path, student, (0.7, *kind), recompute).train()
+    table = prompted_table(inputs, tmp_path / "table", student, role, turns)
+    model = adapted(inputs, tmp_path, student, (0.7, *kind), recompute).train()
     model.chunk = 7
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     chosen = [3, 0, 7, 11]
@@ -140,12 +135,12 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     assert torch.equal(state, torch.get_rng_state()) and model.net.training
     assert flags == {name: p.requires_grad for name, p in model.named_parameters()}
 
-    tokenizer = AutoTokenizer.from_pretrained(made / student)
-    base = AutoModelForCausalLM.from_pretrained(made / student)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / student), tmp_path,
+    tokenizer = AutoTokenizer.from_pretrained(inputs / student)
+    base = AutoModelForCausalLM.from_pretrained(inputs / student)
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs / student), tmp_path,
                                        is_trainable=True)
-    talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
-    rows = [row for number in chosen for row in alone(theirs, base, tokenizer, talks[number], role, made, turns)]
+    talks = [json.loads(line)["messages"] for line in open(inputs / "chats.jsonl")]
+    rows = [row for number in chosen for row in alone(reference, base, tokenizer, talks[number], role, inputs, turns)]
     wanted_ce = sum(-s.log_softmax(-1)[target] for s, target, _ in rows)
     wanted = sum(students.apart(s, t, *kind) for s, _, t in rows)
     total = 0.3 * wanted_ce + 0.7 * wanted
@@ -154,30 +149,27 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     assert (loss.item(), ce.item(), apart.item()) == pytest.approx((total.item(), wanted_ce.item(), wanted.item()),
                                                                    rel=1e-4)
     assert wanted.item() > 0.01 * n.item(), "prompt and adapter matter"
-    grads = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if ".lora_" in name}
-    ours = adapters.adapter_weights(model.net)
-    assert grads.keys() == ours.keys()
+    grads = {name.replace(".default", ""): p.grad for name, p in reference.named_parameters() if ".lora_" in name}
+    weights = adapters.adapter_weights(model.net)
+    assert grads.keys() == weights.keys()
     for name, grad in grads.items():
-        # sums in float32 of other orders: 1e-5 of the largest was seen
-        torch.testing.assert_close(ours[name].grad, grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max() + 1))
-
-
-# -- Runs --------------------------------------------------------------------------------------------------------------
+        # float32 sums in another order: 1e-5 of the largest was seen
+        torch.testing.assert_close(weights[name].grad, grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max() + 1))
 
 
 @pytest.fixture(scope="module")
-def train(pool, made):
+def train(pool, inputs):
     """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
     def run(ranks, output_dir, *more, fails=""):
         return students.train(
-            pool, ranks, output_dir, "--model_path", made / "smollm2", "--train_data_file", made / "chats.jsonl",
-            "--prompt_file", made / "system.txt", "--prompt_role", "system", "--validation_split", 0.2, "--seed", 5,
+            pool, ranks, output_dir, "--model_path", inputs / "smollm2", "--train_data_file", inputs / "chats.jsonl",
+            "--prompt_file", inputs / "system.txt", "--prompt_role", "system", "--validation_split", 0.2, "--seed", 5,
             "--use_lora", "--lora_rank", 4, "--learning_rate", 5e-3, "--eval_steps", 3, *more, fails=fails)
     return run
 
 
-def losses(found, start=0):
-    return [found[step]["train/loss"] for step in sorted(found) if step > start and "train/loss" in found[step]]
+def losses(metrics, start=0):
+    return [metrics[step]["train/loss"] for step in sorted(metrics) if step > start and "train/loss" in metrics[step]]
 
 
 def weights_of(output_dir):
@@ -190,23 +182,23 @@ DRAWN = ("--on_policy", 0.6, "--max_new_tokens", 6, "--max_steps", 5, "--save_st
 
 
 @pytest.mark.slow
-def test_runs_on_drawn_answers_are_the_same(train, made, tmp_path):
-    """Stopped at step 2; on two ranks by FSDP2, where a server draws by the adapters that it is given at each step. The
-    server fails for a moment, or for good."""
+def test_runs_on_drawn_answers_are_the_same(train, inputs, tmp_path):
+    """A run resumed at step 2 and one on two ranks are equal. On two ranks a server draws with the adapters of each
+    step. The server fails once, or always."""
     folder = tmp_path / "one"
-    one = train(1, folder, *ALONE, *DRAWN)
-    assert one[1]["train/loss"] == pytest.approx(one[1]["train/kl_loss"]), "nothing but the divergence is learned"
+    whole = train(1, folder, *ALONE, *DRAWN)
+    assert whole[1]["train/loss"] == pytest.approx(whole[1]["train/kl_loss"]), "nothing but the divergence is learned"
     shutil.copytree(folder, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[45]"))
     again = train(1, tmp_path / "again", *ALONE, *DRAWN)
-    assert again[2] == one[2], "with its clock: steps 1 and 2 were not done again"
-    assert losses(again, 2) == losses(one, 2)
+    assert again[2] == whole[2], "with its clock: steps 1 and 2 were not done again"
+    assert losses(again, 2) == losses(whole, 2)
     for name, tensor in weights_of(folder).items():
         assert torch.equal(tensor, weights_of(tmp_path / "again")[name])
-    with LoraServer(made / "smollm2") as server:
+    with LoraServer(inputs / "smollm2") as server:
         server.fails = {"/v1/completions": 503}
         served = train(2, tmp_path / "served", *SPLIT, *DRAWN, "--base_url", server.url)
-        assert losses(served) == pytest.approx(losses(one), rel=1e-4)
-        for name, tensor in weights_of(folder).items():     # Adam makes parts of a step of 5e-3 of rounding
+        assert losses(served) == pytest.approx(losses(whole), rel=1e-4)
+        for name, tensor in weights_of(folder).items():     # Adam turns rounding into parts of a step of 5e-3
             torch.testing.assert_close(tensor, weights_of(tmp_path / "served")[name], rtol=1e-3, atol=5e-4)
         loads = [path for path, _ in server.calls if "lora" in path]
         assert loads == ["/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 4]
@@ -215,11 +207,11 @@ def test_runs_on_drawn_answers_are_the_same(train, made, tmp_path):
               fails='HTTP 400 {"error": {"message": "no"}}; it needs --enable-lora')
 
 
-def test_drawn_answers_are_draws(made, tmp_path):
-    """The student samples them after its prompt, with its adapters; the teacher reads the same tokens."""
-    table = prompted_table(made, tmp_path / "table", "smollm2", "system")
-    model, ends = adapted(made, tmp_path, "smollm2", (1.0, "forward", 0.5, 0)), [2]
-    batches = [collate([table[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
+def test_draws_depend_on_run_step_and_sample_alone(inputs, tmp_path):
+    """The student samples answers after its prompt, with its adapters."""
+    table = prompted_table(inputs, tmp_path / "table", "smollm2", "system")
+    model, ends = adapted(inputs, tmp_path, "smollm2", (1.0, "forward", 0.5, 0)), [2]
+    batches = [collate([table[n] for n in numbers], prompted=True) for numbers in ((0, 1, 2, 3), (4, 5))]
 
     def replace_answers(batches, share, step):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
@@ -227,7 +219,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
     (first, second), targets = replace_answers(batches, 1.0, 7)
     assert targets == len(first.targets) + len(second.targets) and first.samples == (0, 1, 2, 3)
     same, _ = replace_answers(batches[1:], 1.0, 7)
-    assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
+    assert torch.equal(same[0].input_ids, second.input_ids)
     other, _ = replace_answers(batches[1:], 1.0, 8)
     assert not torch.equal(other[0].input_ids, second.input_ids)
     kept, n = replace_answers(batches, 0.0, 7)
@@ -236,24 +228,24 @@ def test_drawn_answers_are_draws(made, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
-    """Its divergence and likelihood are those of the run's own validation; the base's are those of plain forwards."""
-    found = train(1, tmp_path / "run", *ALONE, "--max_steps", 6, "--save_steps", 0)
-    given = ["--checkpoint", str(tmp_path / "run" / "checkpoint-6"), "--output_dir", str(tmp_path / "judged"),
+def test_the_evaluation_of_a_prompt(inputs, train, tmp_path, capsys):
+    """The student's divergence and likelihood equal the run's validation; the base's equal plain forward passes."""
+    logged = train(1, tmp_path / "run", *ALONE, "--max_steps", 6, "--save_steps", 0)
+    command = ["--checkpoint", str(tmp_path / "run" / "checkpoint-6"), "--output_dir", str(tmp_path / "judged"),
              "--follows", "e", "--max_new_tokens", "4", "--batch_size", "3"]
-    scripts.run(evaluate, given)
+    scripts.run(evaluate, command)
     report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
     metrics, shown = report["metrics"], capsys.readouterr().out
-    assert metrics["student: kl"] == pytest.approx(found[6]["eval/kl_loss"], rel=1e-4)
-    assert metrics["student: nll"] == pytest.approx(found[6]["eval/ce_loss"], rel=1e-4)
+    assert metrics["student: kl"] == pytest.approx(logged[6]["eval/kl_loss"], rel=1e-4)
+    assert metrics["student: nll"] == pytest.approx(logged[6]["eval/ce_loss"], rel=1e-4)
     assert 0 < metrics["student: kl"] < metrics["base: kl"] and metrics["base + prompt: kl"] == 0
     assert metrics["closed: kl"] == pytest.approx(1 - metrics["student: kl"] / metrics["base: kl"])
 
-    tokenizer = AutoTokenizer.from_pretrained(made / "smollm2")
-    base = AutoModelForCausalLM.from_pretrained(made / "smollm2")
-    talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "smollm2")
+    base = AutoModelForCausalLM.from_pretrained(inputs / "smollm2")
+    talks = [json.loads(line)["messages"] for line in open(inputs / "chats.jsonl")]
     rows = [row for sample in report["samples"] for row in alone(base, base, tokenizer, talks[sample["id"]], "system",
-                                                                 made)]
+                                                                 inputs)]
     kl = sum(students.apart(s, t, "forward") for s, _, t in rows).item() / len(rows)
     assert metrics["base: kl"] == pytest.approx(kl, rel=1e-4)
     teacher = sum(-t.log_softmax(-1)[target] for _, target, t in rows).item() / len(rows)
@@ -262,7 +254,7 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     prompt = tokenizer.apply_chat_template([{"role": "system", "content": PROMPT.strip()}], return_dict=False)
     assert metrics["tokens saved"] == pytest.approx(len(prompt) - 1, abs=1)
     with pytest.raises(SystemExit):
-        scripts.run(evaluate, [*given[:3], str(tmp_path / "again"), *given[6:], "--min_closed", "1"])
+        scripts.run(evaluate, [*command[:3], str(tmp_path / "again"), *command[6:], "--min_closed", "1"])
     assert "less than --min_closed 1.0" in capsys.readouterr().err
 
 

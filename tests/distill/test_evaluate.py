@@ -1,4 +1,4 @@
-"""Judging students of train_sft.py, against transformers' own forward one line at a time; what is refused."""
+"""Evaluations of students of train_sft.py match transformers' forward one line at a time; refusals."""
 import json
 import random
 import re
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import report
-from distill import evaluate as judge
+from distill import evaluate as script
 from tests.helpers import chats, scripts, students
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
@@ -25,7 +25,7 @@ def truth_of(i):
 
 
 def label_of(i):
-    """The teacher's: wrong about every seventh German line."""
+    """The teacher's label: wrong for every seventh German line."""
     return "en" if i % 21 == 0 else truth_of(i)
 
 
@@ -41,8 +41,8 @@ def write(path, rows):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folder with a base model, labels and a prompt."""
+def inputs(tmp_path_factory):
+    """Folder with the inputs: a base model, labels and a prompt."""
     folder = tmp_path_factory.mktemp("judged")
     chats.student(folder / "base")
     chats.tokenizer(chats.QWEN_THINK).save_pretrained(folder / "base")
@@ -52,16 +52,16 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(pool, made):
-    """train(name, *flags) -> checkpoint folder of a student, trained when first asked for. Look, do not touch."""
+def train(pool, inputs):
+    """train(name, *flags) -> checkpoint folder of a student, trained on first use. Read only."""
     done = {}
 
     def get(name, *flags):
         if name not in done:
-            steps, out = 1 if flags else STEPS, made / name
+            steps, out = 1 if flags else STEPS, inputs / name
             hold_out = [] if flags else ["--validation_split", 0.2, "--group_size", GROUP]
-            students.train(pool, 1, out, "--model_path", made / "base", "--train_data_file", made / "labels.jsonl",
-                           "--logging_dir", made / "logs", "--max_steps", steps, "--eval_steps", 0, "--save_steps", 0,
+            students.train(pool, 1, out, "--model_path", inputs / "base", "--train_data_file", inputs / "labels.jsonl",
+                           "--logging_dir", inputs / "logs", "--max_steps", steps, "--eval_steps", 0, "--save_steps", 0,
                            "--per_device_train_batch_size", 16, "--global_batch_size", 16, "--learning_rate", 5e-3,
                            "--enable_thinking", "false", *hold_out, *flags)
             done[name] = out / f"checkpoint-{steps}"
@@ -74,27 +74,24 @@ def full(train):
     return train("full")
 
 
-def evaluate(made, out, checkpoint, *flags):
-    """Run the script in this process; the contents of evaluation.json."""
-    scripts.run(judge, [str(word) for word in ("--checkpoint", checkpoint, "--parser", "language", "--labels",
+def evaluate(inputs, out, checkpoint, *flags):
+    """Run the script in this process; returns the contents of evaluation.json."""
+    scripts.run(script, [str(word) for word in ("--checkpoint", checkpoint, "--parser", "language", "--labels",
                                                "en,de,fr", "--max_new_tokens", 10, "--output_dir", out, *flags)])
     return json.loads((out / "evaluation.json").read_text())
 
 
-def refusal(capsys, made, out, checkpoint, *flags):
-    """The one line that the script ends with, status 1."""
+def refusal(capsys, inputs, out, checkpoint, *flags):
+    """Run the script; returns its error, one line, with status 1."""
     with pytest.raises(SystemExit) as left:
-        evaluate(made, out, checkpoint, *flags)
+        evaluate(inputs, out, checkpoint, *flags)
     error = capsys.readouterr().err.strip()
     assert left.value.code == 1 and error.startswith("error: ") and "\n" not in error, error
     return error
 
 
-# -- Whole evaluations -------------------------------------------------------------------------------------------------
-
-
 def alone(model, tokenizer, text, tokens=10):
-    """The answer by transformers' forward, likeliest token by token, no cache, no batch."""
+    """The greedy answer by transformers' forward, without cache and batch."""
     ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
                                         return_dict=False, enable_thinking=False)
     start = len(ids)
@@ -105,42 +102,42 @@ def alone(model, tokenizer, text, tokens=10):
 
 
 @pytest.fixture(scope="module")
-def whole(made, full, tmp_path_factory):
+def whole(inputs, full, tmp_path_factory):
     """(evaluation.json of the full student with its base and the prompt, output folder)."""
     out = tmp_path_factory.mktemp("whole")
-    return evaluate(made, out, full, "--prompt_file", made / "prompt.txt", "--batch_size", 5), out
+    return evaluate(inputs, out, full, "--prompt_file", inputs / "prompt.txt", "--batch_size", 5), out
 
 
 @pytest.mark.slow
-def test_the_lines_are_those_that_the_run_held_out(made, full, whole):
-    """The run's own validation loss comes out of them, and no group is on both sides."""
-    found, _ = whole
-    ids = [row["id"] for row in found["samples"]]
+def test_the_evaluation_reads_the_held_out_lines(inputs, full, whole):
+    """Their loss equals the run's validation loss, and no group is on both sides."""
+    result, _ = whole
+    ids = [row["id"] for row in result["samples"]]
     everyone = {i for i in range(N) if i not in REJECTED}
     trained = everyone - set(ids)
     assert set(ids) < everyone and not {i // GROUP for i in ids} & {i // GROUP for i in trained}
-    assert found["data"]["training_lines"] == len(trained) and ids == sorted(ids)
+    assert result["data"]["training_lines"] == len(trained) and ids == sorted(ids)
     log = [json.loads(line) for line in (full.parent / "metrics.jsonl").read_text().splitlines()]
     assert [row["eval/loss"] for row in log if "eval/loss" in row] == [
-        pytest.approx(found["metrics"]["student: nll"], rel=1e-5)]
+        pytest.approx(result["metrics"]["student: nll"], rel=1e-5)]
 
 
-def test_answers_are_those_of_each_line_alone(made, full, whole):
-    found, _ = whole
+def test_answers_are_those_of_each_line_alone(inputs, full, whole):
+    result, _ = whole
     tokenizer = AutoTokenizer.from_pretrained(full)
     before, after = PROMPT.strip().split("{text}")
-    for folder, name, change in ((full, "student", "{}".format), (made / "base", "base", "{}".format),
-                                 (made / "base", "base + prompt", lambda text: before + text + after)):
+    for folder, name, change in ((full, "student", "{}".format), (inputs / "base", "base", "{}".format),
+                                 (inputs / "base", "base + prompt", lambda text: before + text + after)):
         model = AutoModelForCausalLM.from_pretrained(folder)
-        for row in found["samples"][:8 if name != "student" else None]:
+        for row in result["samples"][:8 if name != "student" else None]:
             assert row["question"] == record(row["id"])["messages"][0]["content"]
             assert row[name] == alone(model, tokenizer, change(row["question"])), name
 
 
 def test_accuracy_is_that_of_the_rows(whole):
-    """Counted again from the rows and the rules that made the data; divergence and likelihood go with them."""
-    found, out = whole
-    rows, measured = found["samples"], found["metrics"]
+    """The accuracy equals a count from the rows and the rules of the data."""
+    result, out = whole
+    rows, measured = result["samples"], result["metrics"]
     for row in rows:
         assert row["held out"] == label_of(row["id"])
     for name in ("base", "base + prompt", "student"):
@@ -158,18 +155,18 @@ def test_accuracy_is_that_of_the_rows(whole):
 @pytest.mark.parametrize("template, thinking, tools", [
     (chats.QWEN_THINK, False, None), (chats.QWEN, None, None),
     (chats.QWEN_TOOLS, None, [{"type": "function", "function": {"name": "look", "parameters": {}}}])])
-def test_asked_as_trained(made, template, thinking, tools):
-    """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
+def test_prompts_equal_the_trained_ones(inputs, template, thinking, tools):
+    """generate gets the ids before the first trained token; pads are on the left, masked."""
     from core.chat import Encoder
     tokenizer = chats.tokenizer(template)
-    model, seen = AutoModelForCausalLM.from_pretrained(made / "base").eval(), []
+    model, seen = AutoModelForCausalLM.from_pretrained(inputs / "base").eval(), []
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     generate = model.generate
-    model.generate = lambda **given: seen.append(given) or generate(**given)
+    model.generate = lambda **options: seen.append(options) or generate(**options)
     asked = [record(i)["messages"] for i in (1, 4, 9)]
     args = types.SimpleNamespace(max_new_tokens=2, batch_size=3)
-    answers = judge.ask_column(
-        args, judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
+    answers = script.ask_column(
+        args, script.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
         [{"messages": messages, "tools": tools} for messages in asked])
     trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
@@ -179,35 +176,32 @@ def test_asked_as_trained(made, template, thinking, tools):
     assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
 
 
-def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
-    """Lines with one text, but for white space, on both sides of the split."""
+def test_trained_texts_are_left_out(inputs, train, tmp_path, capsys):
+    """Both sides of the split have lines with one text; only white space differs."""
     rows = [record(i, text="the" + " " * (i + 1) + "same" if i < 40 else f"fox \u2028 {i}") for i in range(N)]
-    write(made / "leaky.jsonl", rows)
-    checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", made / "leaky.jsonl")
-    found = evaluate(made, tmp_path, checkpoint)
-    gone = found["data"]["leaked_lines_left_out"]
+    write(inputs / "leaky.jsonl", rows)
+    checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", inputs / "leaky.jsonl")
+    result = evaluate(inputs, tmp_path, checkpoint)
+    gone = result["data"]["leaked_lines_left_out"]
     assert gone > 5
-    assert all(row["id"] >= 40 for row in found["samples"]) and len(found["samples"]) == 60 - gone
+    assert all(row["id"] >= 40 for row in result["samples"]) and len(result["samples"]) == 60 - gone
     assert f"{gone} lines left out" in capsys.readouterr().out
 
 
-# -- What is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags, part", [
+@pytest.mark.parametrize("flags, message", [
     (["--eval_data_file", "trained.jsonl"], "each of its questions was trained"),
     (["--model_path", "full/checkpoint-45"], "was not trained from full/checkpoint-45 but from other weights"),
     (["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
 ])
-def test_bad_input_is_one_clear_line(made, train, full, tmp_path, capsys, monkeypatch, flags, part):
-    monkeypatch.chdir(made)
+def test_bad_input_is_one_clear_line(inputs, train, full, tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.chdir(inputs)
     held_out = {json.loads(line)["id"] for line in (full.parent / "held_out.jsonl").read_text().splitlines()}
-    write(made / "trained.jsonl", [record(i) for i in range(N) if i not in {*REJECTED, *held_out}])
-    assert part in refusal(capsys, made, tmp_path / "out", full, *flags)
+    write(inputs / "trained.jsonl", [record(i) for i in range(N) if i not in {*REJECTED, *held_out}])
+    assert message in refusal(capsys, inputs, tmp_path / "out", full, *flags)
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
-def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, capsys):
-    error = refusal(capsys, made, tmp_path, full, "--prompt_file", made / "prompt.txt", "--follows", "^never$",
+def test_a_teacher_that_does_not_follow_the_prompt_is_refused(inputs, full, tmp_path, capsys):
+    error = refusal(capsys, inputs, tmp_path, full, "--prompt_file", inputs / "prompt.txt", "--follows", "^never$",
                     "--min_closed", 0.01)
     assert "following: there is no gap to close: 0 of the teacher, 0 of the base" in error

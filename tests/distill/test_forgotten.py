@@ -1,4 +1,4 @@
-"""What a student keeps and forgets: --keep beside plain loops, on any ranks, resumed; the judgement of it."""
+"""--keep equals plain loops, on any number of ranks and resumed; the evaluation of forgetting."""
 import json
 import shutil
 
@@ -15,8 +15,8 @@ PROMPT = "Name the language. the quick brown fox\n"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folder with a student, chats to learn, others to keep."""
+def inputs(tmp_path_factory):
+    """Folder with a student, chats to learn and chats to keep."""
     folder = tmp_path_factory.mktemp("forgotten")
     chats.student(folder / "student", max_position_embeddings=512)
     talks = [[m for m in messages if m["role"] != "system"][-2:] for messages in chats.conversations(40)]
@@ -28,70 +28,70 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(pool, made):
+def train(pool, inputs):
     """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
     def run(ranks, output_dir, *more, fails=""):
         return students.train(
-            pool, ranks, output_dir, "--model_path", made / "student", "--train_data_file", made / "chats.jsonl",
-            "--prompt_file", made / "system.txt", "--prompt_role", "system", "--validation_split", 0.2, "--seed", 5,
+            pool, ranks, output_dir, "--model_path", inputs / "student", "--train_data_file", inputs / "chats.jsonl",
+            "--prompt_file", inputs / "system.txt", "--prompt_role", "system", "--validation_split", 0.2, "--seed", 5,
             "--learning_rate", 5e-3, "--max_steps", 5, "--save_steps", 1, "--save_total_limit", 0, "--eval_steps", 0,
             "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more, fails=fails)
     return run
 
 
-def kept_kl(made, student, file="keep.jsonl"):
-    """KL(base, student) per token of the answers of a file, by plain forwards of each chat."""
-    tokenizer = AutoTokenizer.from_pretrained(made / "student")
-    base, total, count = AutoModelForCausalLM.from_pretrained(made / "student"), 0.0, 0
-    for messages in (json.loads(line)["messages"] for line in open(made / file)):
+def kept_kl(inputs, student, file="keep.jsonl"):
+    """KL(base, student) per token of the answers of a file, by a plain forward pass of each chat."""
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "student")
+    base, total, count = AutoModelForCausalLM.from_pretrained(inputs / "student"), 0.0, 0
+    for messages in (json.loads(line)["messages"] for line in open(inputs / file)):
         with torch.no_grad():
             p, q = (students.answer_rows(net, tokenizer, messages[:-1], messages[-1])[0] for net in (base, student))
         total, count = total + sum(students.apart(*pair, "forward").item() for pair in zip(q, p)), count + len(p)
     return total / count
 
 
-def column(found, name):
-    return {step: values[name] for step, values in sorted(found.items()) if name in values}
+def column(metrics, name):
+    return {step: values[name] for step, values in sorted(metrics.items()) if name in values}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["lora", "full"])
-def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, capsys, how):
-    """Every second step, on one rank by DDP, on two by FSDP2 or DDP; full weights resumed, and adapters keep. What
-    was forgotten is judged by other chats, and not by those."""
-    lora = ["--use_lora", "--lora_rank", 4] if how == "lora" else []
-    flags = [*lora, "--keep", made / "keep.jsonl", "--keep_every", 2]
-    one = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
-    found = column(one, "train/keep_kl")
-    assert list(found) == [1, 3, 5] and found[1] == pytest.approx(0, abs=1e-6)
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_kept_answers_are_scored_by_the_untouched_base(inputs, train, tmp_path, capsys, weights):
+    """Every second step scores them, on one rank and on two. Full weights are also resumed. Adapters are also evaluated
+    on other chats; the kept ones are left out."""
+    lora = ["--use_lora", "--lora_rank", 4] if weights == "lora" else []
+    flags = [*lora, "--keep", inputs / "keep.jsonl", "--keep_every", 2]
+    one_rank = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
+    keep_kl = column(one_rank, "train/keep_kl")
+    assert list(keep_kl) == [1, 3, 5] and keep_kl[1] == pytest.approx(0, abs=1e-6)
     folder = tmp_path / "one" / "checkpoint-4"
-    student = AutoModelForCausalLM.from_pretrained(made / "student" if lora else folder)
+    student = AutoModelForCausalLM.from_pretrained(inputs / "student" if lora else folder)
     student = PeftModel.from_pretrained(student, folder) if lora else student
-    wanted = kept_kl(made, student)
-    assert found[5] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
-    two = train(2, tmp_path / "two", "--parallel", "ddp" if lora else "fsdp", *flags)
-    assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=1e-4)
-    assert column(two, "train/keep_kl") == pytest.approx(found, rel=1e-3, abs=1e-6)
-
-    if how == "full":
+    wanted = kept_kl(inputs, student)
+    assert keep_kl[5] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
+    two_ranks = train(2, tmp_path / "two", "--parallel", "ddp" if lora else "fsdp", *flags)
+    assert column(two_ranks, "train/loss") == pytest.approx(column(one_rank, "train/loss"), rel=1e-4)
+    assert column(two_ranks, "train/keep_kl") == pytest.approx(keep_kl, rel=1e-3, abs=1e-6)
+    if weights == "full":
         shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[345]"))
         again = train(1, tmp_path / "again", "--parallel", "ddp", *flags)
-        assert column(again, "train/loss") == column(one, "train/loss") and column(again, "train/keep_kl") == found
+        for name in ("train/loss", "train/keep_kl"):
+            assert column(again, name) == column(one_rank, name)
         first, second = (load_file(tmp_path / run / "checkpoint-5" / "model.safetensors") for run in ("one", "again"))
         assert all(torch.equal(first[key], second[key]) for key in first)
         train(1, tmp_path / "again", "--parallel", "ddp", *flags, "--keep_weight", 3, fails="teacher")
         return
-    judge = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--max_new_tokens", "2"]
-    mixed, kept = tmp_path / "mixed.jsonl", (made / "keep.jsonl").read_text()
-    mixed.write_text((made / "unrelated.jsonl").read_text() + kept)
-    scripts.run(evaluate, [*judge, "--unrelated", str(mixed)])
+    command = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--max_new_tokens", "2"]
+    mixed, kept = tmp_path / "mixed.jsonl", (inputs / "keep.jsonl").read_text()
+    mixed.write_text((inputs / "unrelated.jsonl").read_text() + kept)
+    scripts.run(evaluate, [*command, "--unrelated", str(mixed)])
     report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
     metrics, left_out = report["metrics"], report["data"]["unrelated_lines_left_out"]
     assert left_out == kept.count("\n") and f"{left_out} lines of --unrelated left out" in capsys.readouterr().out
-    wanted = kept_kl(made, student, "unrelated.jsonl")
+    wanted = kept_kl(inputs, student, "unrelated.jsonl")
     assert metrics["student: unrelated kl"] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
     with pytest.raises(SystemExit):
-        scripts.run(evaluate, [*judge, "--unrelated", str(made / "keep.jsonl")])
+        scripts.run(evaluate, [*command, "--unrelated", str(inputs / "keep.jsonl")])
     assert "keep.jsonl: --keep trained each of its questions" in capsys.readouterr().err
 
     hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 50)

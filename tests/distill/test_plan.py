@@ -1,5 +1,4 @@
-"""--dry_run of the chat trainer: its memory is the peak of a real step."""
-
+"""--dry_run of the chat trainer plans the peak memory of a real step."""
 import numpy as np
 import pytest
 import torch
@@ -18,7 +17,7 @@ MODELS = {"qwen": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
 
 
 def built(kind, lora, bf16, sharded, recompute, dropout=0.0, **more):
-    """(PackedLM as its flags make it, on the meta device; the same with memory, in the dtype that it computes on)."""
+    """(PackedLM on the meta device, the same model with memory and in its compute dtype)."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -34,7 +33,7 @@ def built(kind, lora, bf16, sharded, recompute, dropout=0.0, **more):
 
 
 def batch_of(documents, n, trained):
-    """PackedChats of documents of n tokens, of which the last ones are trained."""
+    """PackedChats of documents of n tokens, the last `trained` of them trained."""
     mask = np.arange(n) >= n - trained
     return chat_data.collate([(i, np.arange(n) % 250, mask.copy()) for i in range(documents)])
 
@@ -43,7 +42,7 @@ def batch_of(documents, n, trained):
 @pytest.mark.parametrize("kind, lora, bf16, recompute", [
     ("qwen", True, True, "selective"), ("gemma", False, True, "all"), ("moe", True, True, None)])
 def test_planned_memory_is_the_peak_of_a_real_step(kind, lora, bf16, recompute, monkeypatch):
-    """Activations, logits, casts and gradients. The plan traces four of the six layers."""
+    """The peak has activations, logits, casts and gradients. The plan traces four of the six layers."""
     monkeypatch.setattr(kernels, "_attention_by_document", by_lengths([150] * 4))
     empty, model = built(kind, lora, bf16, False, recompute, dropout=0.1)
     batch = batch_of(4, 150, 120)

@@ -1,4 +1,4 @@
-"""A teacher behind a server is the teacher in this process: the same losses for the same top-k, whatever fails once."""
+"""A teacher on a server gives the losses of the same teacher in the process, also after lost calls."""
 import json
 import re
 import threading
@@ -17,12 +17,13 @@ GUESS = {"0": {"logprob": -1.0, "rank": 1}}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scored")
     sizes = {"max_position_embeddings": 512, "initializer_range": 0.2}
     chats.student(folder / "student", **sizes)
     chats.student(folder / "teacher", hidden_size=48, num_hidden_layers=3, **sizes)
-    chats.write(folder / "chats.jsonl", [[m for m in talk if m["role"] != "system"] for talk in chats.conversations(12)])
+    talks = [[m for m in talk if m["role"] != "system"] for talk in chats.conversations(12)]
+    chats.write(folder / "chats.jsonl", talks)
     (folder / "system.txt").write_text("Name the language. the quick brown fox\n")
     return folder
 
@@ -33,19 +34,18 @@ def scorer_of(server, k, timeout, rows):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
-    """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
-    key stands nowhere."""
-
+def test_losses_are_those_of_the_model_itself(pool, inputs, tmp_path):
+    """Two ranks score the student's draws. The first answers are lost, and no call counts twice. The API key is saved
+    in no file."""
     def losses(name, *more):
-        found = students.train(
-            pool, 2, tmp_path / name, "--model_path", made / "student", "--train_data_file", made / "chats.jsonl",
-            "--prompt_file", made / "system.txt", "--prompt_role", "system", "--divergence", "js", "--teacher_path",
-            made / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5, "--learning_rate", 2e-3,
+        metrics = students.train(
+            pool, 2, tmp_path / name, "--model_path", inputs / "student", "--train_data_file", inputs / "chats.jsonl",
+            "--prompt_file", inputs / "system.txt", "--prompt_role", "system", "--divergence", "js", "--teacher_path",
+            inputs / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5, "--learning_rate", 2e-3,
             "--max_steps", 3, "--save_steps", 0, "--eval_steps", 0, "--per_device_train_batch_size", 3,
             "--gradient_accumulation_steps", 2, "--parallel", "fsdp", *more, key="kept-key")
-        return [found[step]["train/loss"] for step in (1, 2, 3)]
-    with ScoreServer(made / "teacher", "big", fails=3) as server:
+        return [metrics[step]["train/loss"] for step in (1, 2, 3)]
+    with ScoreServer(inputs / "teacher", "big", fails=3) as server:
         served = losses("served", "--teacher_url", server.url, "--teacher_name", "big")
         asked = [tuple(body["prompt"]) for _, body in server.calls]
     assert served == pytest.approx(losses("here"), rel=1e-4, abs=1e-6)
@@ -54,9 +54,9 @@ def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
     assert "kept-key" not in stored
 
 
-def test_answers_that_are_no_scores(made):
-    """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
-    with ScoreServer(made / "teacher", "big") as server:
+def test_wrong_scores_are_refused(inputs):
+    """Servers without prompt_logprobs or with too few tokens are refused. The probabilities sum to 1."""
+    with ScoreServer(inputs / "teacher", "big") as server:
         scorer = scorer_of(server, 3, 5.0, 1 << 20)
         ids, logprobs = zip(*scorer.server.wait(scorer.ask([5, 6, 7]))[1])
         with torch.no_grad():
@@ -65,7 +65,7 @@ def test_answers_that_are_no_scores(made):
         assert logprobs == pytest.approx(scores.topk(3).values.tolist())
         (_, both), _ = scorer.rows(SimpleNamespace(input_ids=torch.tensor([5, 6, 7]), rows=torch.tensor([1]),
                                               cu_seqlens=torch.tensor([0, 3])))
-        assert both.exp().sum().item() == pytest.approx(1)      # with what the other tokens share
+        assert both.exp().sum().item() == pytest.approx(1)      # with the share of all other tokens
         score = server.score
         for wrong in (lambda ids, k: None, lambda ids, k: score(ids, k)[1:]):
             server.score = wrong
@@ -74,21 +74,22 @@ def test_answers_that_are_no_scores(made):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"9": None}, "has no log-probability of token 9, which was sent"), ({"5": (8.5, 1)}, "gave log-probabilities above 0"),
-    ({"5": (float("nan"), 1)}, "gave log-probabilities above 0"), ({"7": None}, "gave 1 tokens of the 2 likeliest")])
-def test_a_server_is_believed_where_it_gives_the_token_sent(change, words):
+    ({"9": None}, "has no log-probability of token 9, which was sent"),
+    ({"7": None}, "gave 1 tokens of the 2 likeliest"), ({"5": (8.5, 1)}, "gave log-probabilities above 0"),
+    ({"5": (float("nan"), 1)}, "gave log-probabilities above 0")])
+def test_scores_need_the_token_sent_and_the_likeliest_ones(change, words):
     row = {"5": (-0.5, 1), "7": (-1.5, 2), "9": (-9.0, 40)}
 
     def known(row):
-        return frozen.known_tokens({name: {"logprob": value[0], "rank": value[1]} for name, value in row.items() if value},
-                                   2, 9)
+        scores = {name: {"logprob": value[0], "rank": value[1]} for name, value in row.items() if value}
+        return frozen.known_tokens(scores, 2, 9)
     assert known(row) == [(5, -0.5), (7, -1.5)]
     with pytest.raises(UserError, match=re.escape(words)):
         known(row | change)
 
 
 def test_a_pack_of_many_calls_has_one_time_limit(monkeypatch):
-    """Each of 300 calls takes less than a request may; together they take longer than a server is waited for."""
+    """Each of 300 calls takes less than --request_timeout; together they exceed it."""
     monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 256)
     with LoraServer(None) as server:
         def answer(path, body):

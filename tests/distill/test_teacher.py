@@ -1,7 +1,5 @@
-"""Answers of the engine transformers against generate and softmax; what counts as a label; addresses and keys of servers.
-
-The other engines are asked in test_create_data.py.
-"""
+"""Answers of the engine transformers equal generate's; labels; addresses and keys of servers. For other engines see
+test_create_data.py."""
 import pytest
 import torch
 
@@ -15,31 +13,31 @@ def test_transformers_answers_as_generate_does(tiny_chat):
     folder, model, tokenizer = tiny_chat
     requests = [teachers.Request(i, [{"role": "user", "content": "a" * (3 * i + 1)}], i) for i in range(6)]
     answers = teachers.open_teacher("transformers", str(folder), teachers.Sampling(4), batch_size=4)
-    found = {asked.id: answer for asked, answer in answers(requests)}
+    by_id = {asked.id: answer for asked, answer in answers(requests)}
     for asked in requests:
         text = f"<|im_start|>user\n{asked.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer(text, return_tensors="pt")
         out = model.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1]:]
         ended = bool(out[-1].item() in model.generation_config.eos_token_id)
-        ids, answer = out[:len(out) - ended], found[asked.id]
+        ids, answer = out[:len(out) - ended], by_id[asked.id]
         assert answer.text == tokenizer.decode(ids) and answer.finish_reason == ("stop" if ended else "length")
         assert answer.prompt_tokens == prompt["input_ids"].shape[1] and answer.completion_tokens == len(out)
-    assert {answer.finish_reason for answer in found.values()} == {"stop", "length"}
+    assert {answer.finish_reason for answer in by_id.values()} == {"stop", "length"}
 
 
-def test_a_draw_takes_one_number_of_its_row():
-    """The token is where the running sum of the probabilities passes it; vocabularies are large."""
+def test_a_draw_takes_one_random_number_a_row():
+    """The drawn token is the first whose cumulative probability exceeds the number."""
     draw, shares = Draw([7, 8]), torch.tensor([0.0, 0.5, 0.25, 0.25])
-    found = [draw(None, shares.log().expand(2, 4)).argmax(-1).tolist() for _ in range(40)]
+    draws = [draw(None, shares.log().expand(2, 4)).argmax(-1).tolist() for _ in range(40)]
     for row, seed in enumerate((7, 8)):
         numbers = torch.rand(40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         wanted = [1 if number < 0.5 else 2 + (number >= 0.75) for number in numbers.tolist()]
-        assert [tokens[row] for tokens in found] == wanted
-    assert draw(None, torch.full((2, 4), torch.nan)).shape == (2, 4), "the loss finds them"
+        assert [tokens[row] for tokens in draws] == wanted
+    assert draw(None, torch.full((2, 4), torch.nan)).shape == (2, 4)        # the loss reports NaN
 
 
-def test_a_key_follows_no_redirection(monkeypatch):
-    """Another address gets neither the key nor the question, and what it would answer is not taken."""
+def test_redirections_are_refused(monkeypatch):
+    """The other address gets neither the key nor the question."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     with LoraServer(None) as first, LoraServer(None) as second:
         first.answer = lambda path, body: (307, "", ("Location", f"{second.url}/models"))
@@ -48,13 +46,13 @@ def test_a_key_follows_no_redirection(monkeypatch):
         assert not second.calls
 
 
-@pytest.mark.parametrize("url, key, said", [
+@pytest.mark.parametrize("url, key, message", [
     ("http://anna:pa/ss@h/v1", "", "holds a name and password"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY")])
-def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, said):
+def test_an_error_does_not_print_a_bad_address_or_key(monkeypatch, url, key, message):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(UserError) as error:
         teachers.Server(url, 1.0)
-    assert said in str(error.value) and "pa/ss" not in str(error.value) and "cret" not in str(error.value)
+    assert message in str(error.value) and "pa/ss" not in str(error.value) and "cret" not in str(error.value)
 
 
 @pytest.mark.parametrize("text, reason, expected", [
@@ -67,6 +65,6 @@ def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, sa
     ("> Final Answer: fr", "stop", None), ("Final Answer: fr, es", "stop", None),
     ("Final Answer: sw", "stop", None), ("fr", "stop", None), ("th -> hi", "stop", None),
 ])
-def test_what_counts_as_a_label(text, reason, expected):
+def test_labels_of_answers(text, reason, expected):
     label, why = teachers.read_label(teachers.make_parser("language"), text, reason)
     assert label == expected and bool(why) == (expected is None)

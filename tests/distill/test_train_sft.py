@@ -29,74 +29,72 @@ COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_r
           "eval_steps": 2, "validation_split": HELD_OUT, "per_device_eval_batch_size": 3, "num_workers": 0,
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
 BUDGET, LORA = 160, ("--use_lora", "--lora_rank", 5)
-METHODS = {"full": (), "lora": LORA, "packs": (*LORA, "--max_tokens_per_batch", BUDGET), "dropout": (*LORA, "--lora_dropout", 0.2)}
+METHODS = {"full": (), "lora": LORA, "packs": (*LORA, "--max_tokens_per_batch", BUDGET),
+           "dropout": (*LORA, "--lora_dropout", 0.2)}
 SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
 SAVES = "--save_steps 1 --save_total_limit 0"
 EVERY = f"{SAVES} --logging_steps 2"
-FORGOTTEN = CLOCK | {"train/padding"}     # by a restart: how full earlier packs were
+FORGOTTEN = CLOCK | {"train/padding"}     # a resumed run does not know the padding of earlier packs
 QWEN = f"qwen full fsdp 2x4x1 {SAVES}"
 
 
-def arguments(made, output_dir, name, *more):
+def arguments(inputs, output_dir, name, *more):
     """(ranks, command line) of a run's name; flags override COMMON."""
     student, method, mode, split, *flags = name.split()
     ranks, samples, micro_steps = map(int, split.split("x"))
     batch = [] if method == "packs" else ["--per_device_train_batch_size", samples]
-    return ranks, [str(part) for part in (
-        *(part for name, value in COMMON.items() for part in (f"--{name}", value)), *METHODS[method], *batch,
-        "--model_path", made / student, "--train_data_file", made / "chats.jsonl", "--parallel", mode,
+    return ranks, [str(word) for word in (
+        *(word for name, value in COMMON.items() for word in (f"--{name}", value)), *METHODS[method], *batch,
+        "--model_path", inputs / student, "--train_data_file", inputs / "chats.jsonl", "--parallel", mode,
         "--gradient_accumulation_steps", micro_steps, "--output_dir", output_dir,
         "--logging_dir", f"{output_dir}-logs", *flags, *more)]
 
 
-def complete(pool, made, output_dir, name, *more):
-    """Train to the end; the Run."""
-    ranks, line = arguments(made, output_dir, name, *more)
+def complete(pool, inputs, output_dir, name, *more):
+    """Train to the end; returns the Run."""
+    ranks, line = arguments(inputs, output_dir, name, *more)
     statuses, output = pool.run(ranks, students.MAIN, line)
     assert not any(statuses), output
     return Run(0, output, output_dir)
 
 
 @pytest.fixture(scope="module")
-def shared(pool, made, tmp_path_factory):
-    """shared(name) -> the Run, trained when first asked for. Look, do not touch."""
+def shared(pool, inputs, tmp_path_factory):
+    """shared(name) -> the Run, trained on first use. Read only."""
     root, done = tmp_path_factory.mktemp("shared"), {}
 
     def get(name):
         if name not in done:
-            done[name] = complete(pool, made, root / re.sub(r"\W+", "-", name), name)
+            done[name] = complete(pool, inputs, root / re.sub(r"\W+", "-", name), name)
         return done[name]
     return get
 
 
-def assert_close(ours, theirs):
+def assert_close(actual, expected):
     """Weights are equal up to rounding, which Adam turns into part of a step where gradients are tiny."""
-    assert ours.keys() == theirs.keys() and ours
-    for name in ours:
-        difference = (ours[name] - theirs[name]).abs()
+    assert actual.keys() == expected.keys() and actual
+    for name in actual:
+        difference = (actual[name] - expected[name]).abs()
         assert difference.mean() < 2e-3 * LR and difference.max() < 0.1 * LR, (name, difference.max())
 
 
 def assert_same_run(run, other):
     """The same losses, gradient norms, validations, weights and moments up to float rounding."""
-    for ours, theirs in zip(rows(run, without=CLOCK | CUTS), rows(other, without=CLOCK | CUTS), strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
+    for actual, expected in zip(rows(run, without=CLOCK | CUTS), rows(other, without=CLOCK | CUTS), strict=True):
+        assert actual == pytest.approx(expected, rel=2e-4, abs=1e-6)
     assert_close(tensors(run), tensors(other))
-    for name, ours in moments(run).items():     # sums of float32 gradients, whose order differs
-        torch.testing.assert_close(ours, moments(other)[name], rtol=2e-5, atol=2e-5)
-
-
-# -- The reference: transformers' own forward, one sample at a time ----------------------------------------------------
+    for name, actual in moments(run).items():     # sums of float32 gradients, whose order differs
+        torch.testing.assert_close(actual, moments(other)[name], rtol=2e-5, atol=2e-5)
 
 
 def mean_loss(model, table, numbers):
-    """Token mean over samples."""
+    """Mean loss of all trained tokens of the samples."""
     with torch.no_grad():
         return sum(sample_loss(model, table, n)[0].item() for n in numbers) / table.targets[numbers].sum()
 
 
 def reference_run(model, table, numbers):
-    """[(loss, gradient norm) of each step] of a plain trainer in place: 8 samples, AdamW, warm-up and cosine."""
+    """Train the model in place: 8 samples a step, AdamW, warm-up and cosine. Returns [(loss, gradient norm)]."""
     named = dict(model.named_parameters())
     decay = [name for name, p in named.items() if p.ndim > 1 and "embed" not in name]
     optimizer = torch.optim.AdamW([{"params": [named[n] for n in decay], "weight_decay": COMMON["weight_decay"]},
@@ -120,10 +118,10 @@ def reference_run(model, table, numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [QWEN, "llama full fsdp 2x2x2", "window full ddp 1x8x1",
                                   "moe full fsdp 2x4x1"])
-def test_a_run_is_the_plain_trainers(shared, data, made, name):
+def test_a_run_equals_the_plain_trainer(shared, data, inputs, name):
     run, student = shared(name), name.split()[0]
     table, train, held_out = data(student)
-    model = AutoModelForCausalLM.from_pretrained(made / student).train()
+    model = AutoModelForCausalLM.from_pretrained(inputs / student).train()
     losses, norms = zip(*reference_run(model, table, train))
     assert list(run.metrics("train/loss").values()) == pytest.approx(losses, rel=2e-5)
     assert list(run.metrics("train/grad_norm").values()) == pytest.approx(norms, rel=1e-4)
@@ -145,26 +143,26 @@ def test_any_split_trains_the_same(shared, name):
 
 @pytest.mark.slow
 def test_adapters_on_packs_to_a_budget_train_the_same(shared):
-    one, two = shared("llama packs ddp 1x0x2"), shared("llama packs fsdp 2x0x1")
-    assert_same_run(one, two)
-    assert one.metrics("train/padding") == two.metrics("train/padding")
+    one_rank, two_ranks = shared("llama packs ddp 1x0x2"), shared("llama packs fsdp 2x0x1")
+    assert_same_run(one_rank, two_ranks)
+    assert one_rank.metrics("train/padding") == two_ranks.metrics("train/padding")
 
 
 @pytest.mark.slow
-def test_experts_train_the_same(shared, made):
-    """The split changes nothing, though a rank's packs leave some experts without tokens. Files are named as the base's."""
+def test_experts_train_the_same(shared, inputs):
+    """The split changes nothing, though some experts get no tokens on a rank. Tensors have the base's names."""
     full, adapted = shared("moe full fsdp 2x4x1"), shared("moe lora ddp 1x8x1")
     assert_same_run(shared("moe full ddp 2x2x2 --gradient_checkpointing selective"), full)
-    base = load_file(made / "moe" / "model.safetensors")
+    base = load_file(inputs / "moe" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in tensors(full).items()} == {
         name: tensor.shape for name, tensor in base.items()} and "model.layers.1.mlp.experts.4.up_proj.weight" in base
     ends = {name.split(".")[-3] for name in tensors(adapted, "adapter_model")}
     assert ends == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_a_saved_adapter_loads_in_peft(shared, data, made):
+def test_a_saved_adapter_loads_in_peft(shared, data, inputs):
     run, (table, train, held_out) = shared("llama packs fsdp 2x0x1"), data("llama")
-    base = AutoModelForCausalLM.from_pretrained(made / "llama")
+    base = AutoModelForCausalLM.from_pretrained(inputs / "llama")
     before = mean_loss(base, table, held_out)
     packs = PackOrder(table.lengths[train], tokens_per_pack=BUDGET, seed=SEED).epoch(0)
     first = train[np.concatenate([packs.pack(0), packs.pack(1)])]
@@ -177,7 +175,7 @@ def test_a_saved_adapter_loads_in_peft(shared, data, made):
     assert AutoTokenizer.from_pretrained(newest(run)).chat_template == chats.LLAMA
 
 
-def test_a_checkpoint_is_what_people_use(shared, made):
+def test_transformers_generates_from_a_checkpoint(shared, inputs):
     folder = newest(shared(QWEN))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
@@ -188,67 +186,61 @@ def test_a_checkpoint_is_what_people_use(shared, made):
     assert tokenizer.chat_template == chats.QWEN
 
 
-# -- Stopping and resuming ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_resumed_is_uninterrupted(pool, made, shared, tmp_path):
-    """From checkpoints in the middle of an epoch and at its end, all that follows has the same bits."""
+def test_resumed_is_uninterrupted(pool, inputs, shared, tmp_path):
+    """Runs resumed in the middle of an epoch and at its end have the same bits."""
     name = "llama dropout ddp 2x2x2"
     whole = shared(f"{name} {EVERY}")
     for step in (2, 3):
         output_dir = tmp_path / f"from-{step}"
         output_dir.mkdir()
         shutil.copytree(whole.output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}")
-        resumed = complete(pool, made, output_dir, name, "--logging_steps", 2)
+        resumed = complete(pool, inputs, output_dir, name, "--logging_steps", 2)
         assert f"resumed from {output_dir}/checkpoint-{step}" in resumed.output
         assert_same_bits(resumed, whole, step, FORGOTTEN)
 
 
-def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
+def test_another_number_of_ranks_resumes(pool, inputs, shared, tmp_path):
     shutil.copytree(shared(QWEN).output_dir / "checkpoint-2", tmp_path / "checkpoint-2")
-    resumed = complete(pool, made, tmp_path, "qwen full ddp 1x4x2")
+    resumed = complete(pool, inputs, tmp_path, "qwen full ddp 1x4x2")
     assert f"resumed from {tmp_path}/checkpoint-2" in resumed.output
-    for ours, theirs in zip(rows(resumed, 2, CLOCK | CUTS), rows(shared(QWEN), 2, CLOCK | CUTS), strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-4)
+    for actual, expected in zip(rows(resumed, 2, CLOCK | CUTS), rows(shared(QWEN), 2, CLOCK | CUTS), strict=True):
+        assert actual == pytest.approx(expected, rel=2e-4)
     assert_close(tensors(resumed), tensors(shared(QWEN)))
 
 
 @pytest.mark.slow
-def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
-    """It is interrupted twice. Log, best loss and final weights are those of a run without signals."""
+def test_a_validation_interrupted_by_a_signal_is_repeated(pool, inputs, shared, tmp_path):
+    """It is interrupted twice. Log, best loss and final weights equal those of a run without signals."""
     name = "moe lora ddp 1x8x1"
-    _, line = arguments(made, tmp_path, name)
+    _, line = arguments(inputs, tmp_path, name)
     for _ in range(2):      # the first loader is of training, the second of a validation
         statuses, output = pool.run(1, ASKED_AT, students.SCRIPT, line, "distill.chat_data", "make_loader", 2)
         assert statuses == [0] and "at step 2 of 5; checkpoint saved" in output, output
-    resumed = complete(pool, made, tmp_path, name)
+    resumed = complete(pool, inputs, tmp_path, name)
     assert_same_bits(resumed, shared(name), 0, FORGOTTEN)
     metas = [json_files.read_object(newest(run) / checkpoint.STATE / "state.json") for run in (resumed, shared(name))]
     assert [metas[0][key] for key in ("best_step", "best_loss", "eval_due")] == [
         metas[1][key] for key in ("best_step", "best_loss", "eval_due")]
 
 
-# -- Bad input, and the dry run ----------------------------------------------------------------------------------------
-
-
-def plan(made, output_dir, *flags, student="qwen"):
-    _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
+def plan(inputs, output_dir, *flags, student="qwen"):
+    _, line = arguments(inputs, output_dir, f"{student} full fsdp 1x8x1", *flags)
     students.plan_run(line)
 
 
-@pytest.mark.parametrize("flags, part", [
+@pytest.mark.parametrize("flags, message", [
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
     (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
-    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
+    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"),
+    (["--teacher_name", "n"], "needs --teacher_url"),
     (["--teacher_path", "QWEN"], "reads what the student reads, so there is nothing to learn"),
     (["--teacher_path", "MOE", "--distill_topk", "401"], "--distill_topk 401: the models have 401 tokens"),
-    ([*SERVED, "--teacher_url", "http://h/v1?api_key=x"], "--teacher_url: holds a name and password (@), ?... or #..."),
-])
-def test_bad_flags(made, tmp_path, flags, part):
-    with pytest.raises(UserError, match=re.escape(part)):
-        plan(made, tmp_path, *[
-            flag.replace("MOE", f"{made}/moe").replace("QWEN", f"{made}/qwen") for flag in flags])
+    ([*SERVED, "--teacher_url", "http://h/v1?key=x"], "--teacher_url: holds a name and password (@), ?... or #...")])
+def test_bad_flags(inputs, tmp_path, flags, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        plan(inputs, tmp_path, *[
+            flag.replace("MOE", f"{inputs}/moe").replace("QWEN", f"{inputs}/qwen") for flag in flags])
 
 
 def spoil(folder, kind):
@@ -266,26 +258,27 @@ def spoil(folder, kind):
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("kind, part", [
+@pytest.mark.parametrize("kind, message", [
     ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"), ("stray", "1 unexpected keys, first stray"),
     ("shape", "up_proj.weight (42, 36) instead of (43, 36)"), ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
     ({"quantization_config": {"quant_method": "fp8"}}, "is quantised; give the unquantised model"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
      "its dynamic rotary embedding depends on the longest document"),
-    ({"num_attention_heads": 0}, "/qwen: "), ("lm_head.weight", "other values for lm_head.weight than for model.embed_tokens.weight")])
-def test_bad_models(made, tmp_path, kind, part):
-    shutil.copytree(made / "qwen", tmp_path / "qwen")
+    ({"num_attention_heads": 0}, "/qwen: "),
+    ("lm_head.weight", "other values for lm_head.weight than for model.embed_tokens.weight")])
+def test_bad_models(inputs, tmp_path, kind, message):
+    shutil.copytree(inputs / "qwen", tmp_path / "qwen")
     spoil(tmp_path / "qwen", kind)
-    with pytest.raises(UserError, match=re.escape(part)):
-        plan(made, tmp_path / "out", "--model_path", str(tmp_path / "qwen"))
+    with pytest.raises(UserError, match=re.escape(message)):
+        plan(inputs, tmp_path / "out", "--model_path", str(tmp_path / "qwen"))
 
 
-def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
+def test_another_runs_checkpoint_is_refused(pool, inputs, shared, tmp_path):
     source = newest(shared(QWEN))
     shutil.copytree(source, tmp_path / "out" / source.name)
-    for flags, part in ((["--seed", 1], "another seed"), (["--per_device_train_batch_size", 3], "another pack"),
+    for flags, message in ((["--seed", 1], "another seed"), (["--per_device_train_batch_size", 3], "another pack"),
                         (["--use_lora"], "another set of trained weights"),
-                        (["--model_path", made / "window"], "another base model"),
-                        (["--keep", made / "chats.jsonl"], "another teacher")):
-        with pytest.raises(UserError, match=part):
-            plan(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
+                        (["--model_path", inputs / "window"], "another base model"),
+                        (["--keep", inputs / "chats.jsonl"], "another teacher")):
+        with pytest.raises(UserError, match=message):
+            plan(inputs, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)

@@ -1,7 +1,7 @@
-"""What torch.compile makes of the kernels of kernels.py for an H100, as JSON lines for test_kernels.py.
+"""Compile kernels.py for an H100 without a GPU and print JSON lines for test_kernels.py.
 
-Dynamo traces fake CUDA tensors, Inductor writes Triton, and Triton's compiler, which needs no
-driver, turns that into code for sm_90. Left out: constant folding, autotuning, anything about time.
+Dynamo traces fake CUDA tensors, Inductor writes Triton, and Triton's compiler turns that into code for sm_90, without
+a driver. Constant folding, autotuning and time are left out.
 """
 import copy
 import json
@@ -41,16 +41,13 @@ H100 = types.SimpleNamespace(
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, gcnArchName="",
     shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, is_integrated=0)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-SOURCES = []    # Python with Triton kernels in it, of each graph that was compiled
+SOURCES = []    # Python with Triton kernels of each compiled graph
 ROWS = (8192, 8064, 5120)       # tokens of three packs
 WIDTH, HEADS, HEAD = 8192, 24, 128
 
 
-# A compiler for a GPU that is not there
-
-
 class Driver:
-    """What Triton asks of a GPU's driver when it compiles."""
+    """A GPU driver for Triton's compiler."""
     is_active = staticmethod(lambda: True)
     get_current_target = staticmethod(lambda: SM90)
     get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
@@ -60,7 +57,7 @@ class Driver:
 
 
 def inner_compile(module, inputs, **_):
-    """Inductor's steps as far as to code; what comes back runs the graph on fake tensors."""
+    """Inductor's steps up to code generation; the returned function runs the graph on fake tensors."""
     traced = copy.deepcopy(module)
     with torch.no_grad():
         mode = compile_fx.fake_tensor_prop(module, inputs)
@@ -82,7 +79,7 @@ def inner_compile(module, inputs, **_):
 
 
 def patch():
-    """Make torch.compile take an H100 for granted, and keep the code that it writes for it."""
+    """Make torch.compile assume an H100, and keep the code that it writes."""
     for owner in (CudaInterface, CudaInterface.Worker):
         owner.get_device_properties = staticmethod(lambda *_: H100)
         owner.current_device = staticmethod(lambda: 0)
@@ -106,25 +103,22 @@ def patch():
 
 
 def assemble(name, source):
-    """Code of a Triton kernel for sm_90, in its first configuration -> what its PTX and binary say."""
+    """Compile a Triton kernel for sm_90 in its first configuration; returns facts of its PTX and binary."""
     kernel = getattr(PyCodeCache.load(source), name)
     config, meta, arguments = kernel.configs[0], kernel.triton_meta, kernel.fn.arg_names
     signature = {argument: meta["signature"].get(argument, "constexpr") for argument in arguments}
     constants = {key if isinstance(key, tuple) else (arguments.index(key),): value
                  for key, value in (meta["constants"] | config.kwargs).items()}
     signature |= dict.fromkeys(config.kwargs, "constexpr")
-    made = triton.compile(ASTSource(kernel.fn, signature, constants, meta["configs"][0]), target=SM90,
+    compiled = triton.compile(ASTSource(kernel.fn, signature, constants, meta["configs"][0]), target=SM90,
                           options={"num_warps": config.num_warps, "num_stages": config.num_stages})
-    ptx = made.asm["ptx"]
+    ptx = compiled.asm["ptx"]
     widths = re.findall(r"(?:ld|st)\.global(?:\.L1::evict\w+)*(?:\.L2::\w+)*\.([.\w]+)", ptx)
     # FRAME_SIZE in .nv.info: format 4, attribute 0x11, size 8, the kernel's number, bytes of stack
-    frame = re.search(rb"\x04\x11\x08\0.{4}(.{4})", made.asm["cubin"], re.S)
+    frame = re.search(rb"\x04\x11\x08\0.{4}(.{4})", compiled.asm["cubin"], re.S)
     return {"name": name, "accesses": Counter(widths),      # {"v4.b32": 3}, 16 bytes each
             "divisions": len(re.findall(r"\b(?:div|rem)\.[su](?:32|64)", ptx)),     # of integers
             "spilled": int.from_bytes(frame[1], "little")}      # bytes a thread
-
-
-# Our kernels
 
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -144,17 +138,17 @@ ARGUMENTS = {       # {kernel of kernels.py: its arguments by number of rows}
 
 
 def report(function, suffix=""):
-    """Compile a function for packs of three lengths and print what came out."""
+    """Compile a function for packs of three lengths and print the facts of its kernels."""
     torch._dynamo.reset()
     counters.clear()
     SOURCES.clear()
     with FAKE:
         for rows in ROWS:
             kernels.kernel(function, *ARGUMENTS[function](rows))
-    found = [assemble(name, source) for text in SOURCES for name, source in re.findall(
+    assembled = [assemble(name, source) for text in SOURCES for name, source in re.findall(
         r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", text, re.S)]
     print(json.dumps({"case": function.__name__ + suffix, "graphs": len(SOURCES),
-                      "breaks": sum(counters["graph_break"].values()), "kernels": found}))
+                      "breaks": sum(counters["graph_break"].values()), "kernels": assembled}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What torch.compile makes of our kernels for sm_90, on no GPU (compiled.py).
+"""torch.compile's code of our kernels for sm_90, compiled without a GPU (compiled.py).
 
-Needs triton, whose compiler needs no GPU: installed, or in the folder that TRITON names.
+This needs triton: installed, or in the folder TRITON.
 """
 import functools
 import importlib.util
@@ -19,16 +19,14 @@ HAVE_TRITON = bool(importlib.util.find_spec("triton") or os.environ.get("TRITON"
 
 
 def test_no_kernel_reduces_rows_and_columns_at_once():
-    """With torch's default the DiT's modulations get gradients that were never written, as an H200 showed: norms of
-    1,333 and 5,861 at single steps where 14 was right.
-    """
+    """With torch's default, an H200 left gradients of the DiT's modulations unwritten: norms of 1,333 instead of 14."""
     dist.compile_layers([])
     assert torch._inductor.config.triton.mix_order_reduction is False
 
 
-@pytest.mark.parametrize("trial, said", [(0.0, "is used"), (1.0, "fails"), (None, "fails (no kernel here)")])
-def test_flash_attention_3_is_tried_once_and_left_where_it_is_wrong(trial, said, monkeypatch, capsys):
-    """trial: what its results are off by; None: it raises."""
+@pytest.mark.parametrize("trial, message", [(0.0, "is used"), (1.0, "fails"), (None, "fails (no kernel here)")])
+def test_flash_attention_3_is_tried_once_and_dropped_if_wrong(trial, message, monkeypatch, capsys):
+    """trial: the error of its results; None: it raises."""
     state = []
 
     def results():
@@ -44,15 +42,14 @@ def test_flash_attention_3_is_tried_once_and_left_where_it_is_wrong(trial, said,
     for _ in range(2):
         kernels.use(torch.nn.Linear(2, 2))
     output = capsys.readouterr().out
-    assert output.count("notice") == 1 and said in output and state == ["FA3"] * (trial == 0)
+    assert output.count("notice") == 1 and message in output and state == ["FA3"] * (trial == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton, or its folder in TRITON")
 def test_kernels_read_16_bytes_at_a_time_and_spill_nothing(tmp_path):
-    """On packs of three lengths: one graph for the first, one for all others. The planted fault is
-    torch.compile(dynamic=True), which reads 2 bytes at a time.
-    """
+    """The first of three pack lengths gets a graph, the others share one. The planted fault is
+    torch.compile(dynamic=True), which reads 2 bytes at a time."""
     env = os.environ | {"TRITON_CACHE_DIR": f"{tmp_path}/triton", "TRITON_DISABLE_LINE_INFO": "1",
                         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/inductor", "PYTHONPATH": os.environ.get("TRITON", "")}
     done = subprocess.run([sys.executable, "tests/gpu/compiled.py"], env=env, cwd=ROOT, text=True, capture_output=True)

@@ -1,7 +1,7 @@
-"""How many kernels one eager layer launches, forward and backward: each costs the host about 60 us.
+"""Number of kernels that one eager layer launches, forward and backward; each costs the host about 60 us.
 
-Counted on a CPU by the operators of fake tensors, with the kernels of a GPU in their place: of two
-and of four layers, so that what is outside of layers drops out. A count only falls.
+A CPU counts the operators on fake tensors, with the GPU kernels as one each. The difference of four and two layers
+leaves out the rest of the model. A count may only fall.
 """
 import pytest
 import torch
@@ -14,7 +14,7 @@ from speech import plan as speech_plan
 from tests.distill.test_plan import built
 from tests.helpers.small_speech import small_model
 
-# operators that launch nothing: they make views, or memory that nothing is written to
+# operators that launch nothing: they make views or unwritten memory
 FREE = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "split", "split_with_sizes", "select", "unsqueeze",
         "squeeze", "alias", "detach", "empty", "empty_like", "new_empty", "as_strided", "permute", "unbind", "reshape",
         "empty_strided", "new_empty_strided", "lift_fresh", "device"}
@@ -22,7 +22,7 @@ LAUNCHES = {"V2": 89, "V2, all linear": 161, "chats": 124}       # of a layer, n
 
 
 class Launches(TorchDispatchMode):
-    """count: operators that launch a kernel, each as one."""
+    """count: operators that launch a kernel."""
     count, in_kernel = 0, False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -30,27 +30,27 @@ class Launches(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
     def kernel(self, function, *args):
-        """kernels.kernel."""
+        """Replaces kernels.kernel."""
         self.count, self.in_kernel = self.count + 1, True
         out = function(*args)
         self.in_kernel = False
         return out
 
 
-def launches(step, pack, ours):
-    """Of a layer, forward and backward. ours: with the kernels of kernels.py, or transformers' own."""
-    found = []
+def launches(step, pack, fused):
+    """Launches of a layer, forward and backward. fused: with kernels.py, else with transformers' code."""
+    counts = []
     for count in (2, 4):
         live = Launches()
-        theirs = () if ours else ((kernels, "can_fuse", lambda x: False),)
+        unfused = () if fused else ((kernels, "can_fuse", lambda x: False),)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = memory.fake_copy(step, count)
-            with live, memory.gpu_kernels(live, (*step.kernels, *theirs)):
+            with live, memory.gpu_kernels(live, (*step.kernels, *unfused)):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = step.loss(model, *pack)
                 loss.backward()
-        found.append(live.count)
-    return (found[1] - found[0]) / 2
+        counts.append(live.count)
+    return (counts[1] - counts[0]) / 2
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -61,6 +61,6 @@ def test_a_layer_launches_no_more_kernels_than_it_did(name):
         targets = "all-linear" if "all" in name else "attention"
         step = speech_plan.step_of(small_model(targets, torch.bfloat16, None)[1])
         pack = 160, 360, 120, 100
-    ours, theirs = (launches(step, pack, which) for which in (True, False))
-    print(name, ours, theirs)
-    assert ours <= LAUNCHES[name] < theirs, (ours, theirs)
+    fused, plain = (launches(step, pack, which) for which in (True, False))
+    print(name, fused, plain)
+    assert fused <= LAUNCHES[name] < plain, (fused, plain)

@@ -1,7 +1,6 @@
-"""No step asks the device for a number: on a GPU the host would wait for all queued work.
+"""No step reads a number from the device: on a GPU the host would wait for all queued work.
 
-Seen on a CPU, by the operators of three steps between log lines; there AdamW itself reads the step of each parameter.
-Non-finite values are reported one step late (StepFlags).
+A profiler on a CPU counts the operators of three steps between log lines; there AdamW reads the step of each parameter.
 """
 import json
 import os
@@ -20,7 +19,7 @@ FIRST, LAST = 2, 5          # steps
 
 
 def count_waits(script, argv, path):
-    """In a rank: run a trainer's script, count what would wait from step FIRST to step LAST, leave."""
+    """In a rank: run a trainer's script, count operators from step FIRST to step LAST, exit."""
     steps, profiler = 0, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def step_done(optimizer, *_):

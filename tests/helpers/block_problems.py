@@ -17,13 +17,13 @@ LAYOUTS = {
 def load(demo, layout):
     """(problems, Tokens, Documents) of the demo's training file."""
     file = demo / ("train.jsonl" if layout.system == "gsm8k" else "train_hdp.json")
-    found = read_problems(file, "train", layout.system, layout.strip_calculator)
+    problems = read_problems(file, "train", layout.system, layout.strip_calculator)
     tokens = load_tokenizer(demo, layout.system)
-    return found, tokens, documents_of(found, tokens, layout)
+    return problems, tokens, documents_of(problems, tokens, layout)
 
 
-def documents_of(found, tokens, layout):
-    """Documents of problems; UserError with all that cannot be used."""
-    documents = blocks.make_documents(found, tokens, layout, bad := [])
+def documents_of(problems, tokens, layout):
+    """Documents of problems; UserError names all unusable ones."""
+    documents = blocks.make_documents(problems, tokens, layout, bad := [])
     settle(bad, hint=blocks.length_hint(bad))
     return documents

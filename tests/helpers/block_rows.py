@@ -1,4 +1,4 @@
-"""Small documents, batches of them (blocks.Blocks) and networks for the tests of block diffusion."""
+"""Small documents, batches (blocks.Blocks) and networks for the tests of block diffusion."""
 import math
 
 import numpy as np
@@ -10,12 +10,11 @@ V, MASK = 21, 20
 CONFIG = dit.Config(V, MASK, hidden_size=32, layers=3, heads=2, cond_size=8, dropout=0.0)
 
 
-def document(sizes, given=0, question=0, seed=0):
-    """(n, 3) array of ids, block, target: blocks of these sizes; the first `given` tokens are no targets, nor is block 0
-    if question is 1."""
+def document(sizes, prompt=0, question=0, seed=0):
+    """(n, 3) array of ids, block, target. The first `prompt` tokens are no targets, nor is block 0 if question is 1."""
     block = np.repeat(np.arange(len(sizes)), sizes)
     n, rng = len(block), np.random.default_rng(seed)
-    target = (np.arange(n) >= given) & ~((block == 0) & bool(question))
+    target = (np.arange(n) >= prompt) & ~((block == 0) & bool(question))
     return np.stack([rng.integers(0, MASK, n), block, target], axis=1)
 
 
@@ -25,20 +24,20 @@ def make_blocks(rows, length, width):
     ids, position, doc, block, group = (torch.full(shape, fill) for fill in (7, 0, -1, 0, -1))
     target, noisy, groups = torch.zeros(shape, dtype=torch.bool), torch.full((len(rows), width), -1), 0
     for r, docs in enumerate(rows):
-        at = 0
+        start = 0
         for number, table in enumerate(docs):
-            to, table = slice(at, at + len(table)), torch.from_numpy(table)
+            to, table = slice(start, start + len(table)), torch.from_numpy(table)
             ids[r, to], block[r, to], target[r, to] = table[:, 0], table[:, 1], table[:, 2].bool()
             position[r, to], doc[r, to] = torch.arange(len(table)), number
             for b in table[:, 1].unique():
                 if (own := table[:, 1] == b).any() and (table[own, 2] > 0).any():
                     group[r, to][own], groups = groups, groups + 1
-            at += len(table) + (at == 0)
+            start += len(table) + (start == 0)
         copies = (group[r] >= 0).nonzero()[:, 0]
         noisy[r, :len(copies)] = copies
-    at = noisy.clamp(min=0)
-    tiles = dit.tile_states(torch.cat([doc.gather(1, at).masked_fill(noisy < 0, -1), doc], 1).numpy(),
-                            torch.cat([block.gather(1, at), block], 1).numpy(), width)
+    start = noisy.clamp(min=0)
+    tiles = dit.tile_states(torch.cat([doc.gather(1, start).masked_fill(noisy < 0, -1), doc], 1).numpy(),
+                            torch.cat([block.gather(1, start), block], 1).numpy(), width)
     return blocks.Blocks(ids, position, doc, block, target, noisy, group, groups, int(target.sum()), tiles)
 
 
@@ -69,11 +68,11 @@ def assert_close(a, b, rtol=1e-5):
         torch.testing.assert_close(x, y, rtol=rtol, atol=1e-5 * float(y.detach().abs().max()) + 1e-7)
 
 
-MIXED = [[document([4, 4, 3], given=6), document([5, 3, 3, 2], question=1, seed=1)], [document([4] * 5, seed=2)]]
+MIXED = [[document([4, 4, 3], prompt=6), document([5, 3, 3, 2], question=1, seed=1)], [document([4] * 5, seed=2)]]
 
 
 def seen_by(doc, block, n_noisy):
-    """(B, S, S) bool of what attention_masks allows; clean queries see no noisy key, since they are not given any."""
+    """(B, S, S) bool mask from attention_masks; clean queries get no noisy keys."""
     of_noisy, of_clean = dit.attention_masks(doc, block, n_noisy)
     full = torch.zeros(len(doc), doc.shape[1], doc.shape[1], dtype=torch.bool)
     full[:, :n_noisy], full[:, n_noisy:, n_noisy:] = of_noisy[:, 0], of_clean[:, 0]

@@ -10,7 +10,7 @@ MAIN = "tests.helpers.block_runs.ranks_main"     # of pool.run
 
 
 def ranks_main(argv):
-    """The trainer on a command line; an error is one line, as in a process of its own."""
+    """Run the trainer on a command line; an error is one line."""
     run_script(SCRIPT, argv)
 
 
@@ -35,6 +35,5 @@ SHORT = ("--max_steps 1 --num_workers 0 --problems_per_batch 4 --gradient_accumu
 
 
 def short_run(out, *flags):
-    """A run of one step in this process, unless flags, each of any number of words, say otherwise."""
-    words = [word for flag in (SHORT, f"--output_dir {out} --logging_dir {out}-logs", *flags) for word in str(flag).split()]
-    train_bd3lm.main(words)
+    """A run of one step in this process; flags, each of one or more words, override SHORT."""
+    train_bd3lm.main(" ".join([SHORT, f"--output_dir {out} --logging_dir {out}-logs", *map(str, flags)]).split())

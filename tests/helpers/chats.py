@@ -1,4 +1,4 @@
-"""Chat templates in the styles of released models, a tokenizer trained on the spot, tiny students and conversations."""
+"""Chat templates in the styles of released models, a small tokenizer, tiny students and conversations."""
 import json
 from pathlib import Path
 
@@ -13,25 +13,25 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "
 TEXTS = ["the quick brown fox jumps over the lazy dog\n\nand again\n",
          "Which language is this?\n\nFinal Answer: en", "Das ist ein Satz, der etwas länger ist.",
          "Où est la bibliothèque ?", "system user assistant think en de fr ru", "two line feeds are one token\n\n"]
-# how Qwen and Llama 3 split text: line feeds in a row stay together, whatever follows
+# Qwen and Llama 3 split text like this: consecutive line feeds stay together
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
          r"\s+(?!\S)|\s+")
 LABELS = ("en", "de", "fr", "ru")
 
-# Qwen2.5 and Qwen3-Instruct-2507: every turn alike, a line feed behind each end.
+# Qwen2.5 and Qwen3-Instruct-2507: all turns have one form, with a line feed after the end token.
 QWEN = """{%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
-# Qwen3's way with tools: their schemas in a system turn, calls as JSON between tags.
+# Qwen3 with tools: schemas in a system turn, calls as JSON between tags.
 QWEN_TOOLS = QWEN.replace("m.content +", """m.content + (('<tool_call>\n' + (m.tool_calls[0].function | tojson)
 + '\n</tool_call>') if m.tool_calls else '') +""")
 QWEN_TOOLS = ("{%- if tools -%}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}"
               + QWEN_TOOLS)
 
-# Qwen3 (hybrid): the last answer has a think block, answers before the last question lose theirs; with
-# enable_thinking=False an empty block belongs to the generation prompt.
+# Qwen3 (hybrid): only answers after the last question have a think block; with enable_thinking=False the
+# generation prompt ends with an empty one.
 QWEN_THINK = """{%- set last = namespace(user=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
 {%- for m in messages -%}
@@ -58,7 +58,7 @@ QWEN_THINK = """{%- set last = namespace(user=-1) -%}
 QWEN_OPEN = QWEN_THINK.replace("{{ '<think>\n\n</think>\n\n' }}{%- endif -%}", "{{ '<think>\n\n</think>\n\n' }}"
                                "{%- else -%}{{ '<think>\n' }}{%- endif -%}")
 
-# Llama 3: begin-of-text by the template, trimmed contents, nothing behind the end of a turn.
+# Llama 3: the template writes begin-of-text, trims contents, and writes nothing after the end of a turn.
 LLAMA = """{{- bos_token -}}
 {%- for m in messages -%}
 {{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
@@ -72,14 +72,14 @@ def tokenizer(template=QWEN, eos="<|im_end|>"):
     core.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(TEXTS * 20, trainers.BpeTrainer(
-        vocab_size=380, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
-    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|begin_of_text|>", eos_token=eos,
+        vocab_size=380, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False))
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|begin_of_text|>", eos_token=eos,
                                    pad_token="<|endoftext|>", additional_special_tokens=SPECIAL)
-    made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
-    made.chat_template = template
-    return made
+    wrapped.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
+    wrapped.chat_template = template
+    return wrapped
 
 
 def ask(question, answer, **more):
@@ -89,14 +89,14 @@ def ask(question, answer, **more):
 
 def conversations(n):
     """n labelled sentences of different lengths, every third with a system message, every fourth with two answers."""
-    words, found = " ".join(TEXTS).split(), []
+    words, talks = " ".join(TEXTS).split(), []
     for i in range(n):
         text = " ".join(words[(3 * i + k) % len(words)] for k in range(2 + (7 * i) % 13))
         messages = ask(text, LABELS[i % 4])
         if i % 4 == 3:
             messages += ask(text[::-1], f"{LABELS[i % 3]} or {LABELS[i % 4]}")
-        found.append(([{"role": "system", "content": "Name the language."}] if i % 3 == 0 else []) + messages)
-    return found
+        talks.append(([{"role": "system", "content": "Name the language."}] if i % 3 == 0 else []) + messages)
+    return talks
 
 
 def write(path, chats, **more):
@@ -108,35 +108,35 @@ def write(path, chats, **more):
 def student(folder, kind="qwen", **settings):
     """Write a tiny random model with its tokenizer.
 
-    qwen: tied, normed queries; llama: untied, scaled rotary places; moe: Qwen3 of 5 experts, two of them for a token.
+    qwen: tied weights, normed queries; llama: untied weights, scaled rotary positions; moe: Qwen3 of 5 experts.
     """
     sizes = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 43, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 256}
     if kind == "qwen":
-        config, made = Qwen3Config(**sizes | {"tie_word_embeddings": True} | settings), tokenizer()
+        config, text_tokenizer = Qwen3Config(**sizes | {"tie_word_embeddings": True} | settings), tokenizer()
     elif kind == "moe":
         experts = {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 20}
-        config, made = Qwen3MoeConfig(**sizes | experts | settings), tokenizer()
+        config, text_tokenizer = Qwen3MoeConfig(**sizes | experts | settings), tokenizer()
     else:
         rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
         config = LlamaConfig(**sizes | {"rope_parameters": rope, "tie_word_embeddings": False,
                                         "attention_bias": True} | settings)
-        made = tokenizer(LLAMA, "<|eot_id|>")
+        text_tokenizer = tokenizer(LLAMA, "<|eot_id|>")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:        # fresh ones are all ones or zeros, and alike
+        if "norm" in name or "bias" in name:        # new ones are all ones or zeros
             parameter.data += 0.3 * torch.randn(parameter.shape)
         elif "embed" not in name:
             parameter.data *= 4
-    model.generation_config.eos_token_id = made.eos_token_id
+    model.generation_config.eos_token_id = text_tokenizer.eos_token_id
     model.save_pretrained(folder)
-    made.save_pretrained(folder)
+    text_tokenizer.save_pretrained(folder)
     return Path(folder)
 
 
-def encoder(made, template, *options):
+def encoder(tokenizer, template, *options):
     """chat.Encoder of a tokenizer with a template."""
-    made.chat_template = template
-    return chat.Encoder(made, *options)
+    tokenizer.chat_template = template
+    return chat.Encoder(tokenizer, *options)

@@ -1,4 +1,4 @@
-"""Conversations of every kind, with codes that no codec made, and their table on disk."""
+"""Conversations of every kind, with random codes, and their table on disk."""
 import zlib
 
 import numpy as np
@@ -11,7 +11,7 @@ BOS, EOS, BOOKS = 1024, 1025, 8
 
 
 def codes_of(clip):
-    """(T, 8) random codes of a clip that never exists as a file; its duration holds T."""
+    """(T, 8) random codes of a clip without a file; its duration is T."""
     return np.random.default_rng(len(clip.path)).integers(0, 1024, (int(clip.duration), BOOKS)).astype(np.int16)
 
 
@@ -45,6 +45,6 @@ def table_of(conversations, tokenizer, ids, folder, codes_of=codes_of):
     codes = [codes_of(c) for c in builder.clips]
     frames = np.array([len(c) for c in codes], np.int64)
     save_file({"codes": np.concatenate([*codes, np.empty((0, BOOKS), np.int16)])}, folder / "codes-0.safetensors")
-    where = np.stack([frames * 0, np.cumsum(frames) - frames, frames, [*map(zlib.crc32, codes)]], axis=1, dtype=np.int64)
+    where = np.stack([frames * 0, np.cumsum(frames) - frames, frames, [*map(zlib.crc32, codes)]], 1, dtype=np.int64)
     builder.write(folder, ["codes-0.safetensors"], where)
     return Table(folder / "table")

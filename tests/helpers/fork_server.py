@@ -1,8 +1,8 @@
 """A `python` that starts our scripts in a millisecond: forks of a process that has imported torch and transformers.
 
-bash and torchrun start it as any other. The process that they see hands arguments, environment, folder, streams and
-ignored signals over, passes signals on and ends as the fork does. Settings that torch and transformers read while they
-are imported, such as HF_HUB_OFFLINE=1, are this server's.
+bash and torchrun start it like any python. The started process sends arguments, environment, folder, streams and
+ignored signals to the server, forwards signals, and exits like the fork. Settings that torch and transformers read
+during import, such as HF_HUB_OFFLINE=1, come from the server.
 """
 import contextlib
 import json
@@ -18,7 +18,7 @@ PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 
 
 class ForkServer:
-    """folder: an empty one. Its python is .python; closed, or when this process dies, all ends."""
+    """.python is the path of its python. folder: an empty one. All forks end at close() or with this process."""
 
     def __init__(self, folder):
         import subprocess
@@ -26,7 +26,7 @@ class ForkServer:
         self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" "{folder}/socket" "$@"\n')
         self.python.chmod(0o755)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"{folder}/socket")         # who comes too early waits
+        listener.bind(f"{folder}/socket")         # early clients wait
         listener.listen(64)
         self.server = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.fork_server", str(listener.fileno()), str(os.getpid())],
@@ -34,13 +34,13 @@ class ForkServer:
         listener.close()
 
     def close(self):
-        self.server.kill()      # a trainer in this process may have had it ignore SIGTERM
+        self.server.kill()      # a trainer in this process may have made it ignore SIGTERM
         self.server.wait()
 
 
 def ask(path, words):
-    """In the process that others see: as the real interpreter with these arguments."""
-    start = next((at for at, word in enumerate(words) if word != "-u"), len(words))
+    """Act like the real interpreter with these arguments, in the process that others see."""
+    start = next((index for index, word in enumerate(words) if word != "-u"), len(words))
     kind, *rest = words[start:] or [""]
     if not (kind.endswith(".py") or rest and (
             kind == "-m" and rest[0] == "torch.distributed.run" or kind == "-c" and "import torch" in rest[0])):
@@ -62,11 +62,11 @@ def ask(path, words):
 
 def die_with_parent():
     import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: no process outlives the one that it works for
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG
 
 
 def watch(connection):
-    """Fork a job; pass signals on to it, or SIGKILL when who asked is gone; tell how it ended."""
+    """Fork a job, forward signals to it, kill it if its client is gone, and send its status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent()
     message, streams, _, _ = socket.recv_fds(connection, 2**20, 3)
@@ -82,7 +82,7 @@ def watch(connection):
         finally:
             os._exit(status)
     for stream in streams:
-        os.close(stream)        # a pipe ends with its writers
+        os.close(stream)        # a pipe ends when all writers close it
     ended = os.pidfd_open(child)
     while ended not in select.select([connection, ended], [], [])[0]:
         os.kill(child, int(connection.recv(16) or signal.SIGKILL))
@@ -115,7 +115,7 @@ def work(streams, words, folder, environment, ignored):
         file = getattr(module, "__file__", None) or sys.prefix
         if file.startswith(ROOT) and not file.startswith(sys.prefix) and not name.startswith(("tests", "__main__")):
             del sys.modules[name]
-    sys.executable = environment.get("PYTHON_EXEC") or sys.executable     # torchrun's setting; of children, too
+    sys.executable = environment.get("PYTHON_EXEC") or sys.executable     # torchrun's setting, also for children
     sys.argv = words if kind not in ("-m", "-c") else [kind, *words[2:]]
     sys.path[0] = folder if kind in ("-m", "-c") else os.path.dirname(os.path.realpath(kind))
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
@@ -135,7 +135,7 @@ def work(streams, words, folder, environment, ignored):
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    threading._shutdown()       # as the interpreter ends: other threads, what was registered, streams
+    threading._shutdown()       # end like the interpreter: threads, exit functions, streams
     atexit._run_exitfuncs()
     for stream in {sys.stdout, sys.stderr, sys.__stdout__}:
         stream.flush()
@@ -146,7 +146,7 @@ def serve(listener, parent):
     import gc
     import importlib
     die_with_parent()
-    if os.getppid() != parent:      # it died before that
+    if os.getppid() != parent:      # the parent has died already
         return
     gc.disable()
     import torch.distributed.run
@@ -156,14 +156,14 @@ def serve(listener, parent):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from tests.helpers import imports  # noqa: F401
-    get_checkpoint_conversion_mapping("llama")      # PEFT asks; a thousand patterns are compiled once
+    get_checkpoint_conversion_mapping("llama")      # for PEFT: compile a thousand patterns once
     for name in LATE:
         importlib.import_module(name)
     gc.freeze()     # forks share its pages
     gc.enable()
     while True:
         connection, _ = listener.accept()
-        with contextlib.suppress(ChildProcessError):        # those that have ended
+        with contextlib.suppress(ChildProcessError):        # reap ended forks
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if os.fork() == 0:

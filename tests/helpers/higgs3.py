@@ -1,4 +1,4 @@
-"""Prompts of Higgs TTS 3 written out from the layout, beside what the product makes of conversations."""
+"""Reference prompts and rows of Higgs TTS 3, built from the layout."""
 from pathlib import Path
 
 import torch
@@ -8,12 +8,12 @@ from speech import speak, v3
 
 
 def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
-    """(input_ids (S,) int64, is_audio (S,) bool) of what stands before the rows to be spoken.
+    """(input_ids (S,) int64, is_audio (S,) bool) of the prompt before the spoken rows.
 
-    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8)
-    delayed rows of the reference; where is_audio they take the place of ids.pad, one a position.
+    text_ids, ref_text_ids: tokens of the text to speak and of the reference's text. ref_rows: (R, 8) delayed rows of
+    the reference; they replace ids.pad where is_audio.
     """
-    tokens = [ids.tts]      # task first, then whose voice, then what to say
+    tokens = [ids.tts]      # order: task, voice, text
     if ref_text_ids is not None:
         tokens += [ids.ref_text, *torch.as_tensor(ref_text_ids).tolist()]
     start = stop = 0
@@ -22,24 +22,24 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
         start, stop = len(tokens), len(tokens) + len(ref_rows)
         tokens += [ids.pad] * len(ref_rows)
     tokens += [ids.text, *torch.as_tensor(text_ids).tolist(), ids.audio]
-    place = torch.arange(len(tokens))
-    return torch.tensor(tokens), (place >= start) & (place < stop)
+    position = torch.arange(len(tokens))
+    return torch.tensor(tokens), (position >= start) & (position < stop)
 
 
 def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) rows: book k has k BOC, its T codes, K - 1 - k EOC."""
+    """(T, K) codes -> (T + K - 1, K) rows: book k has k BOC, T codes, K - 1 - k EOC."""
     codes = torch.as_tensor(codes).long()
     columns = [[bos] * k + column + [eos] * (codes.shape[1] - 1 - k) for k, column in enumerate(codes.T.tolist())]
     return torch.tensor(columns).T
 
 
 def label_mask(frames, books=8):
-    """(T + K - 1, K) bool, True where a cell of delay's rows is trained: codes and every EOC."""
+    """(T + K - 1, K) bool, True for trained cells of delay's rows: codes and every EOC."""
     return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
 
 
 def load(folder, dtype=torch.float32, device="cpu"):
-    """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder. Raises UserError unless it is exactly that."""
+    """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder; UserError for other folders."""
     config = json_files.read_object(Path(folder) / "config.json")
     model = speak.load_model(folder, config, None, dtype, torch.device(device))
     return model, v3.token_ids(v3.load_tokenizer(folder), model.config)
@@ -55,7 +55,7 @@ def forced_logits(model, prompt, ref_rows, rows):
     rows = torch.as_tensor(rows).to(device)
     embedded = torch.cat([v3.embed_prompt(model, *prompt, ref_rows), model.embed_rows(rows[:-1])])
     length = len(embedded)
-    hidden = model.body(inputs_embeds=embedded[None], use_cache=False, position_ids=torch.arange(length, device=device)[None],
-                        cu_seq_lens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
-                        max_length_q=length).last_hidden_state[0]
+    hidden = model.body(inputs_embeds=embedded[None], use_cache=False,
+                        position_ids=torch.arange(length, device=device)[None], cu_seq_lens_q=torch.tensor(
+                            [0, length], dtype=torch.int32, device=device), max_length_q=length).last_hidden_state[0]
     return model.logits(hidden[len(prompt[0]) - 1:])

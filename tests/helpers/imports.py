@@ -1,4 +1,4 @@
-"""Imports of an ordinary run of train_v2_ddp.py, done once before ranks are forked."""
+"""Imports of a run of train_v2_ddp.py, done once before ranks are forked."""
 import data  # noqa: F401
 import lora  # noqa: F401
 from core import adapters, checkpoint, dist, kernels, metrics, optim, packing, watchdog  # noqa: F401

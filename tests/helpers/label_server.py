@@ -1,11 +1,11 @@
-"""A server with OpenAI's /v1/models and /v1/chat/completions, whose teacher tells the first word of a line.
+"""A server with OpenAI's /v1/models and /v1/chat/completions. Its teacher answers with a line's first word.
 
     python tests/helpers/label_server.py LOG
 
-Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
-give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), full (429), drop
-(connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403), drip (a byte
-now and then, first), bare (no usage, thoughts apart), seedless, limitless and plain (400 for a field).
+It prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone; some
+seeds give unusable answers. Words in a line cause faults, some at the first request only: slow, flaky (HTTP 500 first),
+full (429), drop (connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused
+(403), drip (slow bytes first), bare (no usage, separate thoughts), seedless, limitless and plain (400 for a field).
 """
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ seen, lock = set(), threading.Lock()
 
 
 def answer_to(line, seed):
-    """(text, finish_reason) of the teacher."""
+    """(text, finish_reason) of the teacher's answer."""
     draw = int(hashlib.sha256(f"{line}|{seed}".encode()).hexdigest()[:8], 16)
     if "never" in line.split() or draw % 3 == 0:
         return BAD[draw // 3 % len(BAD)]

@@ -13,7 +13,7 @@ from core import memory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations made inside this context: now, and at most. `known` tensors do not count."""
+    """Current and peak bytes of tensors that operations make in this context. `known` tensors do not count."""
 
     def __init__(self, known):
         super().__init__()
@@ -36,18 +36,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 def by_lengths(lengths):
-    """Attention of packed documents that are known to be so long: the same on tensors with and without memory."""
+    """Attention of packed documents of known lengths, for tensors with and without memory."""
     def attention(q, k, v, *_):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        parts = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (q, k, v)))
-        out = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        documents = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (q, k, v)))
+        out = [F.scaled_dot_product_attention(*document, is_causal=True) for document in documents]
         return torch.cat(out, dim=2)[0].transpose(0, 1)
     return attention
 
 
 def check_plan(step, setup, pack, model, batch, loss):
-    """The plan of a step with a CPU's kernels is the peak of a real step of loss(model, batch), without weights and
-    batch, within 3 %."""
+    """Check that a planned step with CPU kernels is within 3 % of a real step's peak, without weights and batch."""
     with mock.patch.object(memory, "gpu_kernels", lambda *_: contextlib.nullcontext()):
         planned = max(memory.step_bytes(step, setup, pack).values())
     fields = batch if isinstance(batch, tuple) else vars(batch).values()

@@ -1,6 +1,6 @@
-"""A stand-in for vLLM's server by transformers and PEFT: completions, adapters; prompts and answers as ids.
+"""A replacement for vLLM's server with transformers and PEFT: completions and adapters; prompts and answers are ids.
 
-An answer is drawn from the softmax by numbers of the request's seed, as the trainer's own draw (generation.Draw).
+An answer is drawn from the softmax with the request's seed, as in generation.Draw.
 """
 import json
 import threading
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 @torch.no_grad()
 def draw_answer(model, prompt, seed, tokens, ends):
-    """Ids drawn from the softmax behind a prompt, one token after the other, each by a whole forward pass."""
+    """Ids drawn from the softmax after a prompt, one token after the other, each by a whole forward pass."""
     ids, numbers = list(prompt), torch.Generator().manual_seed(seed)
     while len(ids) < len(prompt) + tokens and (len(ids) == len(prompt) or ids[-1] not in ends):
         sums = model(torch.tensor([ids])).logits[0, -1].double().softmax(-1).cumsum(-1)
@@ -22,7 +22,7 @@ def draw_answer(model, prompt, seed, tokens, ends):
 
 
 class LoraServer:
-    """with LoraServer(model folder) as server: its url (ends in /v1), calls: [(path, body)], fails: {path: status}."""
+    """with LoraServer(model folder) as server: url (ends in /v1), calls: [(path, body)], fails: {path: status}."""
 
     def __init__(self, folder):
         self.folder, self.models, self.calls, self.fails, self.lock = folder, {}, [], {}, threading.Lock()
@@ -67,7 +67,6 @@ class LoraServer:
                 self.end_headers()
                 self.wfile.write(text.encode())
             do_GET = do_POST
-
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
@@ -79,8 +78,8 @@ class LoraServer:
 
 
 class ScoreServer(LoraServer):
-    """with ScoreServer(model folder, name) as server: url, calls, fails: how many of the first calls are lost, each
-    after the work for it is done."""
+    """with ScoreServer(model folder, name, fails) as server: url, calls. The answers of the first `fails` calls are
+    lost after the work is done."""
 
     def __init__(self, folder, name, fails=0):
         super().__init__(folder)
@@ -88,10 +87,10 @@ class ScoreServer(LoraServer):
 
     @torch.no_grad()
     def score(self, ids, k):
-        """[None, {token: {"logprob", "rank", "decoded_token"}} of each next place]: the k likeliest and the own."""
+        """[None, {token: {"logprob", "rank", "decoded_token"}} a position]: the k likeliest tokens and the sent one."""
         rows = [None]
-        for place, scores in enumerate(self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1), 1):
-            shown = dict.fromkeys([*scores.topk(k).indices.tolist(), ids[place]])
+        for position, scores in enumerate(self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1), 1):
+            shown = dict.fromkeys([*scores.topk(k).indices.tolist(), ids[position]])
             rows.append({str(token): {"logprob": scores[token].item(), "rank": int((scores > scores[token]).sum()) + 1,
                                       "decoded_token": "?"} for token in reversed(shown)})
         return rows

@@ -1,4 +1,4 @@
-"""speech.weights.export in the order of `lora.py merge`."""
+"""speech.weights.export with the argument order of `lora.py merge`."""
 
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None,

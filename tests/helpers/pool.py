@@ -1,4 +1,4 @@
-"""Real ranks without their start-up time: forks of fork_server.py with the environment that torchrun gives."""
+"""Real ranks without start-up time: forks of fork_server.py with torchrun's environment."""
 import json
 import os
 import socket
@@ -14,7 +14,7 @@ import faulthandler, importlib, json, sys
 import torch
 sys.path[0] = {str(ROOT)!r}
 faulthandler.enable()
-faulthandler.dump_traceback_later(0.9 * float(sys.argv[1]))      # where it hangs, before the pool gives up
+faulthandler.dump_traceback_later(0.9 * float(sys.argv[1]))      # shows a hang before the pool's timeout
 module, _, name = sys.argv[2].rpartition(".")
 getattr(importlib.import_module(module), name)(*json.loads(sys.argv[3]))
 """
@@ -27,7 +27,7 @@ def free_port():
 
 
 class Pool:
-    """python: fork_server's. folder: an empty one for output."""
+    """python: fork_server's. folder: an empty folder for output."""
 
     def __init__(self, python, folder):
         self.python, self.folder, self.jobs = python, Path(folder), 0
@@ -41,7 +41,7 @@ class Pool:
         started, end = [], time.monotonic() + timeout
         try:
             for rank in range(ranks):
-                if ranks > 1:       # one is alone, as without torchrun
+                if ranks > 1:       # a single rank runs without torchrun
                     where |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
                               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 with open(log, "ab") as out:
@@ -51,7 +51,7 @@ class Pool:
             statuses = [process.wait(max(0, end - time.monotonic())) for process in started]
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{function} {args} did not end in {timeout} s\n{log.read_text(errors='replace')}")
-        finally:        # whatever interrupts it, as pytest-timeout does
+        finally:        # also after an interruption by pytest-timeout
             for process in started:
                 process.kill()      # its fork goes with it
                 process.wait()

@@ -8,7 +8,7 @@ from core import checkpoint
 
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
          "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
-CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short of depends on how packs are cut
+CUTS = {"train/epoch", "train/padding"}     # an epoch's last step depends on the split into packs
 
 
 def rows(run, after=0, without=CLOCK):
@@ -21,7 +21,7 @@ def newest(run):
 
 
 def tensors(run, stem="model"):
-    """{name: tensor} of the newest checkpoint's files of this name, in parts or not; model: or adapter_model."""
+    """{name: tensor} of the newest checkpoint's files of this name, in shards or not; model includes adapter_model."""
     files = [*newest(run).glob(f"{stem}*.safetensors"), *newest(run).glob(f"*_{stem}.safetensors")]
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
@@ -31,9 +31,9 @@ def moments(run):
 
 
 def assert_same_bits(run, other, after=0, without=CLOCK):
-    """Equal in all that was logged after a step, and in every bit of weights and moments."""
+    """The log after a step and every bit of weights and moments are equal."""
     assert rows(run, after, without) == rows(other, after, without)
-    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other))):
-        assert ours.keys() == theirs.keys() and ours
-        different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-        assert not different, f"{len(different)} of {len(ours)} tensors differ, first {different[0]}"
+    for actual, expected in ((tensors(run), tensors(other)), (moments(run), moments(other))):
+        assert actual.keys() == expected.keys() and actual
+        different = [name for name in actual if not torch.equal(actual[name], expected[name])]
+        assert not different, f"{len(different)} of {len(actual)} tensors differ, first {different[0]}"

@@ -1,4 +1,4 @@
-"""Scripts run in the process of a test, or in a rank of the pool."""
+"""Run scripts in the process of a test, or in a rank of the pool."""
 import importlib
 import os
 import signal
@@ -10,7 +10,7 @@ ASKED_AT = f"{__name__}.asked_at"       # of pool.run
 
 
 def run(script, argv):
-    """script.main(argv), which ends as its own process would: a UserError is one line, status 1."""
+    """script.main(argv); a UserError is printed in one line and exits with status 1."""
     try:
         script.main([str(word) for word in argv])
     except UserError as error:
@@ -19,7 +19,7 @@ def run(script, argv):
 
 
 def asked_at(script, argv, module, name, number):
-    """Run a trainer's script; SIGTERM comes at that call of a function of a module."""
+    """Run a trainer's script; SIGTERM arrives at call `number` of a module's function."""
     module, calls = importlib.import_module(module), []
     real = getattr(module, name)
 

@@ -1,4 +1,4 @@
-"""A speech model of a few layers and packs for it; GPU machines without soundfile import this."""
+"""A small speech model and packs for it; machines without soundfile can import this."""
 import numpy as np
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
@@ -9,7 +9,7 @@ from speech.labels import IGNORE, TokenIds
 
 
 def small_model(targets, dtype, recompute, dropout=0.1):
-    """(config, PackedHiggs) on the CPU, wide enough that rows and not weights take the memory."""
+    """(config, PackedHiggs) on the CPU; rows take more memory than weights."""
     config = HiggsAudioV2Config(
         vocab_size=600, hidden_size=96, intermediate_size=256, num_hidden_layers=6, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, codebook_size=1026, num_codebooks=8, audio_token_id=516,
@@ -25,12 +25,12 @@ def labels_of():
 
 
 def pack_of(samples, text, audio, targets):
-    """PackedBatch of samples of `text` text and `audio` audio rows, `targets` of each predicting something."""
-    rng = np.random.default_rng(0)
-    ids = labels_of()
+    """PackedBatch of samples with `text` text and `audio` audio rows; the first `targets` of each are trained."""
+    rng, ids = np.random.default_rng(0), labels_of()
     is_audio = np.arange(text + audio) >= text
     label = np.full(text + audio, IGNORE)
     label[1:1 + targets] = 7
     return collate([{"number": i, "input_ids": np.where(is_audio, ids.audio, rng.integers(0, 500, text + audio)),
                      "is_audio": is_audio, "text_labels": label, "audio_ids": rng.integers(0, 1024, (audio, 8)),
-                     "audio_at": text + np.arange(targets), "audio_targets": np.full((targets, 8), 5)} for i in range(samples)], ids)
+                     "audio_at": text + np.arange(targets), "audio_targets": np.full((targets, 8), 5)}
+                    for i in range(samples)], ids)

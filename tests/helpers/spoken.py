@@ -1,6 +1,6 @@
-"""Conversations with random codes for tests of the model: made by the trainer's own data path, minus the codec.
+"""Conversations with random codes for tests of the model, from the trainer's data path without the codec.
 
-native_batch turns the same samples into what transformers' own forward takes, so both sides see the same labels.
+native_batch turns the same samples into inputs of transformers' forward, so both sides see the same labels.
 """
 import hashlib
 
@@ -19,7 +19,7 @@ from tests.helpers.checkpoints import config_of
 
 
 def native(folder):
-    """The tiny model in fp32 with its text head, and with norms that differ: fresh ones are all ones, and alike."""
+    """The tiny model in fp32 with its text head and random norms: new ones are all ones."""
     model = HiggsAudioV2ForConditionalGeneration.from_pretrained(folder, use_text_head=True)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -38,7 +38,7 @@ def decode_audio(path, cuts=((None, None),)):
 
 
 def clip(name, frames):
-    """A Clip of so many codec frames; codes_of invents its codes from its name."""
+    """A Clip of `frames` codec frames; codes_of draws its codes by its name."""
     return Clip(name, 0.0, frames / FRAME_RATE)
 
 
@@ -87,9 +87,10 @@ def native_batch(samples, ids):
         return padded((s[key] for s in samples), fill)
     batch = {"input_ids": of("input_ids", ids.pad), "labels": of("text_labels", IGNORE),
              "attention_mask": padded(np.ones(len(s["input_ids"])) for s in samples)}
-    if any(len(s["audio_ids"]) for s in samples):       # without any, transformers wants no audio
-        batch |= {"audio_input_ids": of("audio_ids", ids.stream_eos), "audio_labels": padded(map(audio_labels, samples), IGNORE),
-                  "audio_input_ids_mask": padded(np.ones(len(s["audio_ids"])) for s in samples).bool()}
+    if any(len(s["audio_ids"]) for s in samples):       # without audio, transformers takes no audio inputs
+        batch |= {"audio_input_ids": of("audio_ids", ids.stream_eos),
+                  "audio_labels": padded(map(audio_labels, samples), IGNORE), "audio_input_ids_mask": padded(
+                      np.ones(len(s["audio_ids"])) for s in samples).bool()}
     return batch
 
 
@@ -109,9 +110,9 @@ def logits(net, inputs):
 
 
 def total(model, batch):
-    """One pack's loss on transformers' scale: over the codebooks the sum of each one's mean, plus the text mean."""
+    """One pack's loss on transformers' scale: the sum of the codebooks' means plus the text mean."""
     audio, text, _ = model(batch)
-    books = len(audio)      # transformers adds up the codebooks' means
+    books = len(audio)
     return books * total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], 1 / books)
 
 

@@ -1,5 +1,4 @@
-"""What runs and tests of students share: the seed, the share held out, the loss by transformers' own forward;
-train_sft.py, a script of module-level code, in this process."""
+"""Runs of train_sft.py in tests, and losses and divergences by transformers' forward."""
 import json
 
 import numpy as np
@@ -14,12 +13,12 @@ MAIN = "tests.helpers.students.run_trainer"     # of pool.run
 
 
 def run_trainer(argv):
-    """train_sft.py on a command line, in this process."""
+    """Run train_sft.py on a command line, in this process."""
     trainer.run_script(SCRIPT, argv)
 
 
 def plan_run(argv, gpus=2):
-    """A dry run of train_sft.py in this process; UserError for what is wrong."""
+    """A dry run of train_sft.py in this process; raises UserError."""
     words = [*map(str, argv), "--dry_run", str(gpus)]
     train_sft.check_flags(train_sft.build_parser().parse_args(words), gpus)
     train_sft.main(words)
@@ -29,18 +28,18 @@ train_sft = trainer.trainer_of(SCRIPT)
 
 
 def sample_loss(model, table, number):
-    """(sum of cross-entropies of trained tokens, how many were right) of one sample by transformers' own forward."""
-    part = slice(table.offsets[number], table.offsets[number + 1])
-    ids = torch.from_numpy(table.tokens[part].astype(np.int64))
-    labels = torch.where(torch.from_numpy(table.trained[part].copy()), ids, -100)
+    """(sum of cross-entropies of trained tokens, number of right ones) of one sample by transformers' forward."""
+    span = slice(table.offsets[number], table.offsets[number + 1])
+    ids = torch.from_numpy(table.tokens[span].astype(np.int64))
+    labels = torch.where(torch.from_numpy(table.trained[span].copy()), ids, -100)
     logits = model(input_ids=ids[None]).logits[0, :-1]
     return (F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100),
             (logits.argmax(-1) == labels[1:]).sum())
 
 
 def answer_rows(net, tokenizer, asked, answer):
-    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of this conversation alone,
-    without what a template writes after the end."""
+    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of the conversation, without
+    white space after the end."""
     start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
     while tokenizer.decode(whole[-1:]).isspace():
@@ -50,7 +49,7 @@ def answer_rows(net, tokenizer, asked, answer):
 
 
 def apart(student, teacher, kind, beta=0.5, k=0):
-    """Divergence of one row (V,) by plain probabilities in double precision, with a bucket for all but top-k."""
+    """Divergence of one row (V,) by plain probabilities in double precision; k: all other tokens are one bucket."""
     size = min(len(student), len(teacher))
     q, p = (logits[:size].double().softmax(-1) for logits in (student, teacher))
     if k:
@@ -64,16 +63,15 @@ def apart(student, teacher, kind, beta=0.5, k=0):
 
 
 def train(pool, ranks, output_dir, *flags, fails="", key=""):
-    """{step: {metric: value}} of a run of train_sft.py; None of one that ends with the words of `fails`.
-
-    key: of a server; no run prints it.
+    """{step: {metric: value}} of a run of train_sft.py; None if it fails, as expected, with the message `fails`.
+    key: a server's API key; no run prints it.
     """
-    statuses, output = pool.run(ranks, MAIN, [str(flag) for flag in (
-        "--output_dir", output_dir, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, *flags)], env={"OPENAI_API_KEY": key})
+    words = "--output_dir", output_dir, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, *flags
+    statuses, output = pool.run(ranks, MAIN, list(map(str, words)), env={"OPENAI_API_KEY": key})
     assert any(statuses) == bool(fails) and fails in output and not (key and key in output), output
     if fails:
         return None
-    found = {}
+    metrics = {}
     for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
-        found.setdefault(line["step"], {}).update(line)
-    return found
+        metrics.setdefault(line["step"], {}).update(line)
+    return metrics

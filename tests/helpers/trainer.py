@@ -1,4 +1,4 @@
-"""Runs of the speech trainer on a tiny model, as a user types them or forked from a process that has imported it."""
+"""Runs of the speech trainer on a tiny model: as a command, or forked from a process with its imports."""
 import argparse
 import contextlib
 import copy
@@ -34,7 +34,7 @@ class Tiny:
 
 @dataclass
 class Run:
-    """A finished trainer process: exit status, what it printed, and the metrics it left."""
+    """A finished trainer process: exit status, output, and its folder with metrics."""
     status: int
     output: str
     output_dir: Path
@@ -45,7 +45,7 @@ class Run:
 
 
 def brief(tiny, root):
-    """A Tiny of the same model and codec with half a second to a second of each clip; root: an empty folder."""
+    """A Tiny with the same model and codec, and 0.6 s or more of each clip; root: an empty folder."""
     for name in ("model", "codec"):
         (root / name).symlink_to(tiny.root / name)
     (root / "speech").mkdir()
@@ -57,7 +57,7 @@ def brief(tiny, root):
 
 
 def unheard(samples):
-    """The samples with another cut of each clip to speak: validation data that share no audio with them."""
+    """The samples with another cut of each spoken clip: validation data that share no audio with them."""
     samples = copy.deepcopy(samples)
     for sample in samples:
         clip = sample["messages"][-1]["content"][1]
@@ -66,14 +66,14 @@ def unheard(samples):
 
 
 def mount(*args):
-    """Mount a file system, or skip the test where that is not allowed."""
+    """Mount a file system; skips the test if that is not allowed."""
     done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
 
 
 def trainer_arguments(tiny, output_dir, *flags):
-    """What follows the script's name to train the tiny model; flags override the defaults given here."""
+    """Arguments that train the tiny model; flags override the defaults here."""
     return ["--model_path", str(tiny.model), "--audio_tokenizer_path", str(tiny.codec), "--train_data_file",
             str(tiny.train_json), "--code_cache", str(tiny.codes), "--output_dir", str(output_dir), "--logging_dir",
             str(output_dir) + "-logs", "--report_to", "none", "--logging_steps", "1", "--warmup_steps", "2",
@@ -92,14 +92,14 @@ def run_script(script, argv):
     except Flags:
         raise
     except BaseException:
-        sys.excepthook(*sys.exc_info())     # the script's own, which may end the process here
+        sys.excepthook(*sys.exc_info())     # the script may have set one that exits here
         raise SystemExit(1)
     finally:
         sys.excepthook, sys.argv = before
 
 
 def run_here(script, argv):
-    """As run_script, but an error is raised, and the process is afterwards as it was."""
+    """Like run_script, but errors are raised and the process is restored."""
     hook = sys.excepthook
     with mock.patch("faulthandler.enable"), mock.patch.object(sys, "argv", [str(ROOT / script), *map(str, argv)]):
         try:
@@ -120,36 +120,36 @@ class Flags(Exception):
 
 
 def script_flags(script="train_v2_ddp.py"):
-    """(parser, check_flags) of any of our scripts; nothing that comes after its flags runs."""
-    def found(parser, check=None, *_, **more):
+    """(parser, check_flags) of a script; the script stops after its flags."""
+    def stop(parser, check=None, *_, **more):
         if check is not None or isinstance(parser, cli.Parser):
             cli.accept_old_names(parser)
         raise Flags(parser, check)
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", found))     # of bench/
-        stack.enter_context(mock.patch.object(cli, "parse", found))
+        stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", stop))     # of bench/
+        stack.enter_context(mock.patch.object(cli, "parse", stop))
         with pytest.raises(Flags) as caught:
             run_script(script, [])
     return caught.value.args
 
 
 def trainer_of(script, **more):
-    """What tests of flags ask of a trainer that has a main()."""
+    """main, build_parser and check_flags of a trainer script, as a namespace."""
     return SimpleNamespace(**{"__name__": script[:-3].replace("/", "."), "main": lambda argv: run_here(script, argv),
                               "build_parser": lambda: script_flags(script)[0], "check_flags": lambda args,
                               world_size: script_flags(script)[1](args, world_size), **more})
 
 
 def trainer_command(tiny, output_dir, *flags, ranks=1, python=sys.executable):
-    """A trainer's whole command line, as a user types it."""
+    """A trainer's whole command line."""
     launcher = [python] if ranks == 1 else \
         [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [*launcher, str(ROOT / "train_v2_ddp.py"), *trainer_arguments(tiny, output_dir, *flags)]
 
 
-def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="tests.helpers.trainer.speech_main", cwd=None, env=None):
-    """The trainer on a real command line in ranks of the pool, each a process; returns the Run."""
+def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="tests.helpers.trainer.speech_main", cwd=None,
+                 env=None):
+    """Train in ranks of the pool, each a process; returns the Run."""
     statuses, output = pool.run(ranks, main, trainer_arguments(tiny, output_dir, *flags),
                                 cwd=cwd or output_dir.parent, env=env)
     assert not ok or not any(statuses), output[-4000:]
@@ -157,20 +157,20 @@ def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="tests.h
 
 
 def main_with_a_bad_token(argv):
-    """speech_main whose text embedding gives NaN for the token BAD_TOKEN: a base that holds NaN would be refused."""
+    """speech_main; the text embedding gives NaN for the token BAD_TOKEN. (A base with NaN would be refused.)"""
     import torch
     embed, bad = torch.nn.Embedding.forward, int(os.environ["BAD_TOKEN"])
 
     def poisoned(self, ids):
-        found = embed(self, ids)
+        embedded = embed(self, ids)
         is_text = self.num_embeddings == int(os.environ["TEXT_TOKENS"])
-        return found.masked_fill((ids == bad)[..., None], float("nan")) if is_text else found
+        return embedded.masked_fill((ids == bad)[..., None], float("nan")) if is_text else embedded
     torch.nn.Embedding.forward = poisoned
     speech_main(argv)
 
 
 def bad_token(model_dir):
-    """Options of train_forked for a run in which the token of "~" has no number."""
+    """Options of train_forked for a run with NaN for the token of "~"."""
     from transformers import AutoTokenizer
     bad = AutoTokenizer.from_pretrained(model_dir).convert_tokens_to_ids("~")
     size = json.loads((Path(model_dir) / "config.json").read_text())["vocab_size"]

@@ -9,7 +9,7 @@
 # Jobs, signals, time limits, requeues and node failures are Slurm's own; GPUs are fake, CPUs and memory only declared.
 set -euo pipefail
 
-MODE=${MODE:-auto}           # netns: every node has its own address, host name and ports; local: only its own port
+MODE=${MODE:-auto}           # netns: nodes differ in address, host name and ports; local: in the port only
 CPUS=${CPUS:-128}            # a node has, on paper
 GPUS=${GPUS:-8}              # a node has, on paper
 MEMORY=${MEMORY:-1000000}    # MB a node has, on paper
@@ -55,7 +55,7 @@ SlurmctldLogFile=$DIR/log/slurmctld.log
 SlurmdSpoolDir=$DIR/spool/%n
 SlurmdPidFile=$DIR/slurmd.%n.pid
 SlurmdLogFile=$DIR/log/slurmd.%n.log
-# believe what is declared below; nothing is bound, limited or accounted
+# trust the values below; nothing is bound, limited or accounted
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -83,7 +83,7 @@ END
             "RealMemory=$MEMORY Gres=gpu:$GPUS State=UNKNOWN"
     done
     echo "PartitionName=gpu Nodes=n[1-${#NODES[@]}] Default=YES MaxTime=INFINITE State=UP"
-    # a GPU needs a device file of its own, or Slurm calls the node invalid: copies of /dev/null
+    # each GPU needs a separate device file, or Slurm calls the node invalid: copies of /dev/null
     for ((g = 0; g < GPUS; g++)); do mknod "$DIR/dev/nvidia$g" c 1 3; done
     echo "NodeName=n[1-${#NODES[@]}] Name=gpu File=$DIR/dev/nvidia[0-$((GPUS - 1))]" >"$DIR/gres.conf"
     echo "CgroupPlugin=cgroup/v1" >"$DIR/cgroup.conf"     # unused; v2 would ask systemd
