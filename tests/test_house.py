@@ -40,26 +40,20 @@ def test_python_files_are_clean():
     assert done.returncode == 0, done.stdout
 
 
-def test_sizes_only_fall():
-    """Lines of all files of a kind in a folder; lower a ceiling when you remove lines."""
-    for folder, kind, most in (("bench", "py", 1748), ("launch", "sh", 1000), ("tests", "py", 16_381)):
-        lines = sum(len((ROOT / path).read_text().splitlines()) for path in tracked(f"{folder}/*.{kind}"))
-        assert lines <= most, f"{folder}: {lines} lines of .{kind}, at most {most}"
+# Lines of a folder's files. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
+CEILINGS = {"*.py": 625, "core/*.py": 4_947, "speech/*.py": 6_612, "distill/*.py": 3_274, "diffusion/*.py": 3_231,
+            "minimal/*.py": 943, "bench/*.py": 1_748, "launch/*.sh": 1_000, "tests/*.py": 14_980}
 
 
-# Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {".": 625, "core": 4_947, "speech": 6_612, "distill": 3_274, "diffusion": 3_231, "minimal": 943}
-
-
-@pytest.mark.parametrize("folder", CEILINGS)
-def test_no_folder_grows(folder):
-    paths = [path for path in tracked("*.py") if path.parts[0] == folder or folder == "." and len(path.parts) == 1]
+@pytest.mark.parametrize("pattern", CEILINGS)
+def test_no_folder_grows(pattern):
+    paths = [path for path in tracked(pattern) if "/" in pattern or len(path.parts) == 1]
     lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in paths}
     largest = sorted(lines, key=lines.get)[-9:]
-    assert sum(lines.values()) <= CEILINGS[folder], f"{sum(lines.values())} lines; largest: {largest}"
+    assert sum(lines.values()) <= CEILINGS[pattern], f"{sum(lines.values())} lines; largest: {largest}"
 
 
-# Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
+# Riddles that plain English does without, in code, tests, help, messages and guides, and their number: these only fall.
 RIDDLES = {r"\bwhat is\b": 0, r"\b(its|their) own\b|\bof (ours|theirs)\b": 0, r"\bbehind\b": 1, r"\bbeside\b": 0,
            r"\b(stands?|stood)\b": 0, r"\b(so|as) (many|often)\b": 0, r"\b(told|said|tells?)\b": 0,
            r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 0, r'"""(what|who|which|whether)\b': 0}
@@ -67,7 +61,7 @@ RIDDLES = {r"\bwhat is\b": 0, r"\b(its|their) own\b|\bof (ours|theirs)\b": 0, r"
 
 def test_riddles_only_fall():
     text = "\n".join((ROOT / path).read_text() for path in tracked() if path.suffix in (".py", ".sh", ".md")
-                     and path.parts[0] != "tests" and (ROOT / path).exists())
+                     and path.name != "test_house.py" and (ROOT / path).exists())
     counts = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) for pattern in RIDDLES}
     assert not {pattern: count for pattern, count in counts.items() if count > RIDDLES[pattern]}
 
@@ -77,10 +71,9 @@ VAGUE = {"found", "about", "at", "part", "place", "one", "often", "told", "made"
 
 def test_variables_say_what_they_hold():
     for path in tracked("*.py"):
-        if path.parts[0] != "tests":
-            names = {getattr(node, "id", getattr(node, "arg", "")) for node in ast.walk(ast.parse((ROOT / path).read_text()))
-                     if isinstance(node, ast.arg) or isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-            assert not names & VAGUE, f"{path}: {names & VAGUE}"
+        names = {getattr(node, "id", getattr(node, "arg", "")) for node in ast.walk(ast.parse((ROOT / path).read_text()))
+                 if isinstance(node, ast.arg) or isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        assert not names & VAGUE, f"{path}: {names & VAGUE}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
