@@ -74,7 +74,7 @@ from core.problems import LIST, Problems, problem
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
 from speech.dataset import (audio_numbers, file_of, find_bad_audio, last_clips, new_builder,
-                            read_all, read_flags, write_prepared)
+                            read_all, read_flags, sums, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -101,8 +101,7 @@ def find_problems(builder, codes, least, most):
         ("silence", decibels < SILENCE_DB, "is silent, {:.0f} dB of full scale", decibels),
         ("clipping", clipped > CLIPPED, "{:.1%} of its samples are at full scale", clipped),
         ("dc_offset", np.abs(dc) > DC, "its mean is {:.3f}, not 0", dc))
-    usable = np.diff(offsets) > 0
-    usable &= np.add.reduceat(np.append(where[clips, 2] <= 0, False), offsets[:-1]) == 0
+    usable = (np.diff(offsets) > 0) & (sums(where[clips, 2] <= 0, offsets) == 0)
     low, high = np.full(len(builder), -np.inf), np.full(len(builder), np.inf)   # usual pace
     for language in np.unique(facts["language"]):
         spoken = usable & (facts["letters"] > 0) & (facts["language"] == language)
