@@ -361,7 +361,8 @@ class TableBuilder:
         frames, tokens = where[used, 2], np.diff(self.tokens.offsets.array())
         rows = self.ids.rows(frames, trained) - 1       # besides the placeholder
         columns = {
-            "where": where, "frames": sums(frames, offsets), "lengths": tokens + sums(rows, offsets),
+            "where": where, "frames": sums(frames, offsets),
+            "lengths": tokens + sums(rows, offsets),
             "audio_targets": sums(np.where(trained, self.ids.targets(frames), 0), offsets),
             "audible": (sums(frames == 0, offsets) == 0) & ~np.asarray(left_out)}
         for lists in (self.tokens, self.names, self.used):
