@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import uuid
 import weakref
@@ -47,9 +48,10 @@ PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 
 
-def file_of(sources, i):
-    """Path of the source of sample i."""
-    return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
+def problem_of(table, i, check, reason):
+    """Problem of sample i of a Table or TableBuilder."""
+    file = next((s["path"] for s in table.sources if s["first"] <= i < s["stop"]), "")
+    return problem(table.name(i), check, reason, file, i)
 
 
 # ---- Reading: the files of a run -> Samples
@@ -152,10 +154,8 @@ def read_samples(path, problems, make=canonical_sample, **reading):
 def make_chunks(builder, source, sources, start, step):
     """Yield every step-th chunk of a Source's entries as (chunk of the builder, [Problem] of
     entries that are refused, [Problem] of notes)."""
-    def is_mine(entry):
-        return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
-
-    entries = parse_entries(source, sources.reading, is_mine)
+    mine = range(start, sys.maxsize, step)
+    entries = parse_entries(source, sources.reading, lambda entry: entry // CHUNK in mine)
     for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
         samples, refused, notes = [], [], []
         for _, sample in group:
@@ -388,8 +388,7 @@ def find_bad_audio(builder, codes):
                 f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
                 f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
             where[clip, 2] = 0
-    return [problem(builder.name(i), "audio", f"its audio {errors[clip]}",
-                    file_of(builder.sources, i), i)
+    return [problem_of(builder, i, "audio", f"its audio {errors[clip]}")
             for i, clip in builder.samples_with(list(errors))]
 
 
@@ -497,9 +496,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     dropped = settle(
-        (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "
-                 f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}",
-                 file_of(table.sources, i))
+        (problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
+                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}")
          for numbers in (train, held_out)
          for i in np.unique(numbers[table.lengths[numbers] > limit])),
         ("too_long",) if drop else (), output_dir,

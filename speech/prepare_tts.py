@@ -70,10 +70,10 @@ if ARGS and ARGS.device == "cpu":
 import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
-from core.problems import LIST, Problems, problem
+from core.problems import LIST, Problems
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import (audio_numbers, file_of, find_bad_audio, last_clips, new_builder,
+from speech.dataset import (audio_numbers, find_bad_audio, last_clips, new_builder, problem_of,
                             read_all, read_flags, sums, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
@@ -88,7 +88,7 @@ def find_problems(builder, codes, least, most):
     codes: ClipCodes. least, most: seconds of a clip."""
     where, (clips, offsets) = codes.where, builder.used_clips()
     target = last_clips(clips, offsets)
-    facts, sources = builder.facts.array(), builder.sources
+    facts = builder.facts.array()
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -109,7 +109,7 @@ def find_problems(builder, codes, least, most):
             quartiles = np.quantile(pace[spoken], (0.25, 0.75))
             low[spoken], high[spoken] = quartiles + np.diff(quartiles) * (-SPREAD, SPREAD)
     audio, held_out = audio_numbers(where, target), np.zeros(len(builder), bool)
-    for source in sources:
+    for source in builder.sources:
         held_out[source["first"]:source["stop"]] = source["held_out"]
 
     def first_of(values):
@@ -138,7 +138,7 @@ def find_problems(builder, codes, least, most):
                      for i, clip in builder.samples_with(np.flatnonzero(wrong)) if usable[i]]
     for check, wrong, text in of_samples:
         failures += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
-    return [problem(builder.name(i), check, text, file_of(sources, i), i)
+    return [problem_of(builder, i, check, text)
             for i, check, text in sorted(failures, key=lambda failure: failure[0])]
 
 
