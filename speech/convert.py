@@ -125,6 +125,12 @@ def lines_of(path):
     return [line.rstrip("\r") for line in json_files.read_text(path).split("\n")]
 
 
+def key_and_text(path):
+    """[(first word, the rest)] of the lines of a file."""
+    lines = filter(None, map(str.strip, lines_of(path)))
+    return [(*line.split(None, 1), "")[:2] for line in lines]
+
+
 def split_line(line, separator, has_header=True):
     """Fields of a line. Unbalanced quotes are text. Without a header, quotes enclose a field only
     where Python's csv module would write them: Piper's do, LJSpeech's are text."""
@@ -229,8 +235,7 @@ def is_prose(values):
 def read_kaldi(folder):
     """Rows of wav.scp, text and maybe segments, utt2spk; a command in wav.scp is never run."""
     def read_pairs(name):
-        lines = lines_of(folder / name) if (folder / name).exists() else ()
-        pairs = [(*line.split(None, 1), "")[:2] for line in map(str.strip, lines) if line]
+        pairs = key_and_text(folder / name) if (folder / name).exists() else ()
         require(len(dict(pairs)) == len(pairs), f"{folder / name}: has an utterance twice")
         return dict(pairs)
     audio, texts, segments, speakers = map(read_pairs, ("wav.scp", "text", "segments", "utt2spk"))
@@ -256,8 +261,8 @@ def read_sidecars(folder):
         seen.add(real)
         files = {name.lower(): name for name in names}
         subtitles = [name for name in files if name.endswith((".srt", ".vtt"))]
-        librispeech = dict((*line.split(None, 1), "")[:2] for name in names if name.endswith(
-            ".trans.txt") for line in filter(str.strip, lines_of(root / name)))
+        librispeech = dict(pair for name in names if name.endswith(".trans.txt")
+                           for pair in key_and_text(root / name))
         no_speaker = root == folder or root.name.lower() in NO_SPEAKER
         for name in names:
             stem, ending = os.path.splitext(name)
@@ -430,11 +435,6 @@ def unpack_audio(rows, folder):
         file.close()
 
 
-def tab_lines(path):
-    """(name, text) of lines."""
-    return ((*line.split("\t", 1), "")[:2] for line in lines_of(path) if line.strip())
-
-
 def read_gigaspeech(folder):
     """Cuts of long recordings; its marks become punctuation."""
     data = json_files.read_object(folder / "GigaSpeech.json")
@@ -461,14 +461,14 @@ CORPORA = (     # (patterns of names that a folder holds, its rows)
     (("content.txt", "wav"), lambda folder: (       # AISHELL-3; after each word is its pinyin
         {"audio": f"wav/{name[:7]}/{name}", "speaker": name[:7], "language": "zh",
          "text": "".join(text.split()[::2])}
-        for name, text in tab_lines(folder / "content.txt"))),
+        for name, text in key_and_text(folder / "content.txt"))),
     (("transcripts.txt", "audio"), lambda folder: (     # Multilingual LibriSpeech
         {"id": name, "audio": f"audio/{'/'.join(name.split('_')[:2])}/{name}",
          "speaker": name.split("_")[0], "text": text}
-        for name, text in tab_lines(folder / "transcripts.txt"))),
+        for name, text in key_and_text(folder / "transcripts.txt"))),
     (("txts", "wavs"), lambda folder: (             # WenetSpeech4TTS
         {"id": path.stem, "audio": f"wavs/{path.stem}", "language": "zh",
-         "text": next(iter(tab_lines(path)), ("", ""))[1]}
+         "text": next(iter(key_and_text(path)), ("", ""))[1]}
         for path in sorted(folder.glob("txts/*.txt")))))
 
 
@@ -576,7 +576,7 @@ def open_lists(folder, depth, columns, refused):
 
 
 def check_row(row, paths):
-    """The row with the absolute path of its audio and its text as a string. Raises BadSample."""
+    """The row with the absolute path of its audio and its text as a string. Raises as text_of."""
     if not isinstance(row, dict):
         raise row if isinstance(row, BadSample) else BadSample(
             f"is a {type(row).__name__}, not an object")
@@ -603,19 +603,11 @@ def find_file(name, row, paths):
         paths.find(str(name)))
 
 
-def read_text(path):
-    """The text in a file of a row. Raises BadSample."""
-    try:
-        return json_files.read_text(path).strip()
-    except UserError as error:
-        raise BadSample(error)
-
-
 def text_of(row, paths):
-    """The text to speak of a row. Raises BadSample."""
+    """The text to speak of a row. Raises BadSample, or the UserError of a text file."""
     text = row.get("text")
     if text is None and row.get("text_file"):
-        text = read_text(find_file(row["text_file"], row, paths))
+        text = json_files.read_text(find_file(row["text_file"], row, paths))
     if text is not None and not isinstance(text, str):
         raise BadSample(f"its text is {text!r}, not text")
     text = (text or "").replace("<audio>", "").strip()      # ms-swift's, kept by some converters
@@ -697,7 +689,7 @@ def references_of(row, reading, candidates, paths):
     if not audio:
         return [], unknown * bool(row.get("voice_prompts"))
     sidecar = Path(clip(audio)["audio_url"]).with_suffix(".txt")
-    text = text or (read_text(sidecar) if sidecar.is_file() else "")
+    text = text or (json_files.read_text(sidecar).strip() if sidecar.is_file() else "")
     return ([("", text, clip(audio))], []) if text or reading.lone_reference else ([], unknown)
 
 
@@ -744,17 +736,22 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     note_path.unlink(missing_ok=True)
     columns = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
     path, read_rows = open_source(source, columns)
-    paths, usable, unusable = audio_paths(path), ([], []), ([], [])     # of training, validation
+    paths, parts, refused = audio_paths(path), ([], []), []     # parts: training, validation
     for location, row in unpack_audio(read_rows, out_path.with_suffix(".audio").resolve()):
-        name = sample_name(f"{path} {location}", row)
         split = row.get("split") if isinstance(row, dict) else None
         is_marked = str(split).strip().lower() in HELD_OUT
+        parts[is_marked].append((sample_name(f"{path} {location}", row), row))
+    wanted = held_out and bool(parts[1])
+
+    def attempt(name, make, row, *more):
+        """make(row, ...), or None if the row is refused."""
         try:
-            usable[is_marked].append((name, check_row(row, paths)))
-        except BadSample as error:
-            unusable[is_marked].append(problem(name, error.check, error, source))
-    wanted = held_out and bool(usable[1] or unusable[1])
-    rows, refused = usable[wanted], unusable[wanted]
+            return make(row, *more)
+        except (BadSample, UserError) as error:
+            refused.append(problem(name, getattr(error, "check", "invalid"), error, source))
+
+    rows = [(name, attempt(name, check_row, row, paths)) for name, row in parts[wanted]]
+    rows = [(name, row) for name, row in rows if row]
     table = [row for _, row in rows if "messages" not in row]
     texts = Counter(row["text"] for row in table)
     for text, n in texts.most_common(1):
@@ -767,19 +764,17 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     candidates = find_candidates(table, reading) if reading.reference == "same_speaker" else {}
     lines = []
     for name, row in rows:
-        try:
-            entry = row if "messages" in row else chatml_of(row, reading, candidates, paths)
-        except BadSample as error:
-            refused.append(problem(name, error.check, error, source))
-            continue
-        misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-        lines.append(json.dumps(entry | {"misc": misc | {"source": name}}, default=str) + "\n")
+        if "messages" not in row:
+            row = attempt(name, chatml_of, row, reading, candidates, paths)
+        if row:
+            misc = row["misc"] if isinstance(row.get("misc"), dict) else {}
+            lines.append(json.dumps(row | {"misc": misc | {"source": name}}, default=str) + "\n")
     checkpoint.write_text(out_path, "".join(lines))
     if archives:
         note = {"origin": origin, "refused": [[p.name, p.check, p.reason] for p in refused]}
         checkpoint.write_text(note_path, json.dumps(note))
     problems += refused
-    others = len(usable[not wanted] + unusable[not wanted])
+    others = len(parts[not wanted])
     print(f"converted  {one_line(path)}: {plural(len(lines) + len(refused), 'row')} = "
           f"{len(lines)} kept + {len(refused)} refused; {out_path}"
           + (f"; {others} are of another split" if others else ""))

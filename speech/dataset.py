@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import uuid
 import weakref
@@ -47,9 +48,10 @@ PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 
 
-def file_of(sources, i):
-    """Path of the source of sample i."""
-    return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
+def problem_of(table, i, check, reason):
+    """Problem of sample i of a Table or TableBuilder."""
+    file = next((s["path"] for s in table.sources if s["first"] <= i < s["stop"]), "")
+    return problem(table.name(i), check, reason, file, i)
 
 
 # ---- Reading: the files of a run -> Samples
@@ -152,10 +154,8 @@ def read_samples(path, problems, make=canonical_sample, **reading):
 def make_chunks(builder, source, sources, start, step):
     """Yield every step-th chunk of a Source's entries as (chunk of the builder, [Problem] of
     entries that are refused, [Problem] of notes)."""
-    def is_mine(entry):
-        return entry // CHUNK >= start and (entry // CHUNK - start) % step == 0
-
-    entries = parse_entries(source, sources.reading, is_mine)
+    mine = range(start, sys.maxsize, step)
+    entries = parse_entries(source, sources.reading, lambda entry: entry // CHUNK in mine)
     for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
         samples, refused, notes = [], [], []
         for _, sample in group:
@@ -168,7 +168,7 @@ def make_chunks(builder, source, sources, start, step):
             if not dropped:
                 samples.append(sample)
                 notes += marks
-        yield builder.chunk(samples, refused), refused, notes
+        yield builder.chunk(samples, refused, source.origin), refused, notes
 
 
 def read_source(builder, source, sources, problems):
@@ -178,8 +178,6 @@ def read_source(builder, source, sources, problems):
     def take(result):
         chunk, refused, of_usable = result
         builder.append(chunk)
-        for p in refused:
-            p.file = source.origin
         problems.add(refused)
         notes.extend(of_usable)
 
@@ -252,6 +250,11 @@ def facts_of(sample):
             short_hash(sample.language))
 
 
+def sums(values, offsets):
+    """(n,) int64: the sum of each values[offsets[i]:offsets[i + 1]], which may be empty."""
+    return np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
+
+
 class TableBuilder:
     """Tokenised samples in columns on disk, and the distinct clips in order of first use."""
 
@@ -281,9 +284,9 @@ class TableBuilder:
         """Tokenise Samples; unusable ones are added to the list `problems`."""
         self.append(self.chunk(samples, problems))
 
-    def chunk(self, samples, problems):
-        """{name: array, or (array, lengths) of lists} of Samples for append(), possibly of another
-        process's builder."""
+    def chunk(self, samples, problems, file=""):
+        """{name: array, or (array, lengths) of lists} of Samples of a file for append(), possibly
+        of another process's builder."""
         good, facts, notices = [], [], Counter()
         for sample in samples:
             marked = [turn for turn in sample.turns if "<|" in turn.text]
@@ -292,7 +295,7 @@ class TableBuilder:
                     raise BadSample(f"text contains the control token {token}", "control_token")
                 streams, omissions = self.ids.streams(sample)
             except BadSample as error:
-                problems.append(problem(sample.name, error.check, error))
+                problems.append(problem(sample.name, error.check, error, file))
                 continue
             good += streams
             facts += [facts_of(sample)] * len(streams)
@@ -305,25 +308,21 @@ class TableBuilder:
             if any(turn.shortened for turn in sample.turns):
                 notices[SHORTENED] += 1
         streams = [stream for _, stream in good]
-        pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
-        starts = np.cumsum([0, *map(len, streams)])[:-1]
+        offsets = np.cumsum([0, *map(len, streams)])
+        pieces = [piece for stream in streams for piece, _ in stream]
+        labels = np.array([label for stream in streams for _, label in stream], bool)
         texts = list({piece for piece in pieces if type(piece) is str})
         tokens_of = dict(zip(texts, self.lists(texts)))
         parts = [tokens_of.get(piece, [self.ids.audio_placeholder_id]) for piece in pieces]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
-        labels = np.array(labels, bool)
         tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
         names = [name.encode("utf-8", "backslashreplace") for name, _ in good]
-
-        def per_sample(values):
-            return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, int)
-
-        return {"tokens": (tokens, per_sample(lengths)), "labelled": np.repeat(labels, lengths),
+        return {"tokens": (tokens, sums(lengths, offsets)), "labelled": np.repeat(labels, lengths),
                 "names": (np.frombuffer(b"".join(names), np.uint8), list(map(len, names))),
-                "text_targets": per_sample(lengths * (labels & ~spoken)),
+                "text_targets": sums(lengths * (labels & ~spoken), offsets),
                 "clips": list(itertools.compress(pieces, spoken)),
-                "clip_counts": per_sample(spoken), "trained": labels[spoken],
+                "clip_counts": sums(spoken, offsets), "trained": labels[spoken],
                 "facts": np.array(facts, FACTS), "notices": notices}
 
     def append(self, chunk):
@@ -359,17 +358,13 @@ class TableBuilder:
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
         clip of 0 frames (without codes), are not `audible`."""
         (used, offsets), trained = self.used_clips(), self.trained.array()
-        frames = where[used, 2]
-
-        def per_sample(values):      # sums over a sample's clips, if any
-            return np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
-
-        tokens = np.diff(self.tokens.offsets.array())
+        frames, tokens = where[used, 2], np.diff(self.tokens.offsets.array())
+        rows = self.ids.rows(frames, trained) - 1       # besides the placeholder
         columns = {
-            "where": where, "frames": per_sample(frames),
-            "lengths": tokens + per_sample(self.ids.rows(frames, trained) - 1),    # -1: placeholder
-            "audio_targets": per_sample(np.where(trained, self.ids.targets(frames), 0)),
-            "audible": (per_sample(frames == 0) == 0) & ~np.asarray(left_out)}
+            "where": where, "frames": sums(frames, offsets),
+            "lengths": tokens + sums(rows, offsets),
+            "audio_targets": sums(np.where(trained, self.ids.targets(frames), 0), offsets),
+            "audible": (sums(frames == 0, offsets) == 0) & ~np.asarray(left_out)}
         for lists in (self.tokens, self.names, self.used):
             lists.values.close()
             lists.offsets.close()
@@ -393,8 +388,7 @@ def find_bad_audio(builder, codes):
                 f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
                 f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
             where[clip, 2] = 0
-    return [problem(builder.name(i), "audio", f"its audio {errors[clip]}",
-                    file_of(builder.sources, i), i)
+    return [problem_of(builder, i, "audio", f"its audio {errors[clip]}")
             for i, clip in builder.samples_with(list(errors))]
 
 
@@ -502,9 +496,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     dropped = settle(
-        (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "
-                 f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}",
-                 file_of(table.sources, i))
+        (problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
+                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}")
          for numbers in (train, held_out)
          for i in np.unique(numbers[table.lengths[numbers] > limit])),
         ("too_long",) if drop else (), output_dir,

@@ -70,11 +70,11 @@ if ARGS and ARGS.device == "cpu":
 import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
-from core.problems import LIST, Problems, problem
+from core.problems import LIST, Problems
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import (audio_numbers, file_of, find_bad_audio, last_clips, new_builder,
-                            read_all, read_flags, write_prepared)
+from speech.dataset import (audio_numbers, find_bad_audio, last_clips, new_builder, problem_of,
+                            read_all, read_flags, sums, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -88,7 +88,7 @@ def find_problems(builder, codes, least, most):
     codes: ClipCodes. least, most: seconds of a clip."""
     where, (clips, offsets) = codes.where, builder.used_clips()
     target = last_clips(clips, offsets)
-    facts, sources = builder.facts.array(), builder.sources
+    facts = builder.facts.array()
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -101,8 +101,7 @@ def find_problems(builder, codes, least, most):
         ("silence", decibels < SILENCE_DB, "is silent, {:.0f} dB of full scale", decibels),
         ("clipping", clipped > CLIPPED, "{:.1%} of its samples are at full scale", clipped),
         ("dc_offset", np.abs(dc) > DC, "its mean is {:.3f}, not 0", dc))
-    usable = np.diff(offsets) > 0
-    usable &= np.add.reduceat(np.append(where[clips, 2] <= 0, False), offsets[:-1]) == 0
+    usable = (np.diff(offsets) > 0) & (sums(where[clips, 2] <= 0, offsets) == 0)
     low, high = np.full(len(builder), -np.inf), np.full(len(builder), np.inf)   # usual pace
     for language in np.unique(facts["language"]):
         spoken = usable & (facts["letters"] > 0) & (facts["language"] == language)
@@ -110,7 +109,7 @@ def find_problems(builder, codes, least, most):
             quartiles = np.quantile(pace[spoken], (0.25, 0.75))
             low[spoken], high[spoken] = quartiles + np.diff(quartiles) * (-SPREAD, SPREAD)
     audio, held_out = audio_numbers(where, target), np.zeros(len(builder), bool)
-    for source in sources:
+    for source in builder.sources:
         held_out[source["first"]:source["stop"]] = source["held_out"]
 
     def first_of(values):
@@ -139,7 +138,7 @@ def find_problems(builder, codes, least, most):
                      for i, clip in builder.samples_with(np.flatnonzero(wrong)) if usable[i]]
     for check, wrong, text in of_samples:
         failures += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
-    return [problem(builder.name(i), check, text, file_of(sources, i), i)
+    return [problem_of(builder, i, check, text)
             for i, check, text in sorted(failures, key=lambda failure: failure[0])]
 
 
