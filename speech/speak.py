@@ -225,11 +225,10 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
 def sampling(config, max_seconds, **draws):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
 
-    max_seconds: the longest speech. draws: {name of DRAW_FLAGS: value, None for the model's
-    default}. temperature 0 is greedy. ras_window: repetition-aware sampling draws a code again
+    max_seconds: the longest speech. draws: {name of DRAW_FLAGS: value} instead of the model's
+    defaults. temperature 0 is greedy. ras_window: repetition-aware sampling draws a code again
     from the untempered distribution if the last ras_window codes contain it twice; 0 is off."""
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
-    draws = {name: value for name, value in draws.items() if value is not None}
     require(draws.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
     draws = module.DRAWS | draws
     if weights.is_tts3(config.model_type):

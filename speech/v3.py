@@ -16,6 +16,7 @@ sglang-omni 0.1.9 and vllm-omni 0.30 use this layout.
 """
 import re
 import shutil
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -342,18 +343,12 @@ def whole_files(tensors, folder, codec=None):
 # ---- Speaking
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Settings for sampling codes, separately in each codebook. temperature 0: greedy. top_k 0 and
-    top_p 1: off. max_new_tokens: rows per prompt."""
-    temperature: float = DRAWS["temperature"]
-    top_p: float = DRAWS["top_p"]
-    top_k: int = DRAWS["top_k"]
-    max_new_tokens: int = 2048
+# temperature 0: greedy; top_k 0 and top_p 1: off; max_new_tokens: rows per prompt
+Sampling = namedtuple("Sampling", [*DRAWS, "max_new_tokens"], defaults=[*DRAWS.values(), 2048])
 
 
 def draw(logits, sampling, generator=None):
-    """(N, V) logits -> (N,) int64 codes."""
+    """(N, V) logits, of N codebooks -> (N,) int64 codes."""
     logits = logits.float()
     if not sampling.temperature:
         return logits.argmax(-1)
