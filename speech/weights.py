@@ -307,7 +307,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         tensors = version.whole_files(tensors, folder, codec)
     else:
         model.config.dtype = tensors["model.embed_tokens.weight"][1]
-    if original:        # the inverse of native_names; split tensors stay joined
+    if original:        # the inverse of weight_parts; split tensors stay joined
         tensors = {next(old + name.removeprefix(new) for old, new in NAMES
                         if name.startswith(new)): entry for name, entry in tensors.items()}
     sizes = {name: math.prod(tensor_io.shape_of(slices)) * kind.itemsize
