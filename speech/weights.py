@@ -402,13 +402,11 @@ def save_original_config(native, tokenizer, folder, config):
     """Write a 2025 checkpoint's files except its weights. config: config.json of the source.
     boson's code needs transformers 4.46, which does not know the tokenizer class that newer
     versions write."""
-    def write(name, values, **options):
-        (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
     dtype = str(native.dtype).removeprefix("torch.")
     original = config | {"torch_dtype": dtype} if config["model_type"] == "higgs_audio" else \
         original_config(native, tokenizer, dtype)
-    write("config.json", original, sort_keys=True)
-    write("generation_config.json", {
+    checkpoint.write_json(folder / "config.json", dict(sorted(original.items())))
+    checkpoint.write_json(folder / "generation_config.json", {
         "_from_model_config": True, "pad_token_id": native.pad_token_id,
         "transformers_version": "4.46.3",
         "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
@@ -420,4 +418,5 @@ def save_original_config(native, tokenizer, folder, config):
         settings.pop(key, None)
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    write("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    checkpoint.write_json(folder / "tokenizer_config.json", settings)
