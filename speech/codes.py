@@ -55,24 +55,24 @@ SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much wo
 def decode_clips(clips):
     """[(file key, content key, waveform, MEASURES), or the error as a string] of Clips of one file.
     Waveforms are mono float32 (n,) at 24 kHz; of saved codes these (T, K) int16."""
-    results = []
     try:
         keys = list(map(file_key, clips))       # before it is read: it may change
         digest, rate, cuts = read_file(clips[0].path, clips)
     except (OSError, ValueError) as error:
         return [str(error)] * len(clips)
-    for key, clip, samples in zip(keys, clips, cuts):
+
+    def decode(key, clip, samples):
         try:
             wave, measures = resample(check_cut(samples, rate, clip), rate)
         except ValueError as error:
-            results.append(str(error))
-            continue
+            return str(error)
         missing = (SHORTEST_REFERENCE - len(wave)) * (clip.filled and wave.ndim == 1)
         if missing > 0:
             wave = np.pad(wave, (0, missing))
         # a clip that needs no padding has the key of the unpadded clip
-        results.append((key, key_of(clip, missing > 0, digest), wave, measures))
-    return results
+        return key, key_of(clip, missing > 0, digest), wave, measures
+
+    return list(map(decode, keys, clips, cuts))
 
 
 def read_file(path, clips):
@@ -238,15 +238,13 @@ def codec_frames(samples):
 
 @dataclass(frozen=True)
 class Encoding:
-    """Settings of encoding clips."""
     codec_dir: Path
     cache_dir: Path
     num_codebooks: int
     processes: int = 0                  # decoding processes on this node
     wait_limit_s: float = 6 * 3600      # for another run that fills the cache
 
-    def folder(self):
-        """Folder of the codec's shards."""
+    def folder(self):       # of the codec's shards
         return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
 
 
@@ -258,8 +256,7 @@ class ClipCodes(NamedTuple):
     measures: np.ndarray    # (n, 5) float32 MEASURES; NaN: unknown
     errors: dict            # {number of a clip without codes: its file and the reason}
 
-    def missing(self):
-        """[number of a clip without codes]."""
+    def missing(self):      # numbers of the clips without codes
         return np.flatnonzero(self.where[:, 0] < 0).tolist()
 
 
@@ -286,7 +283,6 @@ def file_key(clip):
 
 
 def digest_columns(columns):
-    """SHA-256 in hex of a shard's columns except the codes."""
     return hashlib.sha256(b"".join(columns[name].tobytes() for name in COLUMNS)).hexdigest()
 
 
@@ -294,9 +290,8 @@ def write_shard(folder, encoded, files):
     """Write a shard of {content key: ((T, K) codes, (5,) MEASURES)}, {file key: content key}."""
     def key_bytes(keys):
         return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
-    # contiguous: safetensors writes raw memory
-    codes = [np.ascontiguousarray(clip_codes) for clip_codes, _ in encoded.values()]
-    measures = [clip_measures for _, clip_measures in encoded.values()]
+    codes, measures = zip(*encoded.values()) if encoded else ((), ())
+    codes = list(map(np.ascontiguousarray, codes))      # safetensors writes raw memory
     columns = {
         "lengths": np.array(list(map(len, codes)), np.int32), "keys": key_bytes(encoded),
         "files": key_bytes(files), "file_keys": key_bytes(files.values()),
@@ -310,7 +305,6 @@ def write_shard(folder, encoded, files):
 
 @contextlib.contextmanager
 def explain_damage(path):
-    """Errors in reading a shard become a UserError."""
     try:
         yield
     except (OSError, SafetensorError, ValueError) as error:

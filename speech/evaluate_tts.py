@@ -49,8 +49,6 @@ args = cli.parse(p, check_flags)
 
 import math
 
-import torch
-
 from core import dist, json_files
 from core.checkpoint import lock_folder, write_json
 from speech import judges
@@ -152,10 +150,10 @@ def table(runs):
     return lines
 
 
-dist.single_process()
-require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
+device = dist.single_process().device.type
+require(args.device != "cuda" or device == "cuda", "--device cuda: there is no GPU here")
 if args.device == "auto":
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = device
 folders = {folder: read_samples(folder) for folder in args.folders}
 for folder, samples in folders.items():
     require(prompts_of(samples) == prompts_of(folders[args.folders[0]]),

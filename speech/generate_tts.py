@@ -232,11 +232,8 @@ def speak_batch(prompts, seed):
     total = sum(len(codes) for codes, *_ in results) / FRAME_RATE
     rtf, written = (time.monotonic() - start) / total if total else None, []
     for prompt, (codes, ended_by, wave, facts) in zip(prompts, results):
-        if args.save_codes or args.max_cer is not None:
-            checkpoint.write_atomically(
-                Path(args.output_dir) / f"{prompt.name}.npy",
-                lambda path, codes=codes: speak.save_codes(path, codes))
-        record = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave, seed=seed,
+        record = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave,
+                                    args.save_codes or args.max_cer is not None, seed=seed,
                                     real_time_factor=rtf, **noted, **facts)
         notice = "" if record["frames"] else "  <- no speech: end-of-stream came at once"
         if ended_by != "eos":

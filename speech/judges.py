@@ -96,11 +96,10 @@ def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
     """[text] from CMU Sphinx's US English model, which the package contains. grammar: JSGF text, or
     None for the large vocabulary, which needs clear sentences."""
     import pocketsphinx
-    with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
-        file.write(grammar or "")
-        file.flush()
-        options = {"jsgf": file.name} if grammar else {}
-        decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", **options)
+    decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL")
+    if grammar:
+        decoder.add_jsgf_string("grammar", grammar)
+        decoder.activate_search("grammar")
     noise, heard = np.random.default_rng(0), []
     quiet = np.zeros(3 * RATE // 10, np.float32)        # else it misses the first and last words
     for wave in waves:

@@ -49,7 +49,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from core import tensor_io
 from speech import v3, weights  # first: weights explains a broken torchaudio
 
-from transformers import (DacConfig, GenerationConfig, HiggsAudioV2Config,  # isort: skip
+from transformers import (DacConfig, HiggsAudioV2Config,  # isort: skip
                           HiggsAudioV2ForConditionalGeneration, HiggsAudioV2TokenizerConfig,
                           HiggsAudioV2TokenizerModel, HubertConfig, PreTrainedTokenizerFast)
 
@@ -145,10 +145,7 @@ def make_model(out_dir, tokenizer, **config_overrides):
         torch.manual_seed(0)
         model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config),
                                                      use_text_head=True).eval()
-    model.generation_config = GenerationConfig(
-        bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"],
-        pad_token_id=config["pad_token_id"], do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
-        ras_win_len=7, ras_win_max_num_repeat=2)
+    model.generation_config = weights.generation_config(model.config)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
     weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))

@@ -59,10 +59,8 @@ args = cli.parse(p, check_flags)
 
 import hashlib
 import json
-import os
 import subprocess
 import time
-import uuid
 
 from core import checkpoint, dist, json_files, metrics
 from speech import judges
@@ -110,10 +108,9 @@ def is_running():
 
 
 def link_best(step):
-    link, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
+    link = out / "best"
     require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
-    temporary.symlink_to(f"checkpoint-{step}")
-    os.replace(temporary, link)
+    checkpoint.write_atomically(link, lambda path: path.symlink_to(f"checkpoint-{step}"))
 
 
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,

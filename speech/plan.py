@@ -7,7 +7,7 @@ import torch
 
 from core import memory as plans
 from core import metrics
-from speech import v2, weights
+from speech import weights
 from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
 from speech.labels import PackedBatch, step_work
@@ -57,7 +57,7 @@ def layers_of(model):
 
 
 def step_of(model):
-    return plans.Step(model, layers_of, loss, ((v2, "_attention_by_sample", plans.varlen),))
+    return plans.Step(model, layers_of, loss)
 
 
 def memory(model, setup, data, order):

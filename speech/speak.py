@@ -43,7 +43,6 @@ DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 BATCH = 8               # prompts that generate_all speaks together
 STRIDE = 1_000_003      # step of the seed from take to take; from batch to batch it is one
 PAUSE_S = 0.12          # silence between chunks of a long text
-FADE_S = 0.01           # fade at both ends of a chunk, against clicks
 
 # ---- Prompts
 
@@ -225,11 +224,10 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
 def sampling(config, max_seconds, **draws):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
 
-    max_seconds: the longest speech. draws: {name of DRAW_FLAGS: value, None for the model's
-    default}. temperature 0 is greedy. ras_window: repetition-aware sampling draws a code again
+    max_seconds: the longest speech. draws: {name of DRAW_FLAGS: value} instead of the model's
+    defaults. temperature 0 is greedy. ras_window: repetition-aware sampling draws a code again
     from the untempered distribution if the last ras_window codes contain it twice; 0 is off."""
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
-    draws = {name: value for name, value in draws.items() if value is not None}
     require(draws.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
     draws = module.DRAWS | draws
     if weights.is_tts3(config.model_type):
@@ -413,7 +411,7 @@ def split_text(text, most):
 
 def join(waves):
     """(n,) concatenated waves, faded at their ends, with pauses between them."""
-    ramp = np.linspace(0, 1, round(FADE_S * SAMPLE_RATE), dtype=np.float32)
+    ramp = np.linspace(0, 1, SAMPLE_RATE // 100, dtype=np.float32)      # 10 ms, against clicks
     pieces = []
     for wave in waves:
         wave, n = wave.copy(), min(len(wave) // 2, len(ramp))
@@ -511,9 +509,9 @@ def sound_bytes(wave, form):
     return sound.getvalue()
 
 
-def write_sample(folder, prompt, codes, ended_by, wave, **facts):
-    """Write a spoken Prompt atomically: NAME.wav (24 kHz, 16 bit), then NAME.json. Returns the
-    contents of the JSON file. Raises UserError for a waveform that is not finite."""
+def write_sample(folder, prompt, codes, ended_by, wave, with_codes=False, **facts):
+    """Write a spoken Prompt atomically: NAME.npy if with_codes, NAME.wav (24 kHz, 16 bit), then
+    NAME.json. Returns the JSON file's contents. UserError for a waveform that is not finite."""
     path, clip, voice = Path(folder) / prompt.name, prompt.target, (prompt.references or [None])[-1]
     require(np.isfinite(wave).all(),
             f"{path}.wav: the codec has made samples that are not finite numbers")
@@ -525,6 +523,8 @@ def write_sample(folder, prompt, codes, ended_by, wave, **facts):
               **facts}
     text = json.dumps(record, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if with_codes:
+        write_atomically(f"{path}.npy", lambda path: save_codes(path, codes))
     write_atomically(f"{path}.wav", lambda path: path.write_bytes(sound_bytes(wave, "WAV")))
     write_atomically(f"{path}.json", lambda path: path.write_text(text))
     return record

@@ -6,12 +6,10 @@ in modality order (text rows, then audio rows), so each FFN of a dual-FFN layer 
 slice. Attention has variable lengths, heads run on supervised rows only, and the host never
 waits.
 """
-import inspect
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from core import kernels
 from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
@@ -19,8 +17,6 @@ from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
-# torch 2.11 accepts grouped key heads without this flag
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 LICENCE = None          # no notice needed
 TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
 the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
@@ -74,25 +70,6 @@ class Permute(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
-    """Causal attention inside each sample. q (S, heads, D), k, v (S, kv_heads, D) -> (S, heads, D).
-
-    cu_seqlens: (B + 1,) int32 on the device. CUDA in half precision uses torch's variable-length
-    flash attention and ignores seqlens. Otherwise SDPA runs on one sample after the other."""
-    if q.is_cuda and q.dtype in kernels.FLASH:
-        causal = {"window_size": (-1, 0), **GROUPED}
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
-    return _attention_by_sample(q, k, v, seqlens)
-
-
-@torch.compiler.disable     # else each list of sample lengths would compile a new graph
-def _attention_by_sample(q, k, v, seqlens):
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    samples = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
-    out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in samples]
-    return torch.cat(out, dim=2)[0].transpose(0, 1)
-
-
 class Packed(NamedTuple):
     """A batch's inputs to all layers: order and seq_index (S,), cos and sin (S, D)."""
     n_text: int                 # rows of text, which come first
@@ -100,9 +77,8 @@ class Packed(NamedTuple):
     seq_index: torch.Tensor     # row of each sequence position
     cos: torch.Tensor
     sin: torch.Tensor
-    cu_seqlens: torch.Tensor    # (B + 1,) int32
+    cu_seqlens: torch.Tensor    # (B + 1,) integers; on the CPU unless flash attention is used
     longest: int
-    seqlens: torch.Tensor       # (B,) int64 on the CPU; None where flash attention is used
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
@@ -125,8 +101,9 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up at call time: kernels.use changes it
         q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        out = packed_attention(q, k, v, p.cu_seqlens, p.longest, p.seqlens)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))      # (1, heads, S, D)
+        out, _ = kernels.packed_attention(attn, q, k, v, None, cu_seq_lens_q=p.cu_seqlens,
+                                          max_length_q=p.longest)
         out = attn.o_proj(out.reshape(rows, -1))
         hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
         text, audio = hidden_states.split(sizes)
@@ -153,9 +130,10 @@ class PackedHiggs(labels.PackedBase):
         text = text.to(kernels.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
-        varlen = hidden.is_cuda and hidden.dtype in kernels.FLASH
-        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
-                        batch.longest, None if varlen else torch.tensor(batch.seqlens))
+        ends = batch.cu_seqlens
+        if not (hidden.is_cuda and hidden.dtype in kernels.FLASH):      # the host reads them
+            ends = torch.tensor([0, *batch.seqlens]).cumsum(0)
+        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], ends, batch.longest)
         for layer in model.layers:
             if self.training and self.call:
                 hidden = self.call(layer, hidden, packed=packed)

@@ -16,6 +16,7 @@ sglang-omni 0.1.9 and vllm-omni 0.30 use this layout.
 """
 import re
 import shutil
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,6 @@ from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}
-AUDIO_PLACEHOLDER = -100    # a clip in a table, as in the released config.json
-MIN_FRAMES = 8          # servers check for the end from row 8 on, so a shorter clip cannot end
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 MODEL_TYPE = "higgs_multimodal_qwen3"
@@ -48,7 +47,6 @@ without its owner's consent."""       # of a model card
 LORA_TARGETS = "all-linear"     # default of --lora_target_modules: seven linear layers
 # defaults of sglang-omni's speech endpoint
 DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}
-ROPE_THETA = 1e6        # config.json may hold null, for which transformers has another default
 TEXT_TABLE = "tied.embedding.text_embedding.weight"
 AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
 # {name in the files: name in Higgs3}
@@ -114,8 +112,8 @@ class Ids(labels.Layout):
     stream_eos: int = 1025      # EOC
     # no row of BOC alone; servers force BOC, but never fill in EOC: the model must learn it
     first, all_ends = 1, True
-    audio_placeholder_id = AUDIO_PLACEHOLDER
-    min_frames = MIN_FRAMES
+    audio_placeholder_id = -100     # a clip in a table, as in the released config.json
+    min_frames = 8              # servers check for the end from row 8 on: shorter clips cannot end
     lone_reference = True       # a reference may have no text
 
     def forbidden_tokens(self, tokenizer):
@@ -221,7 +219,8 @@ def read_config(config):
             (not text.get("rope_scaling") and rope.get("rope_type", "default") == "default",
              "rope_scaling"), (books and size, "num_codebooks or vocab_size of the audio table")):
         require(fits, f"config.json: {field} is not that of the released Higgs TTS 3")
-    theta = rope.get("rope_theta") or text.get("rope_theta") or ROPE_THETA
+    # config.json may hold null, for which transformers has another default
+    theta = rope.get("rope_theta") or text.get("rope_theta") or 1e6
     plain = {key: value for key, value in text.items() if not key.startswith("rope_")}
     native = Qwen3Config(**plain, rope_parameters={"rope_theta": float(theta),
                                                    "rope_type": "default"})
@@ -342,18 +341,12 @@ def whole_files(tensors, folder, codec=None):
 # ---- Speaking
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Settings for sampling codes, separately in each codebook. temperature 0: greedy. top_k 0 and
-    top_p 1: off. max_new_tokens: rows per prompt."""
-    temperature: float = DRAWS["temperature"]
-    top_p: float = DRAWS["top_p"]
-    top_k: int = DRAWS["top_k"]
-    max_new_tokens: int = 2048
+# temperature 0: greedy; top_k 0 and top_p 1: off; max_new_tokens: rows per prompt
+Sampling = namedtuple("Sampling", [*DRAWS, "max_new_tokens"], defaults=[*DRAWS.values(), 2048])
 
 
 def draw(logits, sampling, generator=None):
-    """(N, V) logits -> (N,) int64 codes."""
+    """(N, V) logits, of N codebooks -> (N,) int64 codes."""
     logits = logits.float()
     if not sampling.temperature:
         return logits.argmax(-1)

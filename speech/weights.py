@@ -147,19 +147,6 @@ def native_config(config):
     return native
 
 
-def native_names(names):
-    """{native name: [2025 names]}. Some 2025 tensors are split in two; those of a name are joined
-    along dimension 0. Follows transformers' convert_higgs_audio_v2_to_hf.py."""
-    joined = {}
-    for original in sorted(names):      # "..._frozen" is sorted before "..._trainable"
-        if any(dropped in original for dropped in DROPPED):
-            continue
-        name = SPLIT.sub(r"\1", original)
-        old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
-        joined.setdefault(new + name.removeprefix(old), []).append(original)
-    return joined
-
-
 def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remote_code=False)):
     """Tokenizer of a model folder. Raises UserError."""
     try:
@@ -184,12 +171,17 @@ def empty_model(config_dict, dtype, folder=None):
     stored = Path(folder or "") / "generation_config.json"
     if folder and stored.is_file() and "ras_win_len" in json_files.read_object(stored):
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    else:       # the released settings and this config's ids
-        model.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50,
-            top_p=0.95, ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
+    else:
+        model.generation_config = generation_config(config)
     return model
+
+
+def generation_config(config):
+    """The released settings, with the ids of a HiggsAudioV2Config."""
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
+        ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
 def open_model(folder):
@@ -200,18 +192,24 @@ def open_model(folder):
 
 
 def weight_parts(folder, config):
-    """{native name: [slice, ...]} of a folder in the native or 2025 layout. config: config.json."""
-    slices = open_model(folder)
+    """{native name: [slice, ...]} of a folder in the native or 2025 layout. config: config.json.
+
+    Some 2025 tensors are split in two; those of a name are joined along dimension 0. Follows
+    transformers' convert_higgs_audio_v2_to_hf.py."""
+    slices, parts = open_model(folder), {}
     if config["model_type"] == "higgs_audio_v2":
         return {name: [tensor] for name, tensor in slices.items()}
-    return {name: [slices[original] for original in originals]
-            for name, originals in native_names(slices).items()}
+    for original in sorted(slices):     # "..._frozen" is sorted before "..._trainable"
+        if not any(dropped in original for dropped in DROPPED):
+            name = SPLIT.sub(r"\1", original)
+            old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
+            parts.setdefault(new + name.removeprefix(old), []).append(slices[original])
+    return parts
 
 
 def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a model without adapters."""
-    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-    problem = tensor_io.mismatch(wanted, parts)
+    problem = tensor_io.mismatch({n: p.shape for n, p in model.named_parameters()}, parts)
     require(not problem, f"{folder}: {problem}")
 
 
@@ -309,7 +307,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         tensors = version.whole_files(tensors, folder, codec)
     else:
         model.config.dtype = tensors["model.embed_tokens.weight"][1]
-    if original:        # the inverse of native_names; split tensors stay joined
+    if original:        # the inverse of weight_parts; split tensors stay joined
         tensors = {next(old + name.removeprefix(new) for old, new in NAMES
                         if name.startswith(new)): entry for name, entry in tensors.items()}
     sizes = {name: math.prod(tensor_io.shape_of(slices)) * kind.itemsize
@@ -362,19 +360,15 @@ def find_folds(model, adapter):
     adapters.load_adapters(net, adapter)
     stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
 
-    def fold(name, scaling):
+    def fold(name, scaling, weight):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
         magnitude = stored.get(f"base_model.model.{name}.{adapters.MAGNITUDE}")
+        if magnitude:       # DoRA (Liu et al. 2024, eq. 5): times the direction of the rows
+            weight *= (magnitude[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
+        return weight
 
-        def update(weight):
-            weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
-            # DoRA (Liu et al. 2024, eq. 5): the rows' direction, times a trained magnitude
-            if magnitude is not None:
-                weight *= (magnitude[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
-            return weight
-        return update
-
-    folds = {f"{name}.weight": fold(name, layer.scaling["default"])
+    folds = {f"{name}.weight": partial(fold, name, layer.scaling["default"])
              for name, layer in net.get_base_model().named_modules() if hasattr(layer, "lora_A")}
     for name in whole:      # trained in full: the table replaces the base's
         if table := stored.get(f"base_model.model.{name}.weight"):
@@ -408,13 +402,11 @@ def save_original_config(native, tokenizer, folder, config):
     """Write a 2025 checkpoint's files except its weights. config: config.json of the source.
     boson's code needs transformers 4.46, which does not know the tokenizer class that newer
     versions write."""
-    def write(name, values, **options):
-        (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
     dtype = str(native.dtype).removeprefix("torch.")
     original = config | {"torch_dtype": dtype} if config["model_type"] == "higgs_audio" else \
         original_config(native, tokenizer, dtype)
-    write("config.json", original, sort_keys=True)
-    write("generation_config.json", {
+    checkpoint.write_json(folder / "config.json", dict(sorted(original.items())))
+    checkpoint.write_json(folder / "generation_config.json", {
         "_from_model_config": True, "pad_token_id": native.pad_token_id,
         "transformers_version": "4.46.3",
         "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
@@ -426,4 +418,5 @@ def save_original_config(native, tokenizer, folder, config):
         settings.pop(key, None)
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    write("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    checkpoint.write_json(folder / "tokenizer_config.json", settings)

@@ -6,8 +6,8 @@ import pytest
 import soundfile
 import torch
 
+from core import kernels
 from core.memory import Setup
-from speech import v2
 from speech import plan as speech_plan
 from speech.codes import codec_frames, encode_clip, header_frames, load_codec
 from speech.conversations import Clip
@@ -23,7 +23,7 @@ from tests.speech import test_bad_input
 @pytest.mark.parametrize("targets, recompute, sharded", [("", "all", False), ("attention", None, True)])
 def test_planned_memory_is_the_peak_of_a_real_step(targets, recompute, sharded, monkeypatch):
     """FSDP2 computes on weights in bfloat16. The plan traces four of the six layers."""
-    monkeypatch.setattr(v2, "_attention_by_sample", by_lengths([130] * 4))
+    monkeypatch.setattr(kernels, "_attention_by_document", by_lengths([130] * 4))
     dtype = torch.bfloat16 if targets else torch.float32
     empty, model = (small_model(targets, dtype, recompute)[1] for _ in range(2))
     model, batch = model.to(torch.bfloat16) if sharded else model, pack_of(4, 40, 90, 30)
