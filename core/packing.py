@@ -274,28 +274,6 @@ class Column:
         self.file.close()
 
 
-class Lists:
-    """Lists of numbers in two columns of a folder: all values, and the offset of each list."""
-
-    def __init__(self, folder, name, offsets, dtype):
-        self.values = Column(folder / f"{name}.npy", dtype)
-        self.offsets = Column(folder / f"{offsets}.npy", np.int64)
-        self.offsets.append([0])
-
-    def append(self, values, counts):
-        """Append len(counts) lists. values: all their numbers; counts: the length of each list."""
-        self.offsets.append(len(self.values) + np.cumsum(counts, dtype=np.int64))
-        self.values.append(values)
-
-    def __len__(self):
-        return len(self.offsets) - 1
-
-    def __getitem__(self, i):
-        """Array of list i >= 0; IndexError after the last one."""
-        offsets = self.offsets.array()
-        return np.array(self.values.array()[offsets[i]:offsets[i + 1]])
-
-
 class _Share(IterableDataset):      # the parts that one loader process makes
     def __init__(self, share, processes):
         self.share, self.processes = share, processes

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, dist, packing
-from core.chat import to_json, group_key, question, read_chunks, read_records
+from core.chat import to_json, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
@@ -75,10 +75,11 @@ def encode_chunk(records, path, reading, problems):
                 ids.append(sample[0])
                 masks.append(sample[1])
                 own = sample[2] if prompt else length
-                key = group_key(record)
+                key = record.get("id")
+                grouped = type(key) is int and 0 <= key < 2**63
                 # a sample's first token is not predicted
                 numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
-                                -1 if key is None else key, own, question_hash(record["messages"])))
+                                key if grouped else -1, own, question_hash(record["messages"])))
     numbers = np.array(numbers, np.int64).reshape(-1, 6).T
     total = numbers[0].sum()
     return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),

@@ -304,11 +304,6 @@ def divergence(model, batch):
     return (cells * (batch.audio_targets != IGNORE)).sum(0)
 
 
-def decays(name, parameter):
-    """True if a parameter gets weight decay: matrices, but not norms or embeddings."""
-    return parameter.ndim > 1 and "embed" not in name
-
-
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
 
