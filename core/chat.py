@@ -217,8 +217,7 @@ def attempt(function, *args):
 
 class Encoder:
     """Turns a conversation into (ids, mask of the trained ids). turns: train "all" answers or the
-    "last". thinking: the template's enable_thinking. split: several samples if one cannot hold all.
-    """
+    "last". thinking: the template's enable_thinking. split: into samples if one cannot hold all."""
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
         self.tokenizer, self.turns, self.split = tokenizer, turns, split

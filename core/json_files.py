@@ -55,7 +55,6 @@ def loads(text):
 
 
 def json_value(path, flag=""):
-    """Value of a JSON file. UserError."""
     text = read_text(path, flag)
     try:
         return loads(text)

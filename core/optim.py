@@ -92,7 +92,6 @@ class Scaler:
         self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
 
     def unscale(self, parameters):
-        """Divide the gradients by the scale, in place."""
         if not self.enabled:
             return
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

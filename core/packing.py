@@ -258,7 +258,6 @@ class Column:
             self.file.flush()
 
     def append(self, values):
-        """Append an array or a list of numbers."""
         with error_names_file(self.path):
             self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
         self.length += len(values)
@@ -269,7 +268,6 @@ class Column:
         return np.load(self.path, mmap_mode="r" if self.length else None)  # else there is no map
 
     def close(self):
-        """Flush and close the file."""
         self._flush()
         self.file.close()
 

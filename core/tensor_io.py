@@ -78,10 +78,10 @@ def find_folder(name, flag, more=()):
                         f"({type(error).__name__}: {first_line(error)})")
 
 
-def fingerprint(folder):
-    """Short hash that identifies a model: of its config and of both ends of each weight file."""
+def fingerprint(folder, form="{} {}"):
+    """Short hash that identifies a model: fingerprint_files of its weights and config."""
     folder = Path(folder)
-    return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"])
+    return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"], form)
 
 
 def fingerprint_files(paths, form="{} {}"):
