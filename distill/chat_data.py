@@ -258,7 +258,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
 
 
 @dataclass
-class PackedChats:
+class PackedChats(packing.Batch):
     """B conversations of S tokens in all on one flat axis; tensors int64, cu_seqlens int32."""
     input_ids: torch.Tensor         # (S,)
     position_ids: torch.Tensor      # (S,) position within its conversation
@@ -270,11 +270,9 @@ class PackedChats:
     teacher: object = None          # PackedChats of the same R targets in the teacher's version
     kept: bool = False              # True for --keep: the base scores it
 
-    __reduce__ = packing.reduce
-
     def to(self, device):
         """The batch on another device."""
-        return replace(packing.to(self, device), teacher=self.teacher and self.teacher.to(device))
+        return replace(super().to(device), teacher=self.teacher and self.teacher.to(device))
 
 
 def collate_kept(samples):

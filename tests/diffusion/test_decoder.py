@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)
     changed = inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask)
-    inputs = inputs._replace(tokens=changed)
+    inputs = replace(inputs, tokens=changed)
     rule = dit.attends(inputs.doc, inputs.block, inputs.n_noisy)
     at = torch.arange(inputs.tokens.shape[1])
     seen = rule(torch.arange(len(inputs.doc))[:, None, None], 0, at[:, None], at)
@@ -287,7 +288,7 @@ def check_adapters(folder, merged, about, base):
     assert torch.equal(apart.embed.weight[:mask], table[:mask])
     assert torch.equal(merged.embed.weight[:mask], table[:mask])
     inputs = noised(make_blocks(MIXED, 26, 24))
-    inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, mask))
+    inputs = replace(inputs, tokens=inputs.tokens.masked_fill(inputs.tokens == 20, mask))
     torch.testing.assert_close(merged(inputs), apart(inputs), rtol=1e-4, atol=1e-4)
     apart.mask_row.zero_()
     assert not torch.allclose(merged(inputs), apart(inputs), rtol=1e-2)
