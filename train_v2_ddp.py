@@ -79,7 +79,7 @@ from core.packing import PackOrder, rank_packs, run_length
 from data import SpeechSamples, collate, make_loader, make_table
 from speech import conversations, weights
 from speech.dataset import read_flags, samples_line, split_samples, usable_samples
-from speech.labels import N_EXTRA, batch_sums, decays, eval_line, step_work, total_loss, train_line
+from speech.labels import N_EXTRA, batch_sums, eval_line, step_work, total_loss, train_line
 
 if args.float8 or args.base_dtype == "nf4":
     from core import quantized
@@ -222,7 +222,7 @@ model.train()
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 trainable = [p for p in model.parameters() if p.requires_grad]     # sharding replaced them
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
-                              (0.9, args.adam_beta2), decays)
+                              args.adam_beta2)
 scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)

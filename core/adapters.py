@@ -132,7 +132,6 @@ class AddingLinear(Linear):
     together = staticmethod(outputs)        # kernels.outputs calls it
 
     def forward(self, x, *args, **kwargs):
-        """x (..., in) -> (..., out)."""
         if args or kwargs or not is_joinable(self):
             return super().forward(x, *args, **kwargs)
         return outputs(x, self)[0]
@@ -146,8 +145,7 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
     """Wrap linear modules of a model's decoder layers in fp32 adapters; the base is frozen.
 
     targets: "all-linear" or comma-separated endings of module names; UserError if one matches none.
-    base_name, rslora, dora, settings: as in PEFT's config; task_type None: no transformers model.
-    """
+    base_name, rslora, dora, settings: PEFT's; task_type None: the model is not transformers'."""
     linear = {name for layer in layers for name, module in layer.named_modules()
               if isinstance(module, torch.nn.Linear)}
     endings = sorted({name.rpartition(".")[2] for name in linear})

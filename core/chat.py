@@ -145,12 +145,6 @@ def function_of(tool):
     return inner if isinstance(inner, dict) else {}
 
 
-def group_key(record):
-    """The record's "id" if it is an integer from 0 to 2**63 - 1, else None."""
-    key = record.get("id")
-    return key if type(key) is int and 0 <= key < 2**63 else None
-
-
 def check_messages(record):
     """ValueError unless the messages and tools of a record can be used."""
     messages, tools = record.get("messages"), record.get("tools") or []
@@ -184,19 +178,6 @@ def check_messages(record):
         else:
             continue
         raise ValueError(f"message {number}{why}")
-
-
-def split_question(record):
-    """(messages up to the last question, tools or None, True if it had an answer). ValueError."""
-    record = normalize_record(record, answered=False)
-    messages = record["messages"]
-    answered = messages[-1]["role"] == "assistant"
-    if answered:
-        messages = messages[:-1]
-    if (not messages or messages[-1]["role"] not in ("user", "tool")
-            or not question(messages).strip()):
-        raise ValueError("has no user message with text before the answer that is asked for")
-    return messages, record.get("tools") or None, answered
 
 
 def question(messages):
@@ -236,8 +217,7 @@ def attempt(function, *args):
 
 class Encoder:
     """Turns a conversation into (ids, mask of the trained ids). turns: train "all" answers or the
-    "last". thinking: the template's enable_thinking. split: several samples if one cannot hold all.
-    """
+    "last". thinking: the template's enable_thinking. split: into samples if one cannot hold all."""
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
         self.tokenizer, self.turns, self.split = tokenizer, turns, split

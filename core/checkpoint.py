@@ -49,7 +49,6 @@ def fsync(path):
 
 
 def sha256(path):
-    """Hex SHA-256 of a file's bytes."""
     with error_names_file(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -21,7 +21,6 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
-RANK0_REPORT_S = 5          # seconds that other ranks wait while rank 0 reports the same mistake
 SHOWN = 20              # problems in an error
 
 # {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
@@ -51,7 +50,6 @@ class UserError(Exception):
 
 
 def require(condition, message):
-    """Raise UserError(message) unless the condition holds."""
     if not condition:
         raise UserError(message)
 
@@ -91,12 +89,11 @@ def fail(message, status=1):
     if os.environ.get("RANK", "0") == "0":
         print_error(error_text(f"error: {message}"))
     else:
-        time.sleep(RANK0_REPORT_S)
+        time.sleep(5)       # while rank 0 reports the same mistake
     sys.exit(status)
 
 
 def notice(text):
-    """Print a notice on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"notice     {text}", flush=True)
 
@@ -177,10 +174,6 @@ class Args(argparse.Namespace):
     """Parsed flags. Two attributes are not in vars(): `given`, the flags as parsed, before checks
     derive values; and `named`, the set of flags that the command line or --config names."""
     __slots__ = ("given", "named")
-
-
-def named_flags(args):
-    return getattr(args, "named", set())
 
 
 def safe_flags(args):
@@ -384,11 +377,6 @@ def count_ranks(args):
     return getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def local_ranks(ranks):
-    """Number of ranks on one node: torchrun's setting, else at most 8."""
-    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
-
-
 # ---- Checks; all raise UserError
 
 
@@ -449,7 +437,8 @@ def check_parallel(args, world_size):
     require(args.gradient_checkpointing != "selective" or args.compile is not True,
             "--gradient_checkpointing selective does not go with --compile; drop one of the two")
     if args.parallel == "hsdp":
-        args.shard_size = args.shard_size or local_ranks(world_size)
+        on_node = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
+        args.shard_size = args.shard_size or on_node
         require(world_size % args.shard_size == 0, f"--parallel hsdp: {plural(world_size, 'rank')}"
                 f" cannot be cut into groups of {args.shard_size}")
 
@@ -471,7 +460,7 @@ def check_precision(args):
 def packs_tokens(args):
     """True if a pack is limited by tokens, not by samples; --auto prefers that."""
     return args.max_tokens_per_batch > 0 or (
-        args.auto and "per_device_train_batch_size" not in named_flags(args))
+        args.auto and "per_device_train_batch_size" not in args.named)
 
 
 def set_accumulation(args, world_size, parser, usual=0):

@@ -54,20 +54,18 @@ def loads(text):
         raise ValueError("is nested too deeply")
 
 
-def json_value(path, flag=""):
-    """Value of a JSON file. UserError."""
-    text = read_text(path, flag)
+def json_value(path):
+    text = read_text(path)
     try:
         return loads(text)
     except ValueError as error:
-        raise UserError(f"{flag}{path}: {error}")
+        raise UserError(f"{path}: {error}")
 
 
-def read_object(path, flag=""):
+def read_object(path):
     """Dict of a JSON file that holds an object. UserError."""
-    value = json_value(path, flag)
-    require(isinstance(value, dict),
-            f"{flag}{path}: holds a JSON {type(value).__name__}, not an object")
+    value = json_value(path)
+    require(isinstance(value, dict), f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value
 
 

@@ -98,8 +98,7 @@ def kernel(function, *args):
 
 def define_operator(name, schema, function, fake):
     """torch.ops.flat_trainers.NAME, an operator that torch.compile does not look into. fake:
-    returns outputs of the right shapes. torch.library.custom_op costs three times as much per call.
-    """
+    returns outputs of the right shapes. torch.library.custom_op costs three times as much."""
     operators, full = torch.ops.flat_trainers, f"flat_trainers::{name}"
     if not hasattr(operators, name):        # a second copy of this file may be imported
         torch.library.define(full, schema)
@@ -131,8 +130,8 @@ def outputs(x, *layers):
 
 class _Fused(torch.autograd.Function):
     """kernels: (forward, backward), which return tuples. forward(*inputs) gives the output first.
-    backward(gradient, *inputs[first_saved:], *other results) gives gradients of the first inputs.
-    """
+    backward(gradient, *inputs[first_saved:], *other results): gradients of the first inputs."""
+
     @staticmethod
     def forward(ctx, kernels, first_saved, *inputs):
         out, *others = kernel(kernels[0], *inputs)

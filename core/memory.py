@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, named_flags, plural, require
+from core.cli import UserError, plural, require
 from core.packing import PackOrder
 
 GIB = 2**30
@@ -51,9 +51,7 @@ class Setup(NamedTuple):
     cpu_offload: bool = False
     shard_size: int = 0             # hsdp: GPUs that weights are sharded over
 
-    @property
-    def fsdp(self):
-        return self.parallel != "ddp"
+    fsdp = property(lambda self: self.parallel != "ddp")
 
     @property
     def shards(self):
@@ -163,8 +161,7 @@ def gpu_kernels(live, more):
 @functools.cache
 def step_bytes(step, setup, pack, count=None):
     """{stage: peak bytes} of a micro-step with one pack; only forward if no weight is trained.
-    count: layers to run. By default 2 and 4 are; more are extrapolated: all but the last are alike.
-    """
+    count: layers to run. By default 2 and 4 are, and more are extrapolated, as layers are alike."""
     layer_count = len(step.layers(step.model))
     if not count and layer_count > 4:
         two, four = (step_bytes(step, setup, pack, few) for few in (2, 4))
@@ -243,9 +240,7 @@ class Memory(NamedTuple):
     stages: dict        # {stage of a run: bytes}
     standing: int = 0   # bytes that are there all the time
 
-    @property
-    def peak(self):
-        return max(self.stages.values())
+    peak = property(lambda self: max(self.stages.values()))
 
 
 def count_values(module):
@@ -291,9 +286,9 @@ def list_ways(args, setup):
     modes, flags = [None, "selective", "all"], vars(args)
     if args.compile is True:        # "selective" cannot look into a compiled layer
         modes.remove("selective")
-    if "gradient_checkpointing" in named_flags(args):
+    if "gradient_checkpointing" in args.named:
         modes = [setup.gradient_checkpointing]
-    fixed = setup.ranks == 1 or "parallel" in named_flags(args) or any(
+    fixed = setup.ranks == 1 or "parallel" in args.named or any(
         flags.get(name) for name in ("fp16", "float8", "base_dtype"))       # these need ddp
     kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
     return [setup._replace(gradient_checkpointing=mode, parallel=kind)
@@ -302,14 +297,13 @@ def list_ways(args, setup):
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     """choose() among packs of tokens: large ones in all of list_ways(), smaller ones in the last.
-    lengths: (n,) tokens of the samples; longest: of others. memory_of(setup, PackOrder): Memory.
-    """
+    lengths: (n,) tokens of samples; longest: of others. memory_of(setup, PackOrder): Memory."""
     setup, longest = setup_of(args, ranks), max(longest, int(lengths.max()))
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
     most = step_samples * lengths.mean() / ranks / setup.gradient_accumulation_steps
     budgets = [budget for budget in BUDGETS if longest <= budget <= most] or [
         -(-longest // 1024) * 1024]
-    if named_flags(args) & {"max_tokens_per_batch", "per_device_train_batch_size"}:
+    if args.named & {"max_tokens_per_batch", "per_device_train_batch_size"}:
         budgets = [setup.max_tokens_per_batch]
 
     @functools.cache
@@ -318,11 +312,9 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
 
-    fixed = "gradient_accumulation_steps" in named_flags(args)
-
     def with_packs(way, budget):
         accumulation = setup.gradient_accumulation_steps
-        if args.global_batch_size and budget and not fixed:
+        if args.global_batch_size and budget and "gradient_accumulation_steps" not in args.named:
             packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
             accumulation = max(1, round(packs / ranks))
         return way._replace(max_tokens_per_batch=budget, gradient_accumulation_steps=accumulation)
@@ -358,18 +350,17 @@ def choose(args, world, ranks, setups, memory_of):
 
 def read_choice(args, ranks):
     """{flag: value} that --auto chose for the run that is resumed, or {}."""
-    folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
+    folders, earlier = [path for _, path in checkpoint.list_checkpoints(args.output_dir)], {}
     if args.resume not in ("auto", "none"):
         folders = [Path(args.resume)]
     # not verified: these flags are the same in all checkpoints of a run
-    earlier = {}
-    for folder in folders:
+    for folder in reversed(folders):
         with contextlib.suppress(UserError, KeyError):      # damaged: the one before counts
             earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
             break
-    flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - named_flags(args)}
+    flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - args.named}
     packs = earlier.get("packs_per_step")
-    if packs and "gradient_accumulation_steps" not in named_flags(args):
+    if packs and "gradient_accumulation_steps" not in args.named:
         require(packs % ranks == 0,
                 f"--auto: this run has {packs} packs a step, not a multiple of {ranks} ranks; "
                 "take another number of ranks, or give --gradient_accumulation_steps")
@@ -381,7 +372,6 @@ def read_choice(args, ranks):
 
 
 def size(n):
-    """Bytes as text."""
     return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"
 
 
@@ -392,12 +382,10 @@ def gpu_memory(args):
 
 
 def fits(needed, args):
-    """True if a Memory leaves a margin on the GPU."""
     return needed.peak <= USABLE * gpu_memory(args)
 
 
 def check_memory(needed, args):
-    """UserError for a Memory that does not fit."""
     require(fits(needed, args), f"memory: about {size(needed.peak)} needed on each GPU, which has "
             f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: --auto, "
             "--bf16 (T4, V100: --fp16), --use_lora, then --base_dtype nf4 (pip install "

@@ -161,7 +161,6 @@ class MetricsLog:
                 self.board.flush()
 
     def close(self):
-        """Flush and close every writer."""
         os.fsync(self.file.fileno())
         self.file.close()
         if self.board:
@@ -201,7 +200,6 @@ def percent(share):
 
 
 def loss_clause(rows):
-    """Clause about the first, best and last validation loss."""
     losses = curve(rows, "eval/nll")
     metric = "the validation bound" if losses else "validation loss"
     losses = losses or curve(rows, "eval/loss")
@@ -218,7 +216,6 @@ def loss_clause(rows):
 
 
 def speech_clause(wer):
-    """Clause about speech with a word error rate."""
     degree = "" if wer <= UNDERSTOOD else "partly " if wer <= PARTLY else "not "
     return f"speech is {degree}understood (word errors {percent(wer)})"
 

@@ -11,14 +11,19 @@ from core.dist import all_gather, all_max
 FIRST_SCALE, GROW = 65536.0, 2000       # loss scale of --fp16; it doubles after GROW good steps
 
 
-def build_adamw(named_parameters, lr, weight_decay, betas, decays):
-    """Fused AdamW for take_step. decays(name, parameter): True if weight decay applies to it."""
+def decays(name, parameter):
+    """True if a parameter gets weight decay: matrices, but no embeddings (wte, wpe: GPT-2's)."""
+    return parameter.ndim > 1 and not any(word in name for word in ("embed", "wte", "wpe"))
+
+
+def build_adamw(named_parameters, lr, weight_decay, beta2):
+    """Fused AdamW for take_step."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             groups[0 if decays(name, parameter) else 1]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
 
 
 def state_tensors(optimizer, named_parameters):
@@ -87,7 +92,6 @@ class Scaler:
         self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
 
     def unscale(self, parameters):
-        """Divide the gradients by the scale, in place."""
         if not self.enabled:
             return
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

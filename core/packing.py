@@ -5,9 +5,6 @@ The order of packs is a function of (seed, epoch) alone. Micro-step m of an opti
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
 run can stop on 16 GPUs, resume on 8 with twice the accumulation, and see the same data. An epoch's
 last step is filled with empty packs of zero weight, so every rank runs the same number of steps.
-
-A batch is a dataclass or a NamedTuple of CPU tensors and plain values. Its class has
-`__reduce__ = packing.reduce` and `to = packing.to`.
 """
 import bisect
 import functools
@@ -172,30 +169,26 @@ def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
 # ---- Batches from loader processes
 
 
-def fields_of(batch):
-    """{field: value} of a dataclass or NamedTuple."""
-    return batch._asdict() if isinstance(batch, tuple) else vars(batch)
+class Batch:
+    """Base of dataclasses of CPU tensors and plain values."""
 
+    def __reduce__(self):       # tensors as arrays, so that they do not need /dev/shm
+        return _rebuild, (type(self), {name: value.numpy() if torch.is_tensor(value) else value
+                                       for name, value in vars(self).items()})
 
-def reduce(batch):
-    """__reduce__ of a batch: pickles tensors as arrays, so that they do not need /dev/shm."""
-    return _rebuild, (type(batch), {name: value.numpy() if torch.is_tensor(value) else value
-                                    for name, value in fields_of(batch).items()})
+    def to(self, device):
+        """This batch on a device. Copies to a GPU use pinned memory, so the host does not wait."""
+        values, cuda = dict(vars(self)), torch.device(device).type == "cuda"
+        for name, value in values.items():
+            if torch.is_tensor(value):
+                value = value.pin_memory() if cuda and value.device.type == "cpu" else value
+                values[name] = value.to(device, non_blocking=True)
+        return type(self)(**values)
 
 
 def _rebuild(kind, values):
     return kind(**{name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
                    for name, value in values.items()})
-
-
-def to(batch, device):
-    """The batch on another device. Copies to a GPU use pinned memory, so the host does not wait."""
-    values, cuda = fields_of(batch), torch.device(device).type == "cuda"
-    for name, value in values.items():
-        if torch.is_tensor(value):
-            value = value.pin_memory() if cuda and value.device.type == "cpu" else value
-            values = values | {name: value.to(device, non_blocking=True)}
-    return type(batch)(**values)
 
 
 def pack_loader(samples, packs, collate, num_workers, prefetch_factor):
@@ -258,7 +251,6 @@ class Column:
             self.file.flush()
 
     def append(self, values):
-        """Append an array or a list of numbers."""
         with error_names_file(self.path):
             self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
         self.length += len(values)
@@ -269,31 +261,8 @@ class Column:
         return np.load(self.path, mmap_mode="r" if self.length else None)  # else there is no map
 
     def close(self):
-        """Flush and close the file."""
         self._flush()
         self.file.close()
-
-
-class Lists:
-    """Lists of numbers in two columns of a folder: all values, and the offset of each list."""
-
-    def __init__(self, folder, name, offsets, dtype):
-        self.values = Column(folder / f"{name}.npy", dtype)
-        self.offsets = Column(folder / f"{offsets}.npy", np.int64)
-        self.offsets.append([0])
-
-    def append(self, values, counts):
-        """Append len(counts) lists. values: all their numbers; counts: the length of each list."""
-        self.offsets.append(len(self.values) + np.cumsum(counts, dtype=np.int64))
-        self.values.append(values)
-
-    def __len__(self):
-        return len(self.offsets) - 1
-
-    def __getitem__(self, i):
-        """Array of list i >= 0; IndexError after the last one."""
-        offsets = self.offsets.array()
-        return np.array(self.values.array()[offsets[i]:offsets[i + 1]])
 
 
 class _Share(IterableDataset):      # the parts that one loader process makes

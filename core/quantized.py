@@ -115,8 +115,7 @@ def to_nf4(layers):
 
 def load_nf4(model, load, weights, parts, world):
     """load(weights, parts, world), one weight at a time, packing the weights of NF4Linear layers.
-    weights: {name: parameter} of the base in `model`. load: the load_weights of the model's module.
-    """
+    weights: {name: parameter} of the base in `model`. load: load_weights of the model's module."""
     layers = {module.weight: module for module in model.modules() if isinstance(module, NF4Linear)}
     for name, parameter in weights.items():
         read, layer = parameter, layers.get(parameter)

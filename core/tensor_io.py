@@ -62,8 +62,8 @@ def full_tensor(tensor):
 # ---- Reading
 
 
-def find_folder(name, flag, more=()):
-    """Folder of a model, a hub name's downloaded. more: patterns of more files. UserError."""
+def find_folder(name, flag):
+    """Folder of a model, a hub name's downloaded. UserError."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -72,16 +72,16 @@ def find_folder(name, flag, more=()):
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=[
-            "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *more]))
+            "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
     except Exception as error:      # a dozen types: no network, unknown name, no permission
         raise UserError(f"{flag} {name}: neither a local folder nor available on the Hub "
                         f"({type(error).__name__}: {first_line(error)})")
 
 
-def fingerprint(folder):
-    """Short hash that identifies a model: of its config and of both ends of each weight file."""
+def fingerprint(folder, form="{} {}"):
+    """Short hash that identifies a model: fingerprint_files of its weights and config."""
     folder = Path(folder)
-    return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"])
+    return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"], form)
 
 
 def fingerprint_files(paths, form="{} {}"):

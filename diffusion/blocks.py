@@ -241,7 +241,8 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     return rows, (make_rows(evaluation, held_out, *how) if len(held_out) else None)
 
 
-class Blocks(NamedTuple):
+@dataclass
+class Blocks(packing.Batch):
     """Rows of documents cut into numbered blocks; everything on the CPU."""
     input_ids: torch.Tensor     # (B, L) int64   clean tokens, anything on padding
     position: torch.Tensor      # (B, L) int64   rotary position in the document
@@ -253,8 +254,6 @@ class Blocks(NamedTuple):
     n_groups: int
     n_targets: int
     tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
-
-    __reduce__ = packing.reduce
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
@@ -294,7 +293,8 @@ def make_loader(rows, packs, batch_rows, **options):
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
 
 
-class Inputs(NamedTuple):
+@dataclass
+class Inputs(packing.Batch):
     """One noised batch: what DiT.forward takes."""
     tokens: torch.Tensor        # (B, N + L) int64   noisy copies, then clean tokens
     position: torch.Tensor      # (B, N + L) int64
@@ -306,8 +306,6 @@ class Inputs(NamedTuple):
     group: torch.Tensor         # (R,) int64     their groups, as in Blocks
     tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
-
-    to = packing.to
 
 
 class Draws(NamedTuple):

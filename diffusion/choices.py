@@ -190,7 +190,7 @@ def check_flags(args, world_size, parser):
                 f"--global_batch_size {total}: cannot be split; {each} problems x {steps} "
                 f"micro-steps x {world_size} ranks = {each * steps * world_size}")
         args.problems_per_batch, args.gradient_accumulation_steps = each, steps
-        args.named = cli.named_flags(args) | {"problems_per_batch", "gradient_accumulation_steps"}
+        args.named |= {"problems_per_batch", "gradient_accumulation_steps"}
     for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
         if getattr(args, flag) is None:
             lora = flag == "learning_rate" and args.use_lora

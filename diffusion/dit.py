@@ -219,11 +219,6 @@ class Network(nn.Module):
         losses = [checkpoint(self.row_losses, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat(losses)[:len(inputs.rows)]
 
-    @staticmethod
-    def decays(name, parameter):
-        """True if a parameter gets weight decay: matrices, but not the embedding."""
-        return parameter.ndim > 1 and "embed" not in name
-
     def flops(self, tokens, rows, pairs):
         """Model FLOPs of forward and backward: three times the forward; twice for frozen weights.
         tokens: noisy and clean. rows: masked tokens, which reach the head. pairs: (query, key)

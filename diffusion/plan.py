@@ -3,7 +3,6 @@ import numpy as np
 import torch
 
 from core import memory
-from core.cli import named_flags
 from diffusion import blocks, dit
 
 
@@ -13,7 +12,7 @@ def setups(args, setup, rows, row_tokens):
     while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
         accumulation = 2 * splits[-1][1]
         splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
-    if named_flags(args) & {"per_device_train_batch_size", "problems_per_batch",
+    if args.named & {"per_device_train_batch_size", "problems_per_batch",
                             "gradient_accumulation_steps"}:
         splits = [(setup.per_device_train_batch_size, setup.gradient_accumulation_steps)]
     return [way._replace(per_device_train_batch_size=each, gradient_accumulation_steps=accumulation)

@@ -126,7 +126,7 @@ def open_start(world, args, layout, tokenizer):
     elif args.system != "hdp":
         layout = add_form(layout, origin.form)
     size = origin and origin.form.get("block_size")
-    if size and "block_size" not in cli.named_flags(args):
+    if size and "block_size" not in args.named:
         layout = dataclasses.replace(layout, block_size=size)
         layout.check()
     return layout, origin, tokenizer

@@ -207,8 +207,7 @@ if resume:
 model.train()
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 parameters = list(model.parameters())
-optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                              (0.9, args.adam_beta2), model.decays)
+optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay, args.adam_beta2)
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)

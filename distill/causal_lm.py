@@ -73,8 +73,7 @@ def load_config(folder):
 
 def fingerprint_weights(folder):
     """Short hash of a model folder's config and weight files, as stored in chat checkpoints."""
-    paths = [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]
-    return tensor_io.fingerprint_files(paths, '["{}", {}]')
+    return tensor_io.fingerprint(folder, '["{}", {}]')
 
 
 # ---- Empty models

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, dist, packing
-from core.chat import to_json, group_key, question, read_chunks, read_records
+from core.chat import to_json, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
@@ -75,10 +75,11 @@ def encode_chunk(records, path, reading, problems):
                 ids.append(sample[0])
                 masks.append(sample[1])
                 own = sample[2] if prompt else length
-                key = group_key(record)
+                key = record.get("id")
+                grouped = type(key) is int and 0 <= key < 2**63
                 # a sample's first token is not predicted
                 numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
-                                -1 if key is None else key, own, question_hash(record["messages"])))
+                                key if grouped else -1, own, question_hash(record["messages"])))
     numbers = np.array(numbers, np.int64).reshape(-1, 6).T
     total = numbers[0].sum()
     return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
@@ -257,7 +258,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
 
 
 @dataclass
-class PackedChats:
+class PackedChats(packing.Batch):
     """B conversations of S tokens in all on one flat axis; tensors int64, cu_seqlens int32."""
     input_ids: torch.Tensor         # (S,)
     position_ids: torch.Tensor      # (S,) position within its conversation
@@ -269,11 +270,9 @@ class PackedChats:
     teacher: object = None          # PackedChats of the same R targets in the teacher's version
     kept: bool = False              # True for --keep: the base scores it
 
-    __reduce__ = packing.reduce
-
     def to(self, device):
         """The batch on another device."""
-        return replace(packing.to(self, device), teacher=self.teacher and self.teacher.to(device))
+        return replace(super().to(device), teacher=self.teacher and self.teacher.to(device))
 
 
 def collate_kept(samples):

@@ -130,6 +130,19 @@ from distill.chat_data import IDS_PER_FILE
 # ---- Requests
 
 
+def split_question(record):
+    """(messages up to the last question, tools or None, True if it had an answer). ValueError."""
+    record = chat.normalize_record(record, answered=False)
+    messages = record["messages"]
+    answered = messages[-1]["role"] == "assistant"
+    if answered:
+        messages = messages[:-1]
+    if (not messages or messages[-1]["role"] not in ("user", "tool")
+            or not chat.question(messages).strip()):
+        raise ValueError("has no user message with text before the answer that is asked for")
+    return messages, record.get("tools") or None, answered
+
+
 def read_input(path, prompt):
     """Return ([(messages, tools or None)] of lines or conversations, [the same with the teacher's
     prompt]). An answer at the end of a conversation is left out. Raises UserError."""
@@ -145,7 +158,7 @@ def read_input(path, prompt):
                 record = json_files.loads(text)
             if not isinstance(record, dict):
                 raise ValueError("is not a JSON object")
-            messages, tools, had_answer = chat.split_question(record)
+            messages, tools, had_answer = split_question(record)
             asked.append((teachers.add_prompt(prompt, messages), tools))
         except ValueError as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")

@@ -194,11 +194,6 @@ def train_line(step, total_steps, values):
             " | eta {}").format(step, total_steps, left, **values)
 
 
-def decays(name, parameter):
-    """True if a parameter gets weight decay: matrices, but not norms or embeddings."""
-    return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name
-
-
 def layer_weights(model):
     """Number of weights in the decoder layers that multiply a token, without adapters; of a mixture
     of experts, those that a token is routed to. model: transformers'."""

@@ -239,7 +239,7 @@ wrapped = model if sharding else dist.wrap_ddp(model, world)
 new_ends = causal_lm.stop_at(model.native, ends)        # generate stops at trained end tokens
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
-                              (0.9, args.adam_beta2), packed_lm.decays)
+                              args.adam_beta2)
 scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:

@@ -27,7 +27,7 @@ import numpy as np
 from core import checkpoint, json_files
 from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
-from core.packing import Column, Lists, parallel_map_ordered, token_lists
+from core.packing import Column, parallel_map_ordered, token_lists
 from core.problems import LIST, Problem, problem, settle
 from speech import choices
 from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
@@ -248,6 +248,28 @@ def facts_of(sample):
     spoken = " ".join(spoken.split()).casefold()
     return (short_hash(f"{sample.speaker}\0{spoken}"), sum(map(str.isalnum, spoken)),
             short_hash(sample.language))
+
+
+class Lists:
+    """Lists of numbers in two columns of a folder: all values, and the offset of each list."""
+
+    def __init__(self, folder, name, offsets, dtype):
+        self.values = Column(folder / f"{name}.npy", dtype)
+        self.offsets = Column(folder / f"{offsets}.npy", np.int64)
+        self.offsets.append([0])
+
+    def append(self, values, counts):
+        """Append len(counts) lists. values: all their numbers; counts: the length of each list."""
+        self.offsets.append(len(self.values) + np.cumsum(counts, dtype=np.int64))
+        self.values.append(values)
+
+    def __len__(self):
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i):
+        """Array of list i >= 0; IndexError after the last one."""
+        offsets = self.offsets.array()
+        return np.array(self.values.array()[offsets[i]:offsets[i + 1]])
 
 
 def sums(values, offsets):

@@ -175,7 +175,7 @@ def delay_labels(codes, eos, all_ends=False):
 
 
 @dataclass
-class PackedBatch:
+class PackedBatch(packing.Batch):
     """B samples on one flat axis of S tokens, A of them audio rows. Tensors are int64 unless noted.
 
     V2 keeps hidden states in modality order (text rows first, then audio rows), so that each FFN
@@ -195,9 +195,6 @@ class PackedBatch:
     seqlens: tuple                  # B python ints: sample lengths, for attention sample by sample
     samples: tuple                  # sample numbers in the table, for error messages
     counts: dict                    # ints: tokens, samples, padding, audio_targets, text_targets
-
-    __reduce__ = packing.reduce
-    to = packing.to
 
 
 # ---- Loss, the same for V2 and TTS 3
@@ -302,11 +299,6 @@ def divergence(model, batch):
     trained = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
     cells = F.kl_div(trained, base, log_target=True, reduction="none").sum(-1)
     return (cells * (batch.audio_targets != IGNORE)).sum(0)
-
-
-def decays(name, parameter):
-    """True if a parameter gets weight decay: matrices, but not norms or embeddings."""
-    return parameter.ndim > 1 and "embed" not in name
 
 
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):

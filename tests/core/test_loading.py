@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def nothing_left_over():
 
 
 @dataclass
-class Flat:
+class Flat(packing.Batch):
     ids: torch.Tensor
     mask: torch.Tensor
     name: str
@@ -34,17 +33,12 @@ class Flat:
     number: torch.Tensor
     maybe: torch.Tensor = None
 
-    __reduce__ = packing.reduce
-    to = packing.to
 
-
-class Named(NamedTuple):
+@dataclass
+class Named(packing.Batch):
     first: torch.Tensor
     count: int
     second: torch.Tensor
-
-    __reduce__ = packing.reduce
-    to = packing.to
 
 
 def flat(n=7):
@@ -54,7 +48,7 @@ def flat(n=7):
 
 def check_same(a, b):
     assert type(a) is type(b)
-    for x, y in zip(packing.fields_of(a).values(), packing.fields_of(b).values(), strict=True):
+    for x, y in zip(vars(a).values(), vars(b).values(), strict=True):
         if isinstance(x, torch.Tensor):
             assert x.dtype == y.dtype and torch.equal(x, y) and not y.is_shared()       # needs no shared memory
         else:

@@ -208,4 +208,4 @@ def test_only_targets_are_masked_and_weighted():
     noisy = batch.noisy.clone()
     noisy[1, :8] = -1
     with pytest.raises(ValueError, match="no noisy copy"):
-        noised(batch._replace(noisy=noisy), t_range=(1.0, 1.0))
+        noised(replace(batch, noisy=noisy), t_range=(1.0, 1.0))

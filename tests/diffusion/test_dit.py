@@ -123,7 +123,7 @@ def test_loss_and_gradients_equal_the_slow_formula():
 def test_padded_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces):
     """On a GPU the head pads masked tokens to a multiple of ROW_STEP, here 16; id 0 of the padding is the mask."""
     batch, sizes, results = make_blocks(MIXED, 26, 24), set(), []
-    batch = batch._replace(input_ids=batch.input_ids.clamp(min=1))
+    batch = dataclasses.replace(batch, input_ids=batch.input_ids.clamp(min=1))
     plain = dit.DiT.row_losses
     monkeypatch.setattr(dit.DiT, "row_losses", lambda model, x, labels: sizes.add(len(x)) or plain(model, x, labels))
     monkeypatch.setattr(kernels, "can_fuse", lambda x: True)

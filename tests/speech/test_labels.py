@@ -8,7 +8,7 @@ import torch
 
 from speech.conversations import Sample
 from speech.dataset import TableBuilder, read_samples
-from speech.labels import (IGNORE, TokenIds, conversation_pieces, decays, delay_labels, delay_rows, flops_per_pack,
+from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_labels, delay_rows, flops_per_pack,
                            total_loss)
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
@@ -143,12 +143,6 @@ def test_text_of_a_trained_turn_is_labelled_and_end_of_message_before_another_tu
 def test_the_loss_is_a_mean_over_global_counts(audio, n_audio, text, n_text, weight, wanted):
     """A single target counts fully; without targets the loss is 0."""
     assert total_loss(torch.tensor(audio), n_audio, torch.tensor(text), n_text, weight).item() == pytest.approx(wanted)
-
-
-def test_matrices_decay_but_no_norms_and_no_embeddings():
-    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
-    assert decays("layers.0.q_proj.weight", matrix) and not decays("layers.0.norm.weight", vector)
-    assert not decays("embed_tokens.weight", matrix)
 
 
 def test_flops_of_a_pack():
