@@ -282,7 +282,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if cu_seq_lens_q is None:
         raise UserError(f"{type(module).__name__} does not get the ends of documents: this "
                         "architecture cannot be packed")
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
+    # (S, heads, D); the gradient of squeeze() is a view, that of [0] a copy
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     if q.is_cuda and v.dtype in FLASH:
         q, k = q.to(v.dtype), k.to(v.dtype)     # under autocast the rotary embedding gives fp32
         window = (sliding_window - 1 if sliding_window else -1, 0)

@@ -41,8 +41,8 @@ def test_python_files_are_clean():
 
 
 # Lines of a folder's files. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {"*.py": 625, "core/*.py": 4_947, "speech/*.py": 6_612, "distill/*.py": 3_274, "diffusion/*.py": 3_231,
-            "minimal/*.py": 943, "bench/*.py": 1_748, "launch/*.sh": 1_000, "tests/*.py": 14_980}
+CEILINGS = {"*.py": 619, "core/*.py": 4_507, "speech/*.py": 6_108, "distill/*.py": 3_255, "diffusion/*.py": 3_218,
+            "minimal/*.py": 943, "bench/*.py": 1_748, "launch/*.sh": 1_000, "tests/*.py": 14_958}
 
 
 @pytest.mark.parametrize("pattern", CEILINGS)
