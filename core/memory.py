@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, plural, require
+from core.cli import UserError, count_ranks, plural, require
 from core.packing import PackOrder
 
 GIB = 2**30
@@ -418,9 +418,12 @@ def print_plan(args, needed, model, lines, steps, flops=0):
     limit = gpu_memory(args)
     # FLOP/s of large bf16 products, docs/speed.md
     gpu, rate = ("an RTX 3090", 71e12) if limit <= 24.5 * GIB else ("an H200", 790e12)
+    dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if args.bf16 else "fp32"
     time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {needed.peak / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}", *lines, sep="\n")
+          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}",
+          f"plan       {plural(count_ranks(args), 'GPU')}, {args.parallel}, {dtype}",
+          *lines, sep="\n")
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.parts.items() if used)
     print(f"memory     {parts} GiB; the peak comes in {max(needed.stages, key=needed.stages.get)}")
 
