@@ -150,15 +150,18 @@ def is_finite(tensor):
 
 
 @torch.no_grad()
-def read_rows(tensor, slices):
-    """Fill a plain or sharded tensor from slices joined along dimension 0; it keeps its dtype."""
+def read_rows(name, tensor, slices):
+    """Fill a plain or sharded tensor from slices joined along dimension 0; it keeps its dtype.
+    UserError for NaN or infinity."""
     local, first = local_rows(tensor)
     offset = 0      # the row of the joined tensor where this slice begins
     for piece in slices:
         rows = piece.get_shape()[0]
         start, stop = max(first, offset), min(first + len(local), offset + rows)
         if start < stop:
-            local[start - first:stop - first].copy_(piece[start - offset:stop - offset])
+            values = piece[start - offset:stop - offset]
+            require(is_finite(values), f"{name} holds NaN or infinity: these weights are damaged")
+            local[start - first:stop - first].copy_(values)
         offset += rows
 
 
@@ -169,7 +172,7 @@ def load(world, folder, stem, tensors):
     problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices)
     require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
     for name, tensor in tensors.items():
-        read_rows(tensor.detach(), slices[name])
+        read_rows(f"{folder}: {name}", tensor.detach(), slices[name])
     barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 

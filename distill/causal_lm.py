@@ -179,10 +179,10 @@ def load_weights(weights, parts, world=None):
     for name, tensor in weights.items():
         tensor = tensor.detach()
         if name in parts:
-            tensor_io.read_rows(tensor, parts[name])
+            tensor_io.read_rows(name, tensor, parts[name])
             continue
         for matrix, rows in split_experts(name, *tensor_io.local_rows(tensor)).items():
-            tensor_io.read_rows(rows, parts[matrix])
+            tensor_io.read_rows(matrix, rows, parts[matrix])
     barrier(world or World())       # a slow disk may take long
 
 

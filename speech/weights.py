@@ -216,7 +216,7 @@ def check_weights(model, parts, folder):
 def load_weights(weights, parts, world=None):
     """Fill {native name: plain or sharded tensor} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
-        tensor_io.read_rows(tensor.detach(), parts[name])
+        tensor_io.read_rows(name, tensor.detach(), parts[name])
     dist.barrier(world or dist.World())     # a slow disk may take long
 
 

@@ -10,9 +10,9 @@ import threading
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from core import checkpoint
+from core import checkpoint, tensor_io
 from core.cli import UserError
 from core.dist import World
 
@@ -21,6 +21,12 @@ STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation
 LEFTOVERS = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
 FOREIGN = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-500",
            "checkpoint-6.tmp-0123abcd.bak", "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine"]
+
+
+def test_weights_that_are_not_numbers_are_named(tmp_path):
+    save_file({"a.weight": torch.tensor([[0.0, torch.nan]])}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="a.weight holds NaN or infinity"):
+        tensor_io.load(World(), tmp_path, "model", {"a.weight": torch.zeros(1, 2)})
 
 
 def make(folder):
