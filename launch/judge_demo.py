@@ -82,6 +82,11 @@ def interval(texts, errors):
     return tuple(np.percentile(rates, [2.5, 97.5]).tolist())
 
 
+def gain_of(texts, before, after):
+    """interval() of the errors that `after` avoids; both are from judge()."""
+    return interval(texts, np.array(before["errors"]) - after["errors"])
+
+
 def judge_all(before, after):
     """[judge() of the base, of the control, of the adapter]. before, after: from read_spoken."""
     texts, waves, codes, ends = before
@@ -112,7 +117,7 @@ def main(before, after):
     spoken = [read_spoken(folder) for folder in (before, after)]
     texts, judged = spoken[0][0], judge_all(*spoken)
     base, control, trained = judged
-    gain = interval(texts, np.array(control["errors"]) - trained["errors"])
+    gain = gain_of(texts, control, trained)
     print(f"{trained['sentences']} sentences, {trained['words']} words, in no training text; "
           "recognised by pocketsphinx")
     for name, row in zip(("base", "base with the new voice's code", "adapter"), judged):

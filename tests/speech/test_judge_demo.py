@@ -40,8 +40,8 @@ def spoken():
 
 def failed(judged, after, texts):
     """The criteria that the judgement `after` fails when it replaces that of the adapter."""
-    gain = judge_demo.interval(texts, np.array(judged[1]["errors"]) - after["errors"])
-    return {name for name, passed in judge_demo.criteria(after, gain).items() if not passed}
+    criteria = judge_demo.criteria(after, judge_demo.gain_of(texts, judged[1], after))
+    return {name for name, passed in criteria.items() if not passed}
 
 
 @pytest.fixture(autouse=True)
