@@ -51,7 +51,9 @@ class Setup(NamedTuple):
     cpu_offload: bool = False
     shard_size: int = 0             # hsdp: GPUs that weights are sharded over
 
-    fsdp = property(lambda self: self.parallel != "ddp")
+    @property
+    def fsdp(self):
+        return self.parallel != "ddp"
 
     @property
     def shards(self):
@@ -240,7 +242,9 @@ class Memory(NamedTuple):
     stages: dict        # {stage of a run: bytes}
     standing: int = 0   # bytes that are there all the time
 
-    peak = property(lambda self: max(self.stages.values()))
+    @property
+    def peak(self):
+        return max(self.stages.values())
 
 
 def count_values(module):

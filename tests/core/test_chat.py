@@ -140,8 +140,9 @@ def test_tools_and_calls_go_to_the_template(tokenizer, tmp_path):
     refused, = encoder(tokenizer, QWEN).encode([record["messages"][-2:]], [record["tools"]])
     assert "leaves out the tool lookup" in str(refused)
     without = chats.QWEN_TOOLS.replace("m.tool_calls else", "none else")
-    for turns in ("all", "last"):
-        refused, = encoder(tokenizer, without, turns).encode([record["messages"]], [record["tools"]])
+    without_arguments = chats.QWEN_TOOLS.replace("[0].function |", "[0].function.name |")
+    for template, turns in ((without, "all"), (without, "last"), (without_arguments, "all")):
+        refused, = encoder(tokenizer, template, turns).encode([record["messages"]], [record["tools"]])
         assert "leaves out a part of message 2 (assistant)" in str(refused)
     refused, = encoder(tokenizer, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
     assert "contains the control token" in str(refused)

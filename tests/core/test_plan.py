@@ -96,6 +96,12 @@ def test_auto_tries_nothing_that_is_refused(words, sharded, more, tmp_path):
     assert any(setup.fsdp for setup in setups_of(args, 2, LENGTHS)) == sharded
 
 
+def test_auto_keeps_an_accumulation_that_is_named(tmp_path):
+    args = flags(2, "--auto", "--output_dir", tmp_path, "--gradient_accumulation_steps", 1)
+    args.global_batch_size = 512
+    assert {setup.gradient_accumulation_steps for setup in setups_of(args, 2, LENGTHS)} == {1}
+
+
 def test_a_longer_sample_makes_larger_packs(tmp_path):
     for longest, budget in ((1024, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
         args = flags(8, "--auto", "--output_dir", tmp_path)
@@ -147,3 +153,5 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     assert re.search(r"^FITS \d\.\d of 80\.0 GiB · 2 steps$", text, re.M), text
     with pytest.raises(UserError, match="this run has 2 packs a step, not a multiple of 3 ranks"):
         run("--dry_run", 3)
+    (tmp_path / "out" / "checkpoint-2" / "trainer_state" / "state.json").write_text("{")
+    assert "as the run that is resumed" in run("--dry_run", 2)      # by the checkpoint before

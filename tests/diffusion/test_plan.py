@@ -1,7 +1,11 @@
 """--dry_run of the block diffusion trainer plans the peak memory of a real step."""
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
+from core import cli, memory
 from core.memory import Setup
 from diffusion import blocks, dit, plan
 from tests.helpers.live_bytes import check_plan
@@ -16,6 +20,17 @@ def inputs_of(rows, masked):
     index = torch.arange(masked)
     return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=index,
                          labels=index % 290, weights=torch.ones(masked), group=index, tiles=None, n_noisy=NOISY)
+
+
+def test_validation_counts(monkeypatch):
+    """It takes more rows than a training step, without gradients."""
+    plans, args = [], cli.parse(cli.Parser(""), None, [])
+    monkeypatch.setattr(memory, "print_plan", lambda args, needed, *_: plans.append(needed))
+    rows = SimpleNamespace(length=LENGTH, noisy_length=NOISY, table={"targets": np.array([40])})
+    for rows_at_once in (1, 4096):
+        vars(args).update(bf16=True, t_range=(0.0, 1.0), attn_backend="sdpa", per_device_eval_batch_size=rows_at_once)
+        plan.plan_memory(args, None, 1, dit.config_of("tiny", 300, 299, 0.1), rows, SimpleNamespace(sums=lambda n: n))
+    assert plans[0].peak < plans[1].peak == plans[1].stages["validation"]
 
 
 @pytest.mark.slow

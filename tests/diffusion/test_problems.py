@@ -96,6 +96,7 @@ GOOD = {"question": "q", "answer": "a #### 3"}
 @pytest.mark.parametrize("system, text, message", [
     ("gsm8k", "", r"p.jsonl: is not valid JSON"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "q", \n', r"p.jsonl line 2: is not valid JSON at column \d+"),
+    ("gsm8k", "[" * 100_000, "p.jsonl: is nested too deeply"),
     ("gsm8k", json.dumps({"question": "q"}), r"p.jsonl line 1: has no 'answer' \(a text that is not empty\)"),
     ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),

@@ -225,6 +225,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     wait_until((tmp_path / "listens").exists, "trainer")
     process.kill()      # its parent does not reap it, as in a container
     wait_until(lambda: not alive(process.mark), "end of every process")      # torchrun gets SIGTERM
+    assert not alive(process.mark)
 
 
 @pytest.mark.slow
