@@ -4,23 +4,64 @@ Rank 0 tokenises every sample once into a table on disk (speech/dataset.py); cli
 into a cache (speech/codes.py). A loader worker turns a list of sample numbers into one PackedBatch:
 delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
 """
+import hashlib
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import packing
-from core.cli import require
+from core import checkpoint, json_files, packing
+from core.cli import plural, require
 from core.dist import rank0
-from core.problems import Problems
-from speech.codes import ensure_codes, plan_codes
-from speech.dataset import (Table, find_bad_audio, is_prepared, new_builder, open_prepared,
-                            read_all)
+from core.problems import LIST, Problems, settle
+from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint, ensure_codes, plan_codes
+from speech.conversations import Reading
+from speech.dataset import (PREPARED, audio_numbers, find_bad_audio, is_prepared, last_clips,
+                            new_builder, problem_of, read_all, tokenizer_fingerprint)
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
+SHARE = 0.005           # default of --validation_split
+
+
+class Table:
+    """Memory-mapped sample table: numpy arrays named as in TableBuilder.write, and sources,
+    [{path, weight, held_out, first, stop}], whose samples follow each other."""
+
+    def __init__(self, folder):
+        for path in Path(folder).glob("*.npy"):
+            empty = path.stat().st_size <= 128      # a header alone cannot be mapped
+            setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
+        codes = json.loads((Path(folder) / "codes.json").read_text())
+        cache = os.path.normpath(os.path.join(folder, codes["folder"]))
+        self.reader, self.sources = CodeReader(cache, codes["shards"]), codes["sources"]
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def fingerprint(self, numbers):
+        """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples,
+        then " audio " and a hash of the codes' checksums."""
+        if not len(numbers):
+            return ""
+        first, stop = numbers[0], numbers[-1] + 1
+        tokens = slice(self.token_offsets[first], self.token_offsets[stop])
+        where = self.where[self.clips[self.clip_offsets[first]:self.clip_offsets[stop]]]
+        frames, checksums = where[:, 2], where[where[:, 2] > 0, 3]
+        digest = hashlib.sha256()
+        for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
+            digest.update(np.ascontiguousarray(values))
+        if (checksums < 0).any():       # incomplete in a dry run
+            return digest.hexdigest()[:16]
+        return f"{digest.hexdigest()[:16]} audio {hashlib.sha256(checksums).hexdigest()[:16]}"
+
+    def name(self, i):
+        """Place of sample i in the user's files."""
+        return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
@@ -56,6 +97,114 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
         folder = rank0(world, write)
     return Table(folder)
+
+
+def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
+    """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
+    sources (Sources) are defaults or equal those of the preparation."""
+    (path, weight, _), *others = sources.all()
+    folder = Path(path)
+
+    def check():
+        require(not others, f"{path}: a prepared folder is given alone; prepare all data together "
+                "(--train_data_file A B:0.5 --eval_data_file C)")
+        contents = json_files.read_object(folder / PREPARED)
+        for name, digest in contents["sha256"].items():
+            fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
+            require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
+                    "it again, or prepare it again")
+        for name, fingerprint, flag in (
+                ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
+                ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
+            require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
+                    f"that of {flag}; prepare it again")
+        for name, default in asdict(Reading()).items():
+            value, expected = getattr(sources.reading, name), contents["reading"][name]
+            # a default fits any value, except for the text setting, which checkpoints keep
+            fits = value == expected or value == default and name != "normalize"
+            require(fits or name in ("seed", "lone_reference"),
+                    f"{path}: was prepared with {name} {expected}, not {value}; give the same "
+                    "flags, or prepare it again")
+        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
+        print(f"data       prepared: {path}", flush=True)
+        return folder / contents["table"]
+
+    table = Table(rank0(world, check))
+    table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
+    return table
+
+
+# ---- Split into training and validation samples
+
+
+def split_validation(n, share, seed):
+    """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
+
+    share: default SHARE, or in a small set 5 %, at most 16: enough to choose a best checkpoint."""
+    if share is None:
+        share = max(SHARE, min(0.05, 16 / max(1, n)))
+    held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
+    order = np.random.default_rng((seed, 2)).permutation(n)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def split_samples(table, share, seed):
+    """(train, validation) sample numbers, sorted. share, seed: as in split_validation, which is
+    used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
+    draws that share of them by the seed."""
+    def numbers(held_out):
+        samples = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
+                                  for s in table.sources if s["held_out"] == held_out)])
+        return samples[table.audible[samples]]
+
+    train, held_out = numbers(False), numbers(True)
+    if not len(held_out):
+        of_train, of_held_out = split_validation(len(train), share, seed)
+        train, held_out = train[of_train], train[of_held_out]
+    mixed = []
+    for i, source in enumerate(table.sources):
+        if not source["held_out"]:
+            samples = train[(train >= source["first"]) & (train < source["stop"])]
+            whole, fraction = divmod(source["weight"], 1)
+            order = np.random.default_rng((seed, 3, i)).permutation(samples)
+            mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
+    return np.sort(np.concatenate(mixed)), held_out
+
+
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
+                   output_dir=None):
+    """(training, validation) numbers of usable samples: short enough, and no audio in both parts.
+
+    max_length: --max_length, or by default the model's positions. max_tokens:
+    --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out; otherwise raise UserError.
+    say: print how many are used and dropped. output_dir: where to list them; None: nowhere."""
+    audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
+    twice = np.isin(audio[train], audio[held_out])
+    if say and twice.any():
+        print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
+              "in the validation data")
+    train = train[~twice]
+    limit, flag = min((value, name) for value, name in (
+        (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
+    dropped = settle(
+        (problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
+                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}")
+         for numbers in (train, held_out)
+         for i in np.unique(numbers[table.lengths[numbers] > limit])),
+        ("too_long",) if drop else (), output_dir,
+        "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
+    if say and dropped:
+        print(f"data       dropped: {dropped}")
+    train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
+    require(len(train), "no training samples are left that can be used")
+    lengths, hours = table.lengths[train], table.frames[train].sum() / FRAME_RATE / 3600
+    if say:
+        print(f"samples    {len(train)} to train, {len(held_out)} to validate; tokens mean "
+              f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
+    return train, held_out
+
+
+# ---- Batches
 
 
 class SpeechSamples(Dataset):

@@ -76,9 +76,9 @@ import torch
 import lora  # first: it reports a broken torchaudio before transformers fails to import it
 from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
-from data import SpeechSamples, collate, make_loader, make_table
+from data import collate, make_loader, make_table, split_samples, usable_samples
 from speech import conversations, weights
-from speech.dataset import read_flags, samples_line, split_samples, usable_samples
+from speech.dataset import read_flags
 from speech.labels import N_EXTRA, batch_sums, eval_line, step_work, total_loss, train_line
 
 if args.float8 or args.base_dtype == "nf4":
@@ -151,7 +151,7 @@ if args.tf32:       # only now: codes in the cache must not depend on it
     torch.set_float32_matmul_precision("high")
 if args.auto or dry:
     from speech import plan
-    data = plan.Data(table, ids, train_ids, eval_ids, keep_loss)
+    data = plan.Data(table, ids, train_ids, keep_loss)
     if args.auto:
         plan.choose(args, world, ranks, model, data)
         model, parts = empty_model(folder, config_dict)     # with the chosen recomputation
@@ -249,8 +249,8 @@ def forward_backward(batch, n_audio, n_text, sync):
 
 
 if device.type == "cuda":       # try the largest pack now, or it may fail hours into the run
-    samples = SpeechSamples(table, ids)
-    batch = collate([samples[i] for i in order.largest_pack()], ids, args.max_tokens_per_batch)
+    batch, = make_loader(table, ids, [order.largest_pack()], num_workers=0, prefetch_factor=0,
+                         pad_to=args.max_tokens_per_batch)
     try:
         forward_backward(batch.to(device), 1, 1, True)
     except torch.OutOfMemoryError:
@@ -331,7 +331,7 @@ batches = packing.iterate(make_loader(table, ids, packs, pad_to=args.max_tokens_
     num_workers=args.num_workers, prefetch_factor=4))      # loader processes read ahead
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
-print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
+print0(metrics.model_text(model, args.use_lora), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():

@@ -59,9 +59,8 @@ def padded_batch(samples, ids):
 
 def speech(args, attention, dtype):
     """(model, dataset, lengths, collator, modules that get adapters)"""
-    from data import SpeechSamples
+    from data import SpeechSamples, Table
     from speech import choices
-    from speech.dataset import Table
     from speech import v2
     config = json.loads((args.model_path / "config.json").read_text())
     ids = v2.token_ids(v2.load_tokenizer(args.model_path), v2.read_config(config))

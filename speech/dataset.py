@@ -25,12 +25,12 @@ from typing import NamedTuple
 import numpy as np
 
 from core import checkpoint, json_files
-from core.cli import UserError, plural, one_line, require
-from core.dist import error_names_file, rank0
+from core.cli import UserError, plural, one_line
+from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered, token_lists
-from core.problems import LIST, Problem, problem, settle
+from core.problems import Problem, problem
 from speech import choices
-from speech.codes import FRAME_RATE, CodeReader, Encoding, codec_fingerprint
+from speech.codes import FRAME_RATE, Encoding, codec_fingerprint
 from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, sample_name, sample_text)
 
@@ -42,7 +42,6 @@ NOTES = {       # checks whose samples are still used
     "own_reference": "the reference is the clip to speak, so the model learns to copy it",
     "no_reference_text": "what their reference clips say is not known (ref_text); trained without "
                          "them"}
-SHARE = 0.005           # default of --validation_split
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
@@ -414,82 +413,6 @@ def find_bad_audio(builder, codes):
             for i, clip in builder.samples_with(list(errors))]
 
 
-# ---- Mapping
-
-
-class Table:
-    """Memory-mapped sample table: numpy arrays named as in TableBuilder.write, and sources,
-    [{path, weight, held_out, first, stop}], whose samples follow each other."""
-
-    def __init__(self, folder):
-        for path in Path(folder).glob("*.npy"):
-            empty = path.stat().st_size <= 128      # a header alone cannot be mapped
-            setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
-        codes = json.loads((Path(folder) / "codes.json").read_text())
-        cache = os.path.normpath(os.path.join(folder, codes["folder"]))
-        self.reader, self.sources = CodeReader(cache, codes["shards"]), codes["sources"]
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def fingerprint(self, numbers):
-        """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples,
-        then " audio " and a hash of the codes' checksums."""
-        if not len(numbers):
-            return ""
-        first, stop = numbers[0], numbers[-1] + 1
-        tokens = slice(self.token_offsets[first], self.token_offsets[stop])
-        where = self.where[self.clips[self.clip_offsets[first]:self.clip_offsets[stop]]]
-        frames, checksums = where[:, 2], where[where[:, 2] > 0, 3]
-        digest = hashlib.sha256()
-        for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
-            digest.update(np.ascontiguousarray(values))
-        if (checksums < 0).any():       # incomplete in a dry run
-            return digest.hexdigest()[:16]
-        return f"{digest.hexdigest()[:16]} audio {hashlib.sha256(checksums).hexdigest()[:16]}"
-
-    def name(self, i):
-        """Place of sample i in the user's files."""
-        return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
-
-
-# ---- Split into training and validation samples
-
-
-def split_validation(n, share, seed):
-    """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
-
-    share: default SHARE, or in a small set 5 %, at most 16: enough to choose a best checkpoint."""
-    if share is None:
-        share = max(SHARE, min(0.05, 16 / max(1, n)))
-    held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
-    order = np.random.default_rng((seed, 2)).permutation(n)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
-
-
-def split_samples(table, share, seed):
-    """(train, validation) sample numbers, sorted. share, seed: as in split_validation, which is
-    used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
-    draws that share of them by the seed."""
-    def numbers(held_out):
-        samples = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
-                                  for s in table.sources if s["held_out"] == held_out)])
-        return samples[table.audible[samples]]
-
-    train, held_out = numbers(False), numbers(True)
-    if not len(held_out):
-        of_train, of_held_out = split_validation(len(train), share, seed)
-        train, held_out = train[of_train], train[of_held_out]
-    mixed = []
-    for i, source in enumerate(table.sources):
-        if not source["held_out"]:
-            samples = train[(train >= source["first"]) & (train < source["stop"])]
-            whole, fraction = divmod(source["weight"], 1)
-            order = np.random.default_rng((seed, 3, i)).permutation(samples)
-            mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
-    return np.sort(np.concatenate(mixed)), held_out
-
-
 def last_clips(clips, offsets):
     """(n,) the value in `clips` of each sample's last clip; offsets: (n + 1,) index of each
     sample's first."""
@@ -500,43 +423,6 @@ def audio_numbers(where, clips):
     """(n,) int64 for clip numbers, equal for clips of the same audio."""
     shard, row = where[clips, 0], where[clips, 1]
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
-
-
-def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
-                   output_dir=None):
-    """(training, validation) numbers of usable samples: short enough, and no audio in both parts.
-
-    max_length: --max_length, or by default the model's positions. max_tokens:
-    --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out, and count them if `say`;
-    otherwise raise UserError. output_dir: where to list them; None: nowhere."""
-    audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
-    twice = np.isin(audio[train], audio[held_out])
-    if say and twice.any():
-        print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
-              "in the validation data")
-    train = train[~twice]
-    limit, flag = min((value, name) for value, name in (
-        (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
-    dropped = settle(
-        (problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
-                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}")
-         for numbers in (train, held_out)
-         for i in np.unique(numbers[table.lengths[numbers] > limit])),
-        ("too_long",) if drop else (), output_dir,
-        "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
-    if say and dropped:
-        print(f"data       dropped: {dropped}")
-    kept = [numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out)]
-    if not len(kept[0]):
-        raise UserError("no training samples are left that can be used")
-    return kept
-
-
-def samples_line(table, train_ids, eval_ids):
-    """Log line with the number of samples and their lengths."""
-    lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600
-    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
-            f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
 
 
 # ---- Prepared folders: a table, the codes of its audio, and prepared.json, which has the checksum
@@ -565,38 +451,3 @@ def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
                    checkpoint.sha256(path) for path in files},
         "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
         "reading": asdict(reading), "report": report}, indent=1) + "\n")
-
-
-def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
-    """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
-    sources (Sources) are defaults or equal those of the preparation."""
-    (path, weight, _), *others = sources.all()
-    folder = Path(path)
-
-    def check():
-        require(not others, f"{path}: a prepared folder is given alone; prepare all data together "
-                "(--train_data_file A B:0.5 --eval_data_file C)")
-        contents = json_files.read_object(folder / PREPARED)
-        for name, digest in contents["sha256"].items():
-            fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
-            require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
-                    "it again, or prepare it again")
-        for name, fingerprint, flag in (
-                ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
-                ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
-            require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
-                    f"that of {flag}; prepare it again")
-        for name, default in asdict(Reading()).items():
-            value, expected = getattr(sources.reading, name), contents["reading"][name]
-            # a default fits any value, except for the text setting, which checkpoints keep
-            fits = value == expected or value == default and name != "normalize"
-            require(fits or name in ("seed", "lone_reference"),
-                    f"{path}: was prepared with {name} {expected}, not {value}; give the same "
-                    "flags, or prepare it again")
-        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
-        print(f"data       prepared: {path}", flush=True)
-        return folder / contents["table"]
-
-    table = Table(rank0(world, check))
-    table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
-    return table

@@ -9,18 +9,16 @@ from core import memory as plans
 from core import metrics
 from speech import weights
 from speech.codes import FRAME_RATE
-from speech.dataset import samples_line
 from speech.labels import PackedBatch, step_work
 
 SHARE = 0.7     # of the matrix rate that a step reaches by count
 
 
 class Data(NamedTuple):
-    """Trained and validated samples."""
-    table: object           # dataset.SampleTable, whose new clips are not encoded
+    """The samples of a run."""
+    table: object           # data.Table, whose new clips are not encoded
     ids: object             # labels.TokenIds
-    train: np.ndarray       # numbers of samples
-    held_out: np.ndarray
+    train: np.ndarray       # numbers of the trained samples
     keeper: object = None   # keep.Keeper
 
 
@@ -90,7 +88,7 @@ def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
         epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]
         flops = epoch * left / steps_per_epoch / ranks / SHARE
     plans.print_plan(args, needed, model.base_model, [
-        metrics.model_text(model, args.use_lora), samples_line(table, data.train, data.held_out),
+        metrics.model_text(model, args.use_lora),
         f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "
         f"({frames / FRAME_RATE / 3600:.2f} h)", *lines], left, flops)
     plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",

@@ -4,8 +4,9 @@ import zlib
 import numpy as np
 from safetensors.numpy import save_file
 
-from speech.dataset import Table, TableBuilder
+from data import Table
 from speech.conversations import Clip, Sample, Turn
+from speech.dataset import TableBuilder
 
 BOS, EOS, BOOKS = 1024, 1025, 8
 

@@ -9,7 +9,7 @@ import torch
 from core import packing
 from core.dist import World
 from core.problems import Problems
-from data import make_table
+from data import make_table, split_validation
 from speech import dataset as speech_table
 from speech.choices import CHECKS
 from speech.codes import Encoding
@@ -60,7 +60,7 @@ def files_of(sources, tools, folder, processes):
 @pytest.mark.parametrize("n, share, held_out", [
     (2, None, 1), (24, None, 1), (320, None, 16), (4000, None, 20), (240, 0, 0)])
 def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
-    train, validation = speech_table.split_validation(n, share, 42)
+    train, validation = split_validation(n, share, 42)
     assert len(validation) == held_out and sorted([*train, *validation]) == list(range(n))
 
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForCondi
 from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import HiggsAudioV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import lora
 from core.cli import UserError
 from speech import weights
 from speech.speak import load_model
@@ -154,7 +155,7 @@ def test_2025_config_is_the_published_one(tiny, served):
     ids = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|audio_eos|>": 128012, "<|AUDIO|>": 128015}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the Hub
-    assert weights.original_config(real, tokenizer, "bfloat16") == published_config()
+    assert lora.original_config(real, tokenizer, "bfloat16") == published_config()
 
 
 def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):

@@ -11,11 +11,11 @@ import torch
 
 from core.cli import UserError
 from core.dist import World
-from data import SpeechSamples, make_table
+from data import SpeechSamples, Table, make_table, split_samples, usable_samples
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.codes import Encoding
-from speech.dataset import Reading, Sources, Table, split_samples, usable_samples
+from speech.dataset import Reading, Sources
 from tests.helpers.trainer import speech_main
 
 WORLD = World(device=torch.device("cpu"))
