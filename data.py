@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from core import checkpoint, json_files, packing
 from core.cli import plural, require
@@ -72,22 +71,17 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one to the trainer")
-    of_rows = Problems(sources.drop, None if dry else output_dir)
-    # a dry run raises bad rows and bad audio together; a run stops before it encodes
-    of_audio = of_rows if dry else Problems(sources.drop, output_dir, more=True)
-
-    def settle(problems):
-        if dropped := problems.settle():
-            print(f"data       dropped: {dropped}", flush=True)
+    listed = None if dry else output_dir
+    problems = Problems(sources.drop, listed)
 
     def read():
-        read_all(builder, sources, of_rows, Path(output_dir) / "data")
-        if not dry:
-            settle(of_rows)
+        read_all(builder, sources, problems, Path(output_dir) / "data")
+        if dropped := problems.settle():    # bad rows stop a run before it encodes
+            print(f"data       dropped: {dropped}", flush=True)
 
     def write():
-        of_audio.add(find_bad_audio(builder, codes))
-        settle(of_audio)
+        if dropped := settle(find_bad_audio(builder, codes), sources.drop, listed, more=True):
+            print(f"data       dropped: {dropped}", flush=True)
         # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder
@@ -193,11 +187,11 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
          for i in np.unique(numbers[table.lengths[numbers] > limit])),
         ("too_long",) if drop else (), output_dir,
         "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
-    if say and dropped:
-        print(f"data       dropped: {dropped}")
     train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     require(len(train), "no training samples are left that can be used")
     lengths, hours = table.lengths[train], table.frames[train].sum() / FRAME_RATE / 3600
+    if say and dropped:
+        print(f"data       dropped: {dropped}")
     if say:
         print(f"samples    {len(train)} to train, {len(held_out)} to validate; tokens mean "
               f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
@@ -207,8 +201,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
 # ---- Batches
 
 
-class SpeechSamples(Dataset):
-    """Dataset of the samples of a Table, assembled on demand as dicts of numpy arrays."""
+class SpeechSamples:
+    """Data set of the samples of a Table, assembled on demand as dicts of numpy arrays."""
 
     def __init__(self, table, ids):
         self.table, self.ids = table, ids

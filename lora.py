@@ -4,9 +4,8 @@
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served
     python lora.py export --model_path full/checkpoint-500 --output_dir served
 
-merge folds an adapter into its base and writes a native checkpoint. export writes an adapter or a
-full fine-tuning in the layout that other code serves: V2's 2025 layout, or the one layout of Higgs
-TTS 3. Adapter files have PEFT's format.
+merge folds an adapter into its base and writes a native checkpoint. export writes the layout that
+other code serves: V2's of 2025, or the one layout of Higgs TTS 3. Adapters have PEFT's format.
 """
 from core import cli
 from core.cli import require
@@ -25,8 +24,7 @@ def build_parser():
     p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
            "code (default of export)", choices=("native", "2025"))
     p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
-           "source's); bfloat16 halves the size but rounds part of an update away",
-           choices=("float32", "bfloat16"))
+           "source's)", choices=("float32", "bfloat16"))
     choices.base_dtype(p, "nf4: round the base as the adapter's run did")
     p.flag("--max_shard_gb", 5.0, "largest weight file in GB; the command needs that much memory")
     p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
@@ -55,10 +53,8 @@ from pathlib import Path
 import torch
 
 from core import checkpoint, dist, tensor_io
-from speech import conversations, weights
-
-# after speech.weights, which explains a torchaudio that breaks every transformers import
-from core import adapters  # isort: skip
+from speech import conversations, weights  # before adapters: it explains a broken torchaudio
+from core import adapters
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
@@ -76,8 +72,8 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     return net
 
 
-# ---- Export, with or without an adapter folded in (lora.py merge, export). Memory holds at most
-# one output file and the largest tensor in fp32. The folder appears only when it is complete.
+# ---- Export, with or without an adapter folded in. Memory holds at most one output file and the
+# largest tensor in fp32. The folder appears only when it is complete.
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
@@ -86,7 +82,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
     layout: native or 2025. dtype: a name. None keeps the dtypes of the files, but writes float32
     where an adapter is folded in, since bf16 rounds most of a small update away. codec: see
-    save_config. base_dtype nf4: round the base as in the adapter's run. Raises UserError."""
+    weights.save_config. base_dtype nf4: round the base as in the adapter's run. Raises UserError.
+    """
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = weights.find_model(source)
     version, tts3 = weights.module(config), weights.is_tts3(config["model_type"])
@@ -96,20 +93,18 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
     model = version.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
-    # before find_folds, which adds adapters to the model
-    names = [name for name, _ in model.named_parameters()]
-    linears = [name for name, weight in model.named_parameters()
-               if ".layers." in name and weight.ndim == 2]
-    folds = find_folds(model, adapter) if adapter else {}
+    folds = find_folds(version.empty_model(config, torch.float32), adapter) if adapter else {}
     updated = len(folds)
     if base_dtype == "nf4":
         from core import quantized
-        folds |= {name: quantized.rounded_nf4(folds.get(name)) for name in linears}
-    if dtype is None and folds and not tts3:
-        dtype = "float32"
+        folds |= {name: quantized.rounded_nf4(folds.get(name))
+                  for name, weight in model.named_parameters()
+                  if ".layers." in name and weight.ndim == 2}
+    if folds and not tts3:
+        dtype = dtype or "float32"
     # {name: (slices to join, dtype to write, function that adds the adapter's update)}
     tensors = {name: (parts[name], getattr(torch, dtype) if dtype else parts[name][0][:1].dtype,
-                      folds.get(name)) for name in names}
+                      folds.get(name)) for name, _ in model.named_parameters()}
     if tts3:
         tensors = version.whole_files(tensors, folder, codec)
     else:
@@ -122,24 +117,13 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes)
-    files, total = plan.filename_to_tensors, sum(sizes.values())
     with checkpoint.new_folder(output_dir) as building:
-        for file, inside in files.items():
-            written = {}
-            for name in inside:
-                slices, kind, fold = tensors[name]
-                pieces = [piece[:] for piece in slices]
-                tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-                tensor = fold(tensor.float()) if fold else tensor
-                written[name] = tensor.to(kind).contiguous()
-                # an update may overflow
-                require(tensor_io.is_finite(written[name]),
-                        f"{source}, with its adapter: {name} holds NaN or infinity")
-            tensor_io.save(written, building / file)
-        if len(files) > 1:
-            index = {"metadata": plan.metadata,
-                     "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
-            (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        for file, names in plan.filename_to_tensors.items():
+            tensor_io.save({name: merged(name, *tensors[name]) for name in names}, building / file)
+        if plan.is_sharded:
+            checkpoint.write_json(building / "model.safetensors.index.json", {
+                "metadata": plan.metadata,
+                "weight_map": dict(sorted(plan.tensor_to_filename.items()))})
         if original:
             save_original_config(model.config, tokenizer, building, config)
         else:
@@ -151,9 +135,17 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
             f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
-            f"{total / 1e9:.3f} GB in {cli.plural(len(files), 'file')}",
-            *([version.LICENCE] if version.LICENCE else []),
-            f"to publish: hf upload OWNER/NAME {output_dir}"]
+            f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE])]
+
+
+def merged(name, slices, dtype, fold):
+    """A tensor to write. UserError if it is not finite, as an update may overflow."""
+    pieces = [piece[:] for piece in slices]
+    tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    tensor = (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
+    require(tensor_io.is_finite(tensor), f"{name} of the base, or with its adapter, holds NaN or "
+            "infinity")
+    return tensor
 
 
 def find_folds(model, adapter):
@@ -210,9 +202,9 @@ def save_original_config(native, tokenizer, folder, config):
     boson's code needs transformers 4.46, which does not know the tokenizer class that newer
     versions write."""
     dtype = str(native.dtype).removeprefix("torch.")
-    original = config | {"torch_dtype": dtype} if config["model_type"] == "higgs_audio" else \
-        original_config(native, tokenizer, dtype)
-    checkpoint.write_json(folder / "config.json", dict(sorted(original.items())))
+    if config["model_type"] != "higgs_audio":
+        config = original_config(native, tokenizer, dtype)
+    checkpoint.write_json(folder / "config.json", config | {"torch_dtype": dtype})
     checkpoint.write_json(folder / "generation_config.json", {
         "_from_model_config": True, "pad_token_id": native.pad_token_id,
         "transformers_version": "4.46.3",
@@ -231,7 +223,6 @@ def save_original_config(native, tokenizer, folder, config):
 
 if __name__ == "__main__":
     dist.single_process()
-    lines = export(args.model_path, args.output_dir, args.format, args.dtype,
-                   int(args.max_shard_gb * 1e9), args.adapter, args.audio_tokenizer_path,
-                   args.base_dtype)
-    print(f"checkpoint: {args.output_dir}", *lines, sep="\n  ")
+    print(f"checkpoint: {args.output_dir}", *export(
+        args.model_path, args.output_dir, args.format, args.dtype, int(args.max_shard_gb * 1e9),
+        args.adapter, args.audio_tokenizer_path, args.base_dtype), sep="\n  ")

@@ -319,10 +319,9 @@ def save():
 
 # ---- Loop
 # losses since the last log line, on the device; the host fetches them at log lines only
-unlogged = state["unlogged"] if resume else [0.0] * (n_sums + 2)    # the last two: of keep_loss
+# (the last two: of keep_loss); the sums in a checkpoint are of all ranks
+unlogged = state["unlogged"] if resume and main_rank else [0.0] * (n_sums + 2)
 sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
-if not main_rank:
-    sums.zero_()        # the saved sums are of all ranks
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs

@@ -20,7 +20,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +44,11 @@ NOTES = {       # checks whose samples are still used
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
+# columns that TableBuilder fills, and those of lists: {values: where each list begins}
+LISTS = {"tokens": "token_offsets", "names": "name_offsets", "clips": "clip_offsets"}
+COLUMNS = {"tokens": np.int32, "labelled": bool, "names": np.uint8, "text_targets": np.int64,
+           "clips": np.int32, "trained": bool, "facts": FACTS,
+           **dict.fromkeys(LISTS.values(), np.int64)}
 
 
 def problem_of(table, i, check, reason):
@@ -81,58 +85,47 @@ def read_flags(args, ids, codec_dir):
                      args.wait_timeout))
 
 
-class Source(NamedTuple):
-    """A ChatML file. read(wanted) yields (number from 0, entry or SKIPPED)."""
-    origin: str         # the user's file or folder
-    path: Path          # it, or the file into which it was converted
-    unit: str           # "line" or "sample", for messages
-    read: object
-
-
-def open_source(path, reading, problems, held_out=False, folder=None, number=0):
-    """Source of a path, the number-th of the run. Other formats than ChatML are converted first,
-    into a file in `folder`. problems: list to which unusable rows are added."""
+def open_source(path, reading, problems, folder, held_out=False, number=0, make=canonical_sample):
+    """parse_entries() of a path, the number-th of the run; it still takes `wanted`. Other formats
+    than ChatML are converted first, into a file in `folder`. problems: list to which unusable rows
+    are added. make: function from ChatML to Sample."""
     if Path(path).suffix in choices.CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):        # the converter says more
-            source = Source(str(path), Path(path), *json_files.read_entries(path))
-            _, first = next(source.read(lambda number: True), (0, None))
+            unit, read = json_files.read_entries(path)
+            _, first = next(read(lambda number: True), (0, None))
             if is_chatml(first):
-                changed = [f"--{name}" for name, default in vars(Reading()).items()
-                           if name in PROMPT_FLAGS and getattr(reading, name) != default]
-                if changed:
-                    print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
-                          f"{', '.join(changed)} does not change", flush=True)
-                return source
+                if changed := [f"--{name}" for name in PROMPT_FLAGS
+                               if getattr(reading, name) != getattr(Reading(), name)]:
+                    print(f"notice     {one_line(path)}: is ChatML, which {', '.join(changed)} "
+                          "does not change", flush=True)
+                return partial(parse_entries, str(path), Path(path), unit, read, reading, make)
     from speech import convert
-    if folder is None:
-        folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
     convert.to_chatml(path, converted, problems, held_out=held_out, **vars(reading))
     is_empty = not converted.stat().st_size
     unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(converted)
-    return Source(str(path), converted, unit, read)
+    return partial(parse_entries, str(path), converted, unit, read, reading, make)
 
 
-def parse_entries(source, reading, wanted, make=canonical_sample):
-    """Yield (number, Sample or Problem) for each entry whose number is wanted. make: function from
-    ChatML to Sample."""
-    paths = Paths(source.path.parent.resolve())
-    for number, entry in source.read(wanted):
+def parse_entries(origin, path, unit, read, reading, make, wanted):
+    """Yield (number, Sample or Problem) for each entry whose number is wanted. origin: the user's
+    file, which `path` was converted from. unit, read: of json_files.read_entries."""
+    paths = Paths(path.parent.resolve())
+    for number, entry in read(wanted):
         if entry is json_files.SKIPPED or not wanted(number):
             continue
         fields = entry if isinstance(entry, dict) else {}
         misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
         name, setting = misc.get("source"), fields.get("normalize_text")    # source: of convert.py
         if not isinstance(name, str):
-            name = sample_name(f"{source.path} {source.unit} {number + 1}", entry)
+            name = sample_name(f"{path} {unit} {number + 1}", entry)
         try:
             if setting not in (None, "", "on", "off"):
                 raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
             # off: this text was spoken without normalisation, by generate_tts.py
             sample = make(name, entry, paths, reading.normalize and setting != "off")
         except BadSample as error:
-            yield number, problem(name, error.check, error, source.origin)
+            yield number, problem(name, error.check, error, origin)
         else:
             sample.notes.extend(map(tuple, misc.get("notes", ())))
             yield number, sample
@@ -140,48 +133,31 @@ def parse_entries(source, reading, wanted, make=canonical_sample):
 
 def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
-    make: as in parse_entries. reading: fields of Reading."""
-    reading = Reading(**reading)
-    source = open_source(path, reading, problems)
-    for _, sample in parse_entries(source, reading, lambda number: True, make):
+    make: as in open_source. reading: fields of Reading."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
+    parse = open_source(path, Reading(**reading), problems, folder, make=make)
+    for _, sample in parse(lambda number: True):
         if isinstance(sample, Sample):
             yield sample
         else:
             problems.append(sample)
 
 
-def make_chunks(builder, source, sources, start, step):
-    """Yield every step-th chunk of a Source's entries as (chunk of the builder, [Problem] of
-    entries that are refused, [Problem] of notes)."""
-    mine = range(start, sys.maxsize, step)
-    entries = parse_entries(source, sources.reading, lambda entry: entry // CHUNK in mine)
-    for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
-        samples, refused, notes = [], [], []
-        for _, sample in group:
-            if isinstance(sample, Problem):
-                refused.append(sample)
-                continue
-            marks = [problem(sample.name, *note, source.origin) for note in sample.notes]
-            dropped = [note for note in marks if note.check in sources.drop]
-            refused += dropped[:1]
-            if not dropped:
-                samples.append(sample)
-                notes += marks
-        yield builder.chunk(samples, refused, source.origin), refused, notes
+def read_source(builder, parse, origin, sources, problems, warnings):
+    """Tokenise a source, opened by open_source, into a TableBuilder."""
+    def make_chunks(start, step):
+        mine = range(start, sys.maxsize, step)
+        entries = parse(lambda number: number // CHUNK in mine)
+        for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+            yield builder.chunk([sample for _, sample in group], origin, sources.drop)
 
-
-def read_source(builder, source, sources, problems):
-    """Tokenise a Source into a TableBuilder; returns [Problem] of usable samples."""
-    notes = []
-
-    def take(result):
-        chunk, refused, of_usable = result
+    def take(chunk):
         builder.append(chunk)
-        problems.add(refused)
-        notes.extend(of_usable)
+        problems.add(chunk["refused"])
+        warnings.extend(chunk["notes"])
 
-    parallel_map_ordered(partial(make_chunks, builder, source, sources), sources.processes, take)
-    return notes
+    parallel_map_ordered(make_chunks, sources.processes, take)
 
 
 def read_all(builder, sources, problems, folder=None, warnings=None):
@@ -191,19 +167,16 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
     converted to ChatML. warnings: a list that takes Problems of usable samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         start, before, unconverted = len(builder), problems.counts.total(), []
-        source = open_source(path, sources.reading, unconverted, held_out, folder, number)
+        parse = open_source(path, sources.reading, unconverted, folder, held_out, number)
         problems.add(unconverted)
-        notes = read_source(builder, source, sources, problems)
+        read_source(builder, parse, str(path), sources, problems,
+                    [] if warnings is None else warnings)
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
-        samples = parse_entries(source, sources.reading, lambda number: True)
-        for sample in itertools.islice((s for _, s in samples if isinstance(s, Sample)), 1):
-            print(f"           first: {one_line(sample_text(sample))}", flush=True)
-        for check, n in sorted(Counter(note.check for note in notes).items()):
-            print(f"           {plural(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
-        if warnings is not None:
-            warnings += notes
+        samples = (sample for _, sample in parse(lambda number: True))
+        if first := next((sample for sample in samples if isinstance(sample, Sample)), None):
+            print(f"           first: {one_line(sample_text(first))}", flush=True)
         if not kept and not problems.n_fatal:
             problems.settle()
             raise UserError(f"{path}: holds no samples{' that can be used' if lost else ''}")
@@ -211,9 +184,6 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
                                 "first": start, "stop": len(builder)})
     for clause, n in sorted(builder.notices.items()):
         print(f"data       {n} samples {clause}", flush=True)
-    n_train = sum(s["stop"] - s["first"] for s in builder.sources if not s["held_out"])
-    print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
-          f"validation samples, {len(builder.clips)} distinct clips", flush=True)
 
 
 # ---- Writing
@@ -249,28 +219,6 @@ def facts_of(sample):
             short_hash(sample.language))
 
 
-class Lists:
-    """Lists of numbers in two columns of a folder: all values, and the offset of each list."""
-
-    def __init__(self, folder, name, offsets, dtype):
-        self.values = Column(folder / f"{name}.npy", dtype)
-        self.offsets = Column(folder / f"{offsets}.npy", np.int64)
-        self.offsets.append([0])
-
-    def append(self, values, counts):
-        """Append len(counts) lists. values: all their numbers; counts: the length of each list."""
-        self.offsets.append(len(self.values) + np.cumsum(counts, dtype=np.int64))
-        self.values.append(values)
-
-    def __len__(self):
-        return len(self.offsets) - 1
-
-    def __getitem__(self, i):
-        """Array of list i >= 0; IndexError after the last one."""
-        offsets = self.offsets.array()
-        return np.array(self.values.array()[offsets[i]:offsets[i + 1]])
-
-
 def sums(values, offsets):
     """(n,) int64: the sum of each values[offsets[i]:offsets[i + 1]], which may be empty."""
     return np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
@@ -280,54 +228,74 @@ class TableBuilder:
     """Tokenised samples in columns on disk, and the distinct clips in order of first use."""
 
     def __init__(self, tokenizer, ids, folder=None):
-        """folder: empty folder in which write() makes the table; None: a temporary one."""
+        """folder: new folder in which write() completes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden_tokens(tokenizer), ids.known_tags(tokenizer)
         self.notices, self.sources = Counter(), []      # sources: of read_all
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        scratch = self.folder / "scratch"
-        scratch.mkdir(parents=True)
-        self.tokens = Lists(self.folder, "tokens", "token_offsets", np.int32)
-        self.labelled = Column(self.folder / "labelled.npy", bool)
-        self.names = Lists(self.folder, "names", "name_offsets", np.uint8)
-        self.text_targets = Column(self.folder / "text_targets.npy", np.int64)
-        self.used = Lists(self.folder, "clips", "clip_offsets", np.int32)
-        self.trained = Column(scratch / "trained.npy", bool)
-        self.facts = Column(scratch / "facts.npy", FACTS)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.columns = {name: Column(self.folder / f"{name}.npy", dtype)
+                        for name, dtype in COLUMNS.items()}
+        for offsets in LISTS.values():
+            self.columns[offsets].append([0])
         self.clips, self.number_of = [], {}     # number_of: {Clip: its index}
 
     def __len__(self):
-        return len(self.tokens)
+        return len(self.columns["text_targets"])
+
+    def array(self, name):
+        """Memory-mapped array of a column."""
+        return self.columns[name].array()
+
+    def row(self, name, i):
+        """Array (n,) of sample i in a column of LISTS."""
+        start, stop = self.array(LISTS[name])[i:i + 2]
+        return np.array(self.array(name)[start:stop])
+
+    def name(self, i):
+        """Place of sample i in the user's files."""
+        return self.row("names", i).tobytes().decode()
 
     def add(self, samples, problems):
         """Tokenise Samples; unusable ones are added to the list `problems`."""
-        self.append(self.chunk(samples, problems))
+        chunk = self.chunk(samples)
+        problems += chunk["refused"]
+        self.append(chunk)
 
-    def chunk(self, samples, problems, file=""):
-        """{name: array, or (array, lengths) of lists} of Samples of a file for append(), possibly
-        of another process's builder."""
-        good, facts, notices = [], [], Counter()
-        for sample in samples:
+    def chunk(self, entries, file="", drop=()):
+        """What append() takes: {column: values, or for LISTS' offsets the lengths}, and "refused"
+        and "notes", [Problem] of unusable and usable samples.
+
+        entries: Samples and Problems of a file. drop: checks whose samples are dropped."""
+        good, facts, notices, refused, notes = [], [], Counter(), [], []
+        for sample in entries:
+            if isinstance(sample, Problem):
+                refused.append(sample)
+                continue
             marked = [turn for turn in sample.turns if "<|" in turn.text]
             try:
+                for check, reason in sample.notes:
+                    if check in drop:
+                        raise BadSample(reason, check)
                 for token in (t for turn in marked for t in self.control if t in turn.text):
                     raise BadSample(f"text contains the control token {token}", "control_token")
                 streams, omissions = self.ids.streams(sample)
             except BadSample as error:
-                problems.append(problem(sample.name, error.check, error, file))
+                refused.append(problem(sample.name, error.check, error, file))
                 continue
             good += streams
             facts += [facts_of(sample)] * len(streams)
             # tags in a text to speak that this model does not know
             tags = {tag for turn in marked if turn.role != "system"
                     for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
+            notes += [problem(sample.name, *note, file) for note in sample.notes]
             notices.update(omissions)
+            notices.update(f"with {check}: {NOTES[check]}" for check, _ in sample.notes)
             notices.update(f"hold {tag}, which is not a control tag of this model: it is read "
                             "aloud" for tag in tags)
-            if any(turn.shortened for turn in sample.turns):
-                notices[SHORTENED] += 1
+            notices.update([SHORTENED] * any(turn.shortened for turn in sample.turns))
         streams = [stream for _, stream in good]
         offsets = np.cumsum([0, *map(len, streams)])
         pieces = [piece for stream in streams for piece, _ in stream]
@@ -337,33 +305,32 @@ class TableBuilder:
         parts = [tokens_of.get(piece, [self.ids.audio_placeholder_id]) for piece in pieces]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
-        tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
         names = [name.encode("utf-8", "backslashreplace") for name, _ in good]
-        return {"tokens": (tokens, sums(lengths, offsets)), "labelled": np.repeat(labels, lengths),
-                "names": (np.frombuffer(b"".join(names), np.uint8), list(map(len, names))),
+        return {"tokens": np.fromiter(itertools.chain(*parts), np.int32, lengths.sum()),
+                "token_offsets": sums(lengths, offsets), "labelled": np.repeat(labels, lengths),
+                "names": np.frombuffer(b"".join(names), np.uint8),
+                "name_offsets": list(map(len, names)),
                 "text_targets": sums(lengths * (labels & ~spoken), offsets),
                 "clips": list(itertools.compress(pieces, spoken)),
-                "clip_counts": sums(spoken, offsets), "trained": labels[spoken],
-                "facts": np.array(facts, FACTS), "notices": notices}
+                "clip_offsets": sums(spoken, offsets), "trained": labels[spoken],
+                "facts": np.array(facts, FACTS), "notices": notices, "refused": refused,
+                "notes": notes}
 
     def append(self, chunk):
+        """Append a chunk(), possibly of another process's builder."""
         for clip in chunk["clips"]:
             if self.number_of.setdefault(clip, len(self.clips)) == len(self.clips):
                 self.clips.append(clip)
-        self.used.append([self.number_of[clip] for clip in chunk["clips"]], chunk["clip_counts"])
-        for name in ("tokens", "names"):
-            getattr(self, name).append(*chunk[name])
-        for name in ("labelled", "text_targets", "trained", "facts"):
-            getattr(self, name).append(chunk[name])
+        values = chunk | {"clips": [self.number_of[clip] for clip in chunk["clips"]]}
+        for name, offsets in LISTS.items():
+            values[offsets] = len(self.columns[name]) + np.cumsum(chunk[offsets], dtype=np.int64)
+        for name, column in self.columns.items():
+            column.append(values[name])
         self.notices.update(chunk["notices"])
-
-    def name(self, i):
-        """Place of sample i in the user's files."""
-        return self.names[i].tobytes().decode()
 
     def used_clips(self):
         """((m,) clip numbers of all samples, (n + 1,) offsets of each sample in that array)."""
-        return self.used.values.array(), self.used.offsets.array()
+        return self.array("clips"), self.array("clip_offsets")
 
     def samples_with(self, clips):
         """[(sample number, the first of `clips` in it)] of the samples that use one of `clips`."""
@@ -378,32 +345,28 @@ class TableBuilder:
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
         clip of 0 frames (without codes), are not `audible`."""
-        (used, offsets), trained = self.used_clips(), self.trained.array()
-        frames, tokens = where[used, 2], np.diff(self.tokens.offsets.array())
+        (used, offsets), trained = self.used_clips(), self.array("trained")
+        frames, tokens = where[used, 2], np.diff(self.array("token_offsets"))
         rows = self.ids.rows(frames, trained) - 1       # besides the placeholder
         columns = {
             "where": where, "frames": sums(frames, offsets),
             "lengths": tokens + sums(rows, offsets),
             "audio_targets": sums(np.where(trained, self.ids.targets(frames), 0), offsets),
             "audible": (sums(frames == 0, offsets) == 0) & ~np.asarray(left_out)}
-        for lists in (self.tokens, self.names, self.used):
-            lists.values.close()
-            lists.offsets.close()
-        self.labelled.close()
-        self.text_targets.close()
+        for column in self.columns.values():
+            column.close()
         codes = {"folder": str(cache_folder), "shards": shards, "sources": self.sources}
         with error_names_file(self.folder):
             for name, values in columns.items():
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
-        shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # NFS keeps mapped files
 
 
 def find_bad_audio(builder, codes):
     """[Problem] of samples with a clip without codes in ClipCodes. A trained clip that is too short
     for the model loses its codes."""
     errors, where, least = codes.errors, codes.where, builder.ids.min_frames
-    for clip in np.unique(builder.used_clips()[0][builder.trained.array()]).tolist():
+    for clip in np.unique(builder.used_clips()[0][builder.array("trained")]).tolist():
         if 0 < where[clip, 2] < least:
             errors[clip] = (
                 f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "

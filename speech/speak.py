@@ -152,8 +152,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         print(f"notice     {count} prompts {omission}")
     require(not problems, problem_text(problems))
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
-        *references, target = (builder.clips[clip] for clip in builder.used[i])
-        tokens = builder.tokens[i].astype(np.int64)
+        *references, target = (builder.clips[clip] for clip in builder.row("clips", i))
+        tokens = builder.row("tokens", i).astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
             for clip in references:

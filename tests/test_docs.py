@@ -123,7 +123,7 @@ def test_files_that_are_named_exist():
 def test_columns_and_errors_of_data_are_those_of_the_code():
     shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
     assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
-    code = "".join(path.read_text() for folder in ("speech", "core", "distill", "diffusion")
+    code = "".join(path.read_text() for folder in (".", "speech", "core", "distill", "diffusion")
                    for path in (ROOT / folder).glob("*.py"))
     code = re.sub(r"\"\n\s+f?\"", "", code)     # joins a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]

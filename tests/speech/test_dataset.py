@@ -81,7 +81,7 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, monkeypa
     expected, clips, problems = files_of(sources, tools, tmp_path / "table", 0)
     assert set(expected) == {f"{name}.npy" for name in (
         "tokens", "labelled", "token_offsets", "clips", "clip_offsets", "where", "lengths", "frames", "audio_targets",
-        "audible", "text_targets", "names", "name_offsets")} | {"codes.json"}
+        "audible", "text_targets", "names", "name_offsets", "trained", "facts")} | {"codes.json"}
     assert len(problems) == 10
     assert any(f"{'line' if kind == 'lines' else 'sample'} 39" in row for row in problems)
     assert any("control token <|eot_id|>" in row for row in problems)

@@ -82,7 +82,7 @@ def stream(sample, tokenizer, ids):
     builder, problems = TableBuilder(tokenizer, ids), []
     builder.add([sample], problems)
     assert not problems
-    return builder.tokens[0].tolist(), builder.labelled.array().tolist()
+    return builder.row("tokens", 0).tolist(), builder.array("labelled").tolist()
 
 
 def native_text(tiny, conversation):

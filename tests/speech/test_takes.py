@@ -215,14 +215,14 @@ def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
     builder.add(list(read_samples(best, problems, normalize=True)), problems)
     clips = list(builder.clips)
     how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
-    assert not problems and [len(builder.used[i]) for i in range(3)] == [1, 2, 1]
+    assert not problems and [len(builder.row("clips", i)) for i in range(3)] == [1, 2, 1]
     assert plan_codes(clips, how)[2][:, 2].tolist() == [9, 10, 10, 11]
     folder, shards, where, *_ = ensure_codes(WORLD, clips, how)
     reader = CodeReader(folder, shards)
     for i, prompt in enumerate(prompts):
-        *_, answer = codes = [reader.codes(*where[clip].tolist()) for clip in builder.used[i]]
+        *_, answer = codes = [reader.codes(*where[clip].tolist()) for clip in builder.row("clips", i)]
         assert np.array_equal(answer, spoken[i])
-        tokens = builder.tokens[i].astype(np.int64)
+        tokens = builder.row("tokens", i).astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == voice[1].audio_placeholder_id)[-1]]
         row = voice[1].assemble(tokens, np.zeros(len(tokens), bool), codes[:-1])
         assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
