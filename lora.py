@@ -52,9 +52,8 @@ from pathlib import Path
 
 import torch
 
-from core import checkpoint, dist, tensor_io
-from speech import conversations, weights  # before adapters: it explains a broken torchaudio
-from core import adapters
+from core import adapters, checkpoint, dist, tensor_io
+from speech import conversations, weights
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):

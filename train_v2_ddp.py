@@ -73,7 +73,7 @@ from functools import partial
 
 import torch
 
-import lora  # first: it reports a broken torchaudio before transformers fails to import it
+import lora
 from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
@@ -129,7 +129,6 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-choices.check_folders(args)
 dist.check_device(device, args)
 model, parts = empty_model(folder, config_dict)
 setting = args, tokenizer, ids, config, codec_dir, world

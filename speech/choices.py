@@ -62,16 +62,6 @@ def check_trainer(args):
         require(not wrong, why)
 
 
-def check_folders(args):
-    """UserError for a folder that the run could not write to; for dry runs too."""
-    if args.dry_run is None:
-        return
-    from core.memory import check_disk
-    for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
-        if getattr(args, flag):
-            check_disk(getattr(args, flag), 0, f"--{flag}")
-
-
 def trained_weights(args):
     """Name of the weights that a run trains, as its checkpoints have it."""
     weights = "audio embedding and head" if args.freeze_llm else "full"

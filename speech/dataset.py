@@ -34,7 +34,6 @@ from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sa
                                   canonical_sample, is_chatml, sample_name, sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 NOTES = {       # checks whose samples are still used
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
     "unused_reference": "their task type uses no reference clips",
@@ -94,10 +93,6 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
             unit, read = json_files.read_entries(path)
             _, first = next(read(lambda number: True), (0, None))
             if is_chatml(first):
-                if changed := [f"--{name}" for name in PROMPT_FLAGS
-                               if getattr(reading, name) != getattr(Reading(), name)]:
-                    print(f"notice     {one_line(path)}: is ChatML, which {', '.join(changed)} "
-                          "does not change", flush=True)
                 return partial(parse_entries, str(path), Path(path), unit, read, reading, make)
     from speech import convert
     converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"

@@ -164,13 +164,9 @@ def delay_rows(codes, bos, eos):
 def delay_labels(codes, eos, all_ends=False):
     """(T, K) codes -> (T + K + 1, K) labels of delay_rows. Each codebook has T codes and an EOS,
     with all_ends also the fill after it; the rest is -100."""
-    frames, books = codes.shape
-    labels = np.full((frames + books + 1, books), IGNORE, np.int64)
-    for k in range(books):
-        # begin-of-stream rows are never predicted; one end-of-stream is enough where generation
-        # fills in the rest
-        labels[k + 1:k + 1 + frames, k] = codes[:, k]
-        labels[k + 1 + frames:None if all_ends else k + 2 + frames, k] = eos
+    labels = delay_rows(codes, IGNORE, eos)     # begin-of-stream is never predicted
+    for k in range(0 if all_ends else codes.shape[1]):
+        labels[k + 2 + len(codes):, k] = IGNORE     # generation fills in the rest
     return labels
 
 
@@ -266,18 +262,17 @@ def loss_report(sums, text_weight, prefix, all_ends=False):
     codebook 0 per clip. false_stop_rate: false ends of codebook 0 per code."""
     *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
     books = len(audio)
-    ends_per_clip = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
-    clips = ends / sum(ends_per_clip)
-    codes, audio_loss = (n_audio - ends) / books, sum(audio) / max(1, n_audio)
+    ends_of_book = [books - 1 - book if all_ends else 1 for book in range(books)]     # of a clip
+    clips, codes = ends / sum(ends_of_book), (n_audio - ends) / books
+    audio_loss = sum(audio) / max(1, n_audio)
     total = total_loss(audio, n_audio, text, n_text, text_weight) if n_text else audio_loss
     values = {"loss": total, "audio_loss": audio_loss, "text_loss": text / max(1, n_text),
               "eos_loss": ends_loss / max(1, ends), "eos_accuracy": ends_right / max(1, ends),
               "stop_recall": stops / max(1, clips), "false_stop_rate": false_stops / max(1, codes)}
-    values |= {f"audio_loss_codebook_{k}": loss / max(1, codes + clips * ends_per_clip[k])
+    values |= {f"audio_loss_codebook_{k}": loss / max(1, codes + clips * ends_of_book[k])
                for k, loss in enumerate(audio)}
-    if n_audio + n_text == 0:
-        values = dict.fromkeys(values, float("nan"))
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+    return {f"{prefix}/{name}": value if n_audio + n_text else float("nan")
+            for name, value in values.items()}
 
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
@@ -318,22 +313,23 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
 def step_work(config, table, samples, lora):
     """Totals over the samples of an optimizer step on all ranks, from the table; Python numbers."""
     lengths = table.lengths[samples].astype(np.int64)
-    n_audio, n_text = (int(n[samples].sum()) for n in (table.audio_targets, table.text_targets))
-    pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention
-    flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, lora)
-    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
-            "samples": len(samples), "audio_seconds": int(table.frames[samples].sum()) / FRAME_RATE,
-            "flops": flops}
+    pairs = lengths * (lengths + 1) // 2        # of causal attention
+    tokens, n_audio, n_text, pairs, frames = (int(values.sum()) for values in (
+        lengths, table.audio_targets[samples], table.text_targets[samples], pairs,
+        table.frames[samples]))
+    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": tokens,
+            "samples": len(samples), "audio_seconds": frames / FRAME_RATE,
+            "flops": flops_per_pack(config, tokens, n_audio, n_text, pairs, lora)}
 
 
 def train_line(step, total_steps, values):
     """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
     left = duration((total_steps - step) * values["train/step_seconds"])
-    mfu = f" | mfu {values['train/mfu']:6.1%}" if "train/mfu" in values else ""
+    mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
     return ("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
             "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} "
-            "| grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} "
-            "audio-s/s{} | eta {}".format(step, total_steps, mfu, left, **values))
+            "| grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} audio-s/s"
+            + mfu + " | eta {}").format(step, total_steps, left, **values)
 
 
 def eval_line(step, values):

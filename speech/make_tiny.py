@@ -47,7 +47,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core import tensor_io
-from speech import v3, weights  # first: weights explains a broken torchaudio
+from speech import v3, weights
 
 from transformers import (DacConfig, HiggsAudioV2Config,  # isort: skip
                           HiggsAudioV2ForConditionalGeneration, HiggsAudioV2TokenizerConfig,

@@ -7,7 +7,6 @@ import torch
 
 from core import memory as plans
 from core import metrics
-from speech import weights
 from speech.codes import FRAME_RATE
 from speech.labels import PackedBatch, step_work
 
@@ -50,12 +49,8 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
     return sum(losses.sum() for losses in model(batch)[:2])     # of audio and text
 
 
-def layers_of(model):
-    return weights.module(model.base_model.config).layers(model.base_model)
-
-
 def step_of(model):
-    return plans.Step(model, layers_of, loss)
+    return plans.Step(model, lambda model: model.layers(model.base_model), loss)
 
 
 def memory(model, setup, data, order):

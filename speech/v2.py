@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from core import kernels
-from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
+from speech import labels, weights
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
 from core.cli import require
-from speech import labels, weights  # first: it explains a torchaudio that breaks transformers
+from speech import labels, weights
 from speech.conversations import BadSample
 
 from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model,
@@ -329,8 +329,7 @@ def whole_files(tensors, folder, codec=None):
     source, prefix = (weights.find_codec(codec)[0], "") if codec else (folder, CODEC)
     stored = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
     require(any(name.startswith(prefix) for name in stored),
-            f"{folder}: holds no codec, which the servers read from there; give "
-            "--audio_tokenizer_path, or merge the adapter into the released folder")
+            f"{folder}: holds no codec, which servers need; give --audio_tokenizer_path")
     for name, tensor in stored.items():
         if name.startswith(prefix):
             dtype = tensor[:1].dtype if tensor.get_shape() else tensor[...].dtype

@@ -15,20 +15,11 @@ from pathlib import Path
 
 import torch
 
-from core import checkpoint, cli, dist, json_files, tensor_io
-from core.cli import UserError, first_line, require
-
-try:
-    import torchaudio  # noqa: F401  (transformers imports it if installed, and fails with it)
-except (ImportError, OSError, RuntimeError) as broken:
-    if not isinstance(broken, ModuleNotFoundError):     # missing is fine, broken is not
-        cli.fail(f"torchaudio does not fit torch {torch.__version__} "
-                 f"({first_line(broken)}), and every transformers import fails with it. "
-                 "Run launch/setup.sh, or: pip uninstall torchaudio (training from a filled "
-                 "--code_cache needs none)")
-
 from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
+
+from core import checkpoint, dist, json_files, tensor_io
+from core.cli import UserError, first_line, require
 
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
@@ -109,15 +100,13 @@ def find_checkpoint(name, flag):
     except UserError as error:
         require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
                 "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
-        inside = checkpoint.list_checkpoints(folder)
-        hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
-        raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
+        inside = [f"; give {path}" for _, path in checkpoint.list_checkpoints(folder)[-1:]]
+        raise UserError(f"{flag} {name}: has no readable config.json ({error}){''.join(inside)}")
     kind = config.get("model_type")
     swapped = kind in sum(KINDS.values(), ())
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
             f"{' or '.join(map(repr, KINDS[flag]))}"
-            + "; --model_path and --audio_tokenizer_path are swapped" * swapped
-            + f"; the released codec is {HUB_CODEC}" * (flag == "--audio_tokenizer_path"))
+            + "; --model_path and --audio_tokenizer_path are swapped" * swapped)
     return folder, config
 
 
@@ -241,22 +230,22 @@ def save_config(model, tokenizer, folder, source, codec=None):
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     folder, source = Path(folder), Path(source)
-    for name in EXTRA_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
     path = folder / "processor_config.json"
-    is_new = not path.is_file()
-    if is_new:
+    if (source / path.name).is_file():
+        for name in EXTRA_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    else:
         from transformers import HiggsAudioV2Processor
         template = Path(__file__).with_name("chat_template.jinja").read_text()
         feature_extractor().save_pretrained(folder)
         HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
                               chat_template=template).save_pretrained(folder)
-    if codec or is_new:
-        # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
+        codec = codec or HUB_CODEC
+    if codec:   # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
         config = json.loads(path.read_text()) | {"audio_tokenizer": {
             "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
-            "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
+            "audio_tokenizer_name_or_path": codec}}
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
