@@ -24,7 +24,6 @@ from speech.dataset import (PREPARED, audio_numbers, find_bad_audio, is_prepared
 from speech.labels import IGNORE, PackedBatch
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
-SHARE = 0.005           # default of --validation_split
 
 
 class Table:
@@ -89,8 +88,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     with new_builder(world, tokenizer, ids, output_dir) as (builder, clips):
         rank0(world, read)
         codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
-        folder = rank0(world, write)
-    return Table(folder)
+        return Table(rank0(world, write))
 
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
@@ -100,8 +98,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     folder = Path(path)
 
     def check():
-        require(not others, f"{path}: a prepared folder is given alone; prepare all data together "
-                "(--train_data_file A B:0.5 --eval_data_file C)")
+        require(not others, f"{path}: a prepared folder is given alone; prepare all data together")
         contents = json_files.read_object(folder / PREPARED)
         for name, digest in contents["sha256"].items():
             fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
@@ -120,7 +117,6 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
                     f"{path}: was prepared with {name} {expected}, not {value}; give the same "
                     "flags, or prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
-        print(f"data       prepared: {path}", flush=True)
         return folder / contents["table"]
 
     table = Table(rank0(world, check))
@@ -134,9 +130,9 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
 def split_validation(n, share, seed):
     """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
 
-    share: default SHARE, or in a small set 5 %, at most 16: enough to choose a best checkpoint."""
+    share: default 0.5 %, or in a small set 5 %, at most 16: enough to choose a best checkpoint."""
     if share is None:
-        share = max(SHARE, min(0.05, 16 / max(1, n)))
+        share = max(0.005, min(0.05, 16 / max(1, n)))
     held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
     order = np.random.default_rng((seed, 2)).permutation(n)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
@@ -259,7 +255,7 @@ def collate(samples, ids, pad_to=0):
                        tuple(seqlens), numbers, counts)
 
 
-def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pad_to=0):
+def make_loader(table, ids, packs, num_workers, pad_to=0):
     """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
     return packing.pack_loader(SpeechSamples(table, ids), packs, lambda samples: collate(
-        samples, ids, pad_to), num_workers, prefetch_factor)
+        samples, ids, pad_to), num_workers, prefetch_factor=4)

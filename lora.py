@@ -15,7 +15,6 @@ from speech.choices import LORA_TARGETS
 
 def build_parser():
     p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
-    p.usage = "%(prog)s {merge,export} [--flag value ...]"
     p.add_argument("command", choices=["merge", "export"],
                    help="merge: adapter and base into a native checkpoint; export: for other code")
     p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
@@ -61,8 +60,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora."""
     whole = weights.module(model.config).WHOLE_MODULES
-    require(whole or not table, "--train_audio_table is for Higgs TTS 3; for V2, --freeze_llm "
-            "trains the audio embedding and head")
+    require(whole or not table, "--train_audio_table is for Higgs TTS 3; V2 has --freeze_llm")
     names = ",".join(LORA_TARGETS.get(targets, [targets]))
     net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task_type=None,
                             modules_to_save=list(whole) if table else None, **kinds)
@@ -81,8 +79,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
     layout: native or 2025. dtype: a name. None keeps the dtypes of the files, but writes float32
     where an adapter is folded in, since bf16 rounds most of a small update away. codec: see
-    weights.save_config. base_dtype nf4: round the base as in the adapter's run. Raises UserError.
-    """
+    weights.save_config. base_dtype nf4: round the base as in the adapter's run. UserError."""
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = weights.find_model(source)
     version, tts3 = weights.module(config), weights.is_tts3(config["model_type"])
@@ -118,7 +115,17 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         max_shard_size=shard_bytes)
     with checkpoint.new_folder(output_dir) as building:
         for file, names in plan.filename_to_tensors.items():
-            tensor_io.save({name: merged(name, *tensors[name]) for name in names}, building / file)
+            written = {}
+            for name in names:
+                slices, kind, fold = tensors[name]
+                pieces = [piece[:] for piece in slices]
+                tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                tensor = fold(tensor.float()) if fold else tensor
+                written[name] = tensor.to(kind).contiguous()
+                # an update may overflow
+                require(tensor_io.is_finite(written[name]), f"{name} holds NaN or infinity, in "
+                        f"{source} or with its adapter")
+            tensor_io.save(written, building / file)
         if plan.is_sharded:
             checkpoint.write_json(building / "model.safetensors.index.json", {
                 "metadata": plan.metadata,
@@ -135,16 +142,6 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
             f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE])]
-
-
-def merged(name, slices, dtype, fold):
-    """A tensor to write. UserError if it is not finite, as an update may overflow."""
-    pieces = [piece[:] for piece in slices]
-    tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    tensor = (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
-    require(tensor_io.is_finite(tensor), f"{name} of the base, or with its adapter, holds NaN or "
-            "infinity")
-    return tensor
 
 
 def find_folds(model, adapter):
@@ -174,9 +171,8 @@ def find_folds(model, adapter):
 
 
 def original_config(native, tokenizer, dtype):
-    """config.json dict of the 2025 layout for a native config, with the released keys. That layout
-    has no keys for weights.EXTRA_IDS; they are added if they differ from the released model's, as
-    boson's config class keeps unknown keys."""
+    """config.json dict of the 2025 layout for a native config. Of weights.EXTRA_IDS, which that
+    layout has no keys for, it has those that differ from the released model's."""
     def token(name):
         return tokenizer.convert_tokens_to_ids(name)
     text = {key: getattr(native, key) for key in (
@@ -197,9 +193,8 @@ def original_config(native, tokenizer, dtype):
 
 
 def save_original_config(native, tokenizer, folder, config):
-    """Write a 2025 checkpoint's files except its weights. config: config.json of the source.
-    boson's code needs transformers 4.46, which does not know the tokenizer class that newer
-    versions write."""
+    """Write a 2025 checkpoint's files except its weights, for transformers 4.46, which boson's
+    code needs. config: config.json of the source."""
     dtype = str(native.dtype).removeprefix("torch.")
     if config["model_type"] != "higgs_audio":
         config = original_config(native, tokenizer, dtype)

@@ -248,8 +248,7 @@ def forward_backward(batch, n_audio, n_text, sync):
 
 
 if device.type == "cuda":       # try the largest pack now, or it may fail hours into the run
-    batch, = make_loader(table, ids, [order.largest_pack()], num_workers=0, prefetch_factor=0,
-                         pad_to=args.max_tokens_per_batch)
+    batch, = make_loader(table, ids, [order.largest_pack()], 0, args.max_tokens_per_batch)
     try:
         forward_backward(batch.to(device), 1, 1, True)
     except torch.OutOfMemoryError:
@@ -268,8 +267,8 @@ def validate():
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     values, total = {}, torch.zeros(n_sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
-    for i, batch in enumerate(packing.iterate(make_loader(
-            table, ids, eval_packs, num_workers=min(1, args.num_workers), prefetch_factor=2))):
+    loader = make_loader(table, ids, eval_packs, min(1, args.num_workers))
+    for i, batch in enumerate(packing.iterate(loader)):
         # often enough for a prompt stop, rarely enough to cost nothing
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
@@ -325,8 +324,8 @@ monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("sk
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-batches = packing.iterate(make_loader(table, ids, packs, pad_to=args.max_tokens_per_batch,
-    num_workers=args.num_workers, prefetch_factor=4))      # loader processes read ahead
+batches = packing.iterate(make_loader(      # loader processes read ahead
+    table, ids, packs, args.num_workers, args.max_tokens_per_batch))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), *lines)

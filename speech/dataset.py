@@ -34,12 +34,6 @@ from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sa
                                   canonical_sample, is_chatml, sample_name, sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-NOTES = {       # checks whose samples are still used
-    "no_second_clip": "their speakers have no other clip for reference; trained without one",
-    "unused_reference": "their task type uses no reference clips",
-    "own_reference": "the reference is the clip to speak, so the model learns to copy it",
-    "no_reference_text": "what their reference clips say is not known (ref_text); trained without "
-                         "them"}
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
@@ -287,7 +281,7 @@ class TableBuilder:
                     for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
             notes += [problem(sample.name, *note, file) for note in sample.notes]
             notices.update(omissions)
-            notices.update(f"with {check}: {NOTES[check]}" for check, _ in sample.notes)
+            notices.update(f"with {check}" for check, _ in sample.notes)
             notices.update(f"hold {tag}, which is not a control tag of this model: it is read "
                             "aloud" for tag in tags)
             notices.update([SHORTENED] * any(turn.shortened for turn in sample.turns))

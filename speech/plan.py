@@ -78,10 +78,8 @@ def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
     table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
     new = table.where[:, 0] < 0     # clips that are not encoded
     frames = table.where[new, 2].sum()
-    flops = 0
-    if not args.float8:
-        epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]
-        flops = epoch * left / steps_per_epoch / ranks / SHARE
+    epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]
+    flops = 0 if args.float8 else epoch * left / steps_per_epoch / ranks / SHARE
     plans.print_plan(args, needed, model.base_model, [
         metrics.model_text(model, args.use_lora),
         f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "

@@ -6,8 +6,6 @@ in modality order (text rows, then audio rows), so each FFN of a dual-FFN layer 
 slice. Attention has variable lengths, heads run on supervised rows only, and the host never
 waits.
 """
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
@@ -70,17 +68,6 @@ class Permute(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class Packed(NamedTuple):
-    """A batch's inputs to all layers: order and seq_index (S,), cos and sin (S, D)."""
-    n_text: int                 # rows of text, which come first
-    order: torch.Tensor         # sequence position of each row
-    seq_index: torch.Tensor     # row of each sequence position
-    cos: torch.Tensor
-    sin: torch.Tensor
-    cu_seqlens: torch.Tensor    # (B + 1,) integers; on the CPU unless flash attention is used
-    longest: int
-
-
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
     """The native layer with a second forward, used if `packed` is given."""
 
@@ -88,24 +75,27 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         """Empty: FSDP2 makes subclasses, whose forward transformers would wrap a second time."""
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
-        """(S, H) -> (S, H) in modality order. packed: a Packed."""
+        """(S, H) -> (S, H) in modality order. packed: the number of text rows; (S,) the sequence
+        position of each row; (S,) the reverse; cos and sin (S, D); (B + 1,) sample boundaries, on
+        the CPU unless flash attention is used; the longest sample."""
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
-        attn, rows, p = self.self_attn, len(hidden_states), packed
-        sizes = [p.n_text, rows - p.n_text]
+        n_text, order, seq_index, cos, sin, cu_seqlens, longest = packed
+        attn, rows = self.self_attn, len(hidden_states)
+        sizes = [n_text, rows - n_text]
         text, audio = hidden_states.split(sizes)
         normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
         # to sequence order here, since q, k and v are wider in total
-        normed = Permute.apply(normed, p.seq_index, p.order)
+        normed = Permute.apply(normed, seq_index, order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in kernels.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up at call time: kernels.use changes it
-        q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
+        q, k = modeling.apply_rotary_pos_emb(q, k, cos, sin)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))      # (1, heads, S, D)
-        out, _ = kernels.packed_attention(attn, q, k, v, None, cu_seq_lens_q=p.cu_seqlens,
-                                          max_length_q=p.longest)
+        out, _ = kernels.packed_attention(attn, q, k, v, None, cu_seq_lens_q=cu_seqlens,
+                                          max_length_q=longest)
         out = attn.o_proj(out.reshape(rows, -1))
-        hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
+        hidden_states = hidden_states + Permute.apply(out, order, seq_index)
         text, audio = hidden_states.split(sizes)
         text = self.mlp(self.post_attention_layernorm(text))
         audio = self.audio_mlp(self.audio_post_attention_layernorm(audio))
@@ -133,7 +123,7 @@ class PackedHiggs(labels.PackedBase):
         ends = batch.cu_seqlens
         if not (hidden.is_cuda and hidden.dtype in kernels.FLASH):      # the host reads them
             ends = torch.tensor([0, *batch.seqlens]).cumsum(0)
-        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], ends, batch.longest)
+        packed = n_text, order, batch.seq_index, cos[0], sin[0], ends, batch.longest
         for layer in model.layers:
             if self.training and self.call:
                 hidden = self.call(layer, hidden, packed=packed)

@@ -391,10 +391,9 @@ def generate(model, prompts, sampling, seed, should_stop=lambda: False):
     prompts."""
     device, config = model.audio_embedding.weight.device, model.config
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
-    lengths = torch.tensor([len(e) for e in embedded], device=device)
-    width, n = int(lengths.max()), len(embedded)
-    inputs = pad_sequence(embedded, batch_first=True, padding_side="left")
-    mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+    n, inputs = len(embedded), pad_sequence(embedded, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.int64, device=device)
+                         for prompt in embedded], batch_first=True, padding_side="left")
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n)]
     cache, spoken, ends = DynamicCache(), [[] for _ in range(n)], [None] * n

@@ -10,7 +10,6 @@ from core import packing
 from core.dist import World
 from core.problems import Problems
 from data import make_table, split_validation
-from speech import dataset as speech_table
 from speech.choices import CHECKS
 from speech.codes import Encoding
 from speech.conversations import Clip
@@ -75,7 +74,7 @@ def spoil(i, raw):
 @pytest.mark.parametrize("kind", ["list", "lines"])
 def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, monkeypatch):
     """They also find the same problems in the same order."""
-    monkeypatch.setattr(speech_table, "CHUNK", 3)
+    monkeypatch.setattr("speech.dataset.CHUNK", 3)
     monkeypatch.setattr(packing, "FIRST_PARTS", 1)
     sources = write_entries(tmp_path / "train", kind, 61, spoil), write_entries(tmp_path / "held_out", "lines", 20)
     expected, clips, problems = files_of(sources, tools, tmp_path / "table", 0)
