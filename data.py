@@ -183,11 +183,11 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
          for i in np.unique(numbers[table.lengths[numbers] > limit])),
         ("too_long",) if drop else (), output_dir,
         "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
+    if say and dropped:
+        print(f"data       dropped: {dropped}")
     train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     require(len(train), "no training samples are left that can be used")
     lengths, hours = table.lengths[train], table.frames[train].sum() / FRAME_RATE / 3600
-    if say and dropped:
-        print(f"data       dropped: {dropped}")
     if say:
         print(f"samples    {len(train)} to train, {len(held_out)} to validate; tokens mean "
               f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")

@@ -144,7 +144,8 @@ def read_source(builder, parse, origin, sources, problems, warnings):
     def take(chunk):
         builder.append(chunk)
         problems.add(chunk["refused"])
-        warnings.extend(chunk["notes"])
+        if warnings is not None:
+            warnings.extend(chunk["notes"])
 
     parallel_map_ordered(make_chunks, sources.processes, take)
 
@@ -158,8 +159,7 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
         start, before, unconverted = len(builder), problems.counts.total(), []
         parse = open_source(path, sources.reading, unconverted, folder, held_out, number)
         problems.add(unconverted)
-        read_source(builder, parse, str(path), sources, problems,
-                    [] if warnings is None else warnings)
+        read_source(builder, parse, str(path), sources, problems, warnings)
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
@@ -254,10 +254,9 @@ class TableBuilder:
         self.append(chunk)
 
     def chunk(self, entries, file="", drop=()):
-        """What append() takes: {column: values, or for LISTS' offsets the lengths}, and "refused"
-        and "notes", [Problem] of unusable and usable samples.
-
-        entries: Samples and Problems of a file. drop: checks whose samples are dropped."""
+        """Arguments of append(): {column: values, or for LISTS' offsets the lengths}, and "refused"
+        and "notes", [Problem] of unusable and usable samples. entries: Samples and Problems of a
+        file. drop: checks whose samples are dropped."""
         good, facts, notices, refused, notes = [], [], Counter(), [], []
         for sample in entries:
             if isinstance(sample, Problem):

@@ -164,7 +164,8 @@ def delay_rows(codes, bos, eos):
 def delay_labels(codes, eos, all_ends=False):
     """(T, K) codes -> (T + K + 1, K) labels of delay_rows. Each codebook has T codes and an EOS,
     with all_ends also the fill after it; the rest is -100."""
-    labels = delay_rows(codes, IGNORE, eos)     # begin-of-stream is never predicted
+    # begin-of-stream is never predicted; end-of-stream follows each codebook's last code
+    labels = delay_rows(codes, IGNORE, eos)
     for k in range(0 if all_ends else codes.shape[1]):
         labels[k + 2 + len(codes):, k] = IGNORE     # generation fills in the rest
     return labels
