@@ -34,6 +34,7 @@ from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sa
                                   canonical_sample, is_chatml, sample_name, sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
+PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
 FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
@@ -87,6 +88,11 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
             unit, read = json_files.read_entries(path)
             _, first = next(read(lambda number: True), (0, None))
             if is_chatml(first):
+                changed = [f"--{name}" for name, default in vars(Reading()).items()
+                           if name in PROMPT_FLAGS and getattr(reading, name) != default]
+                if changed:
+                    print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
+                          f"{', '.join(changed)} does not change", flush=True)
                 return partial(parse_entries, str(path), Path(path), unit, read, reading, make)
     from speech import convert
     converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
