@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,8 +28,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from core import kernels, lifetime
-from core.cli import UserError, plural, error_text, notice, print_error, require
+from core import cli, kernels, lifetime
+from core.cli import UserError, notice, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
@@ -64,7 +63,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
 
     timeout_s: limit of a gradient collective. wait_timeout_s: limit of a wait in rank0(),
     all_gather() or barrier(). fsdp: a single process also gets a process group. cpu_offload:
-    collectives also take CPU tensors. UserError if ranks outnumber GPUs, or the store is used."""
+    collectives also take CPU tensors. UserError if ranks outnumber GPUs."""
     global _world
     world = _world = single_process()
     world.rank, world.size, world.local_rank, world.local_size = (
@@ -77,13 +76,11 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
                 f"{plural(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
         world.device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(world.device)
-    require(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            "torchrun --max-restarts: the workers that died left their keys in torchrun's store; "
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     limit = world.limit = timedelta(seconds=timeout_s + MARGIN_S)
     if world.size > 1:
-        world.store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+        # after a restart torchrun's store still has the keys of the ranks that have died
+        world.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
         store = dist.PrefixStore("trainer", world.store) if world.size > 1 else dist.HashStore()
@@ -105,7 +102,7 @@ def single_process():
 
 def finish():
     """Leave the process group and end loader processes; the last call of a script."""
-    kill_children()
+    kill_loaders()
     if dist.is_initialized():
         time.sleep(0.1)     # a gloo thread that releases its last work needs the GIL once more
         dist.destroy_process_group()
@@ -124,39 +121,26 @@ def check_device(device, args):
 
 
 def report_error(kind, error, trace):
-    """sys.excepthook: one line for a UserError or an OSError that names its file, else a traceback.
-    With a process group it ends by os._exit, since a clean exit could wait for lost peers."""
-    rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
-    text, lost_peer, quiet, crashed = "interrupted", False, False, False
-    ignore_loaders()
-    if isinstance(error, UserError):
-        text = error_text(f"error: {error}")
-        if rank != 0:       # usually all ranks raise the same error: rank 0 reports it
-            wait_for_torchrun()
-    elif isinstance(error, OSError) and error.filename:
-        text = error_text(f"error: {error.filename2 or error.filename} cannot be read or written "
-                          f"({error.strerror})")
-    elif kind is not KeyboardInterrupt:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        text = error_text(f"rank {rank} failed:\n{text.rstrip()}")
-        lost_peer = isinstance(error, dist.DistError) or any(
-            word in str(error) for word in COLLECTIVE_ERRORS)
-        quiet = lost_peer and bool(lifetime.stop_requested())   # torchrun reports the failed rank
-        if lost_peer and not quiet:
-            wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, is better
-        crashed = not lost_peer
-    if not quiet and claim_error_report(store, crashed):
-        print_error(text)
+    """sys.excepthook: print the error, unless another rank has done so. With a process group it
+    ends by os._exit, since a clean exit could wait for lost peers."""
+    lost_peer = isinstance(error, dist.DistError) or not isinstance(error, UserError) and any(
+        word in str(error) for word in COLLECTIVE_ERRORS)
+    wait_until = time.monotonic() + 2 * GRACE_S
+    # torchrun, which names the rank that was killed, asks this one to stop
+    while lost_peer and time.monotonic() < wait_until and not lifetime.stop_requested():
+        time.sleep(0.1)
+    ended_by_torchrun = lost_peer and lifetime.stop_requested()
+    if not ended_by_torchrun and claim_error_report(_world and _world.store, not lost_peer):
+        cli.report_error(kind, error, trace)
     sys.stdout.flush()
-    sys.stderr.flush()
-    kill_children()
+    kill_loaders()
     if dist.is_initialized():
         os._exit(130 if kind is KeyboardInterrupt else 1)
 
 
-def kill_children():
+def kill_loaders():
     """End loader processes: they ignore SIGTERM, and the interpreter's exit would wait for them."""
-    ignore_loaders()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # torch's handler would raise
     for child in multiprocessing.active_children():
         child.kill()
 
@@ -167,21 +151,6 @@ def claim_error_report(store, if_store_is_gone=False):
         return store is None or store.add(FAILED, 1) == 1
     except Exception:       # the process that hosts the store has ended
         return if_store_is_gone
-
-
-def ignore_loaders():
-    """From now on the end of a loader process neither raises nor prints anything."""
-    sys.unraisablehook = lambda unraisable: None
-    for _ in range(2):      # torch's SIGCHLD handler may raise once for a process that has ended
-        with contextlib.suppress(Exception):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def wait_for_torchrun(seconds=GRACE_S):
-    """Wait for torchrun, which ends this rank by SIGTERM when another one has failed."""
-    with contextlib.suppress(ValueError):       # only a main thread may set handlers
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-    time.sleep(seconds)
 
 
 @contextlib.contextmanager
@@ -212,9 +181,8 @@ def rank0(world, function, *args):
         dist.broadcast_object_list(message, src=0, group=world.slow_group)
     if error is not None:
         raise error
-    if message[0] is None:      # rank 0 reports the error
-        ignore_loaders()
-        wait_for_torchrun()
+    if message[0] is None:
+        time.sleep(1)       # rank 0 reports the error before torchrun ends it
         os._exit(1)
     return message[0][0]
 
