@@ -47,7 +47,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-from core import dist
 from speech import weights
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
@@ -70,7 +69,6 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
 
 if __name__ == "__main__":
-    dist.single_process()
     lines = weights.export(args.model_path, args.output_dir, args.format, args.dtype,
                    int(args.max_shard_gb * 1e9), args.adapter, args.audio_tokenizer_path,
                    args.base_dtype)

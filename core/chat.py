@@ -9,7 +9,6 @@ the generation prompt) must be the first ids of the whole chat. If this holds fo
 separately, as generation writes it. If a template rewrites earlier turns, such as their thoughts,
 each answer becomes a sample (split). All other chats are refused.
 """
-import copy
 import functools
 import glob
 import itertools
@@ -91,10 +90,7 @@ def read_records(path, problems, numbers=None):
 def normalize_record(record, answered=True):
     """A record in any known form with the "messages" and "tools" that templates take. answered:
     require an answer, and drop the messages after the last answer. ValueError."""
-    messages = record.get("messages")
-    if not isinstance(messages, list):
-        messages = convert_turns(record)
-    record = record | {"messages": list(map(normalize_message, messages))}
+    record = record | {"messages": list(map(normalize_message, turns_of(record)))}
     if "tools" in record:
         record["tools"] = parse_json(record["tools"])
     check_messages(record)
@@ -106,10 +102,13 @@ def normalize_record(record, answered=True):
     return record
 
 
-def convert_turns(record):
-    """Messages of ShareGPT's "conversations", or of a prompt and its completion; [] if neither."""
-    messages, prompt = record.get("conversations"), record.get("prompt")
+def turns_of(record):
+    """Messages as a record has them, ShareGPT's turns, or a prompt and its completion; else []."""
+    messages, prompt = record.get("messages"), record.get("prompt")
     answer = record.get("completion", record.get("response"))
+    if isinstance(messages, list):
+        return messages
+    messages = record.get("conversations")
     if not isinstance(messages, list):
         messages = []
         if prompt is not None and answer is not None:
@@ -131,11 +130,10 @@ def normalize_message(message):
         message["role"] = SHAREGPT.get(str(message["role"]), message["role"])
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        calls = copy.deepcopy(calls)
         for call in map(function_of, calls):
             if "arguments" in call:
                 call["arguments"] = parse_json(call["arguments"])
-        message = message | {"content": message.get("content") or "", "tool_calls": calls}
+        message = message | {"content": message.get("content") or ""}
     return message
 
 

@@ -187,7 +187,9 @@ def parse(parser, check=None, argv=None):
     A mistake prints one line on rank 0 and exits, with status 2, or 1 if check() found it. From
     here on this process ends with its torchrun, and a trainer only records SIGTERM and SIGUSR1."""
     words, status = sys.argv[1:] if argv is None else list(argv), 2
-    lifetime.end_with_torchrun()        # before the imports, which take seconds
+    if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun's ranks end with it
+        lifetime.end_with_parent()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # no stack traces of a lost store
     if argv is None:
         faulthandler.enable(2)      # a crash in native code prints the stack of each thread
         # a log file shows each line at once

@@ -5,10 +5,9 @@ torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) fo
 gloo group with a long time limit for waits that may take hours (encoding audio, slow disks), where
 NCCL's watchdog would fire.
 
-The first rank that raises prints the error (sys.excepthook), records its failure in the run's store
-and exits; torchrun then ends the other ranks of its node. A rank whose error only follows from that
-failure finds the record and prints nothing. core/watchdog.py ends ranks that torchrun cannot: a
-main thread that waits in a collective handles no signal.
+The first rank that raises records this in the run's store, prints the error (sys.excepthook) and
+exits; torchrun then asks the other ranks of its node to stop. A rank whose error only follows from
+that failure prints nothing. core/watchdog.py ends ranks that wait in a collective.
 """
 import contextlib
 import multiprocessing
@@ -126,11 +125,11 @@ def report_error(kind, error, trace):
     lost_peer = isinstance(error, dist.DistError) or not isinstance(error, UserError) and any(
         word in str(error) for word in COLLECTIVE_ERRORS)
     wait_until = time.monotonic() + 2 * GRACE_S
-    # torchrun, which names the rank that was killed, asks this one to stop
-    while lost_peer and time.monotonic() < wait_until and not lifetime.stop_requested():
+    while lost_peer and time.monotonic() < wait_until:      # that rank's message is better
+        if lifetime.stop_requested():       # by torchrun, which names a rank that was killed
+            os._exit(1)
         time.sleep(0.1)
-    ended_by_torchrun = lost_peer and lifetime.stop_requested()
-    if not ended_by_torchrun and claim_error_report(_world and _world.store, not lost_peer):
+    if claim_error_report(_world and _world.store, not lost_peer):
         cli.report_error(kind, error, trace)
     sys.stdout.flush()
     kill_loaders()
@@ -171,20 +170,10 @@ def error_names_file(path):
 def rank0(world, function, *args):
     """Call function(*args) on rank 0 and return its (picklable) result on every rank. An error ends
     all ranks. The others wait on the slow group, for at most its limit."""
-    message, error = [None], None       # broadcast as [(result,)], or as [None] after an error
-    if world.is_main:
-        try:
-            message = [(function(*args),)]
-        except Exception as caught:     # raised below, once the other ranks have the message
-            error = caught
+    result = [function(*args) if world.is_main else None]
     if world.size > 1:
-        dist.broadcast_object_list(message, src=0, group=world.slow_group)
-    if error is not None:
-        raise error
-    if message[0] is None:
-        time.sleep(1)       # rank 0 reports the error before torchrun ends it
-        os._exit(1)
-    return message[0][0]
+        dist.broadcast_object_list(result, src=0, group=world.slow_group)
+    return result[0]
 
 
 def all_gather(world, value):
@@ -231,10 +220,7 @@ def choose_compile(world, args, against=""):
     if args.compile == "auto" and (against or world.device.type != "cuda"):
         notice(f"--compile auto: off, {against or 'no GPU here'}")
         return False
-    on = bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
-    if args.compile == "auto" and on:
-        notice("--compile auto: on; the first step takes longer")
-    return on
+    return bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
 
 
 def compile_layers(layers, **options):
@@ -318,7 +304,6 @@ def gradient_sync(model, enabled):
     """Context for a micro-step: gradients are reduced over the ranks only if enabled."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
-        return contextlib.nullcontext()
-    if enabled or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
+    elif isinstance(model, DistributedDataParallel) and not enabled:
+        return model.no_sync()
+    return contextlib.nullcontext()
