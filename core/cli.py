@@ -85,8 +85,7 @@ def report_error(kind, error, trace):
     elif isinstance(error, UserError):
         print_error(f"error: {error}")
     elif isinstance(error, OSError) and error.filename:
-        print_error(f"error: {error.filename2 or error.filename} cannot be read or written "
-                    f"({error.strerror})")
+        print_error(f"error: {error.filename} cannot be read or written ({error.strerror})")
     else:
         lines = traceback.format_exception(kind, error, trace)
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
@@ -466,9 +465,8 @@ def set_accumulation(args, world_size, parser, usual=0):
     samples = args.global_batch_size or usual
     if not packs_tokens(args):
         per_micro_step = args.per_device_train_batch_size * world_size
-        require(samples % per_micro_step == 0,
-                f"--global_batch_size {samples} is not a multiple of {per_micro_step}, "
-                f"--per_device_train_batch_size times {plural(world_size, 'rank')}")
+        require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
+                f"of {per_micro_step}, the samples of a micro-step on all ranks")
         args.gradient_accumulation_steps = max(1, samples // per_micro_step)
     elif args.auto:
         args.global_batch_size = samples

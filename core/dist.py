@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import cli, kernels, lifetime
-from core.cli import UserError, notice, plural, require
+from core.cli import UserError, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
@@ -82,9 +82,9 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         world.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
-        store = dist.PrefixStore("trainer", world.store) if world.size > 1 else dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
-                                timeout=limit, device_id=world.device if cuda else None)
+        dist.init_process_group(backend, store=world.store or dist.HashStore(), rank=world.rank,
+                                world_size=world.size, timeout=limit,
+                                device_id=world.device if cuda else None)
         # again: torch has wrapped it in a hook that prints nothing if ours ends the process
         sys.excepthook = report_error
     if world.size > 1:      # new_group ignores the default group's limit
@@ -160,7 +160,7 @@ def error_names_file(path):
     except OSError as error:
         if error.errno is None:     # of safetensors and numpy: N requested, M written
             raise UserError(f"{path} cannot be written ({error})")
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
         raise
 
 
@@ -210,15 +210,12 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def choose_compile(world, args, against=""):
-    """Resolve --compile to True or False, the same on all ranks. against: why auto should be off.
-    Rank 0 prints what auto chose. Collective."""
-    if getattr(args, "gradient_checkpointing", None) == "selective":
-        against = "selective recomputation cannot look into a compiled layer"
-    elif getattr(args, "base_dtype", None) == "nf4":
-        against = "products with four-bit weights cannot be compiled"
-    if args.compile == "auto" and (against or world.device.type != "cuda"):
-        notice(f"--compile auto: off, {against or 'no GPU here'}")
+def choose_compile(world, args, shapes_change=False):
+    """Resolve --compile to True or False, the same on all ranks. auto: on GPUs, unless shapes
+    change, or there are operations that a compiled layer cannot have. Collective."""
+    if args.compile == "auto" and (
+            world.device.type != "cuda" or shapes_change or args.base_dtype == "nf4"
+            or args.gradient_checkpointing == "selective"):
         return False
     return bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
 

@@ -32,8 +32,6 @@ class Stopped(Exception):
 def init_loader(worker_id):
     """worker_init_fn of every DataLoader: the process ignores signals and ends with the trainer."""
     end_with_parent()
-    if os.getppid() != multiprocessing.parent_process().pid:    # the trainer has already ended
-        os._exit(1)
     # pass an item that cannot be sent (/dev/shm is full) as an error: the trainer waits for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
         (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))
