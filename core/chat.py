@@ -61,7 +61,8 @@ def parse_lines(path, lines, problems):
         try:
             record = parse_json(line)
             if not isinstance(record, dict):
-                raise ValueError(f"is a JSON {type(record).__name__}; give one object a line")
+                raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
+                                 "read")
             check = "invalid"
             record = normalize_record(record)
         except ValueError as error:
