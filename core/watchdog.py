@@ -97,7 +97,7 @@ class Watchdog:
                 os._exit(1)
         except Exception as error:      # the store is lost: rank 0 or torchrun hosts it
             _disarmed.wait(GRACE_S)      # torchrun may end this process first
-            self._end("rank 0 or its node is gone: the store of the run does not answer "
+            self._end(0, "rank 0 or its node is gone: the store of the run does not answer "
                       f"({first_line(error)})")
 
     def _watch_store(self):
@@ -105,12 +105,12 @@ class Watchdog:
         while not _disarmed.wait(self.beat_s):
             self.unanswered += self.beat_s
             if self.unanswered > self.limit_s + GRACE_S:
-                self._end(f"no answer from rank 0 for {self.unanswered:.0f} s: its process, "
-                          "torchrun, or its node is frozen")
+                self._end(self.world.local_size - 1, f"no answer from rank 0 for "
+                          f"{self.unanswered:.0f} s: its process, torchrun, or its node is frozen")
 
-    def _end(self, why):
-        """End this process, unless the run is over. The last rank of a node prints why."""
-        if self.world.local_rank == self.world.local_size - 1 and not _disarmed.is_set():
+    def _end(self, printing, why):
+        """End this process, unless the run is over. printing: the local rank that prints why."""
+        if self.world.local_rank == printing and not _disarmed.is_set():
             print_error(f"error: {why}")
         if not _disarmed.wait(GRACE_S):      # other ranks of the node print before this one exits
             os._exit(1)
