@@ -256,6 +256,7 @@ def read_config(parser, words):
         flag = f"--{name}"
         require(flag in flags and name not in ("config", "help"),
                 f"--config {file}: {name}: no such flag; delete the line (--help lists all flags)")
+        require(not isinstance(value, dict), f"--config {file}: {name} takes a value or a list")
         if isinstance(value, list):
             file_words += [flag, *map(str, value)]
         elif isinstance(flags[flag], argparse.BooleanOptionalAction):
