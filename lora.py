@@ -51,7 +51,7 @@ from pathlib import Path
 
 import torch
 
-from core import adapters, checkpoint, dist, tensor_io
+from core import adapters, checkpoint, tensor_io
 from speech import conversations, weights
 
 
@@ -216,7 +216,13 @@ def save_original_config(native, tokenizer, folder, config):
 
 
 if __name__ == "__main__":
-    dist.single_process()
+<<<<<<< HEAD
     print(f"checkpoint: {args.output_dir}", *export(
         args.model_path, args.output_dir, args.format, args.dtype, int(args.max_shard_gb * 1e9),
         args.adapter, args.audio_tokenizer_path, args.base_dtype), sep="\n  ")
+=======
+    lines = weights.export(args.model_path, args.output_dir, args.format, args.dtype,
+                   int(args.max_shard_gb * 1e9), args.adapter, args.audio_tokenizer_path,
+                   args.base_dtype)
+    print(f"checkpoint: {args.output_dir}", *lines, sep="\n  ")
+>>>>>>> C1

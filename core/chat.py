@@ -9,7 +9,6 @@ the generation prompt) must be the first ids of the whole chat. If this holds fo
 separately, as generation writes it. If a template rewrites earlier turns, such as their thoughts,
 each answer becomes a sample (split). All other chats are refused.
 """
-import copy
 import functools
 import glob
 import itertools
@@ -37,8 +36,7 @@ to_json = functools.partial(json.dumps, ensure_ascii=False)
 def files_of(name):
     """[paths] of a file, or of a pattern such as 'data/train-*.parquet'. UserError."""
     files = [str(name)] if Path(name).is_file() else sorted(glob.glob(str(name)))
-    require(files, f"{name}: cannot be read (No such file or directory); from the Hub: hf "
-                   "download OWNER/NAME --repo-type dataset --local-dir FOLDER")
+    require(files, f"{name}: cannot be read (No such file or directory)")
     return files
 
 
@@ -64,7 +62,7 @@ def parse_lines(path, lines, problems):
             record = parse_json(line)
             if not isinstance(record, dict):
                 raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
-                                 "read; of a list: jq -c '.[]' LIST > LINES.jsonl")
+                                 "read")
             check = "invalid"
             record = normalize_record(record)
         except ValueError as error:
@@ -91,25 +89,24 @@ def read_records(path, problems, numbers=None):
 def normalize_record(record, answered=True):
     """A record in any known form with the "messages" and "tools" that templates take. answered:
     require an answer, and drop the messages after the last answer. ValueError."""
-    messages = record.get("messages")
-    if not isinstance(messages, list):
-        messages = convert_turns(record)
-    record = record | {"messages": list(map(normalize_message, messages))}
+    record = record | {"messages": list(map(normalize_message, turns_of(record)))}
     if "tools" in record:
         record["tools"] = parse_json(record["tools"])
     check_messages(record)
     if answered and all(message["role"] != "assistant" for message in record["messages"]):
-        raise ValueError(f"ends with a message of the {record['messages'][-1]['role']}, "
-                         "so there is no answer to train; drop it")
+        raise ValueError("has no message of the assistant, so there is no answer to train")
     while answered and record["messages"][-1]["role"] != "assistant":
         record["messages"].pop()
     return record
 
 
-def convert_turns(record):
-    """Messages of ShareGPT's "conversations", or of a prompt and its completion; [] if neither."""
-    messages, prompt = record.get("conversations"), record.get("prompt")
+def turns_of(record):
+    """Messages as a record has them, ShareGPT's turns, or a prompt and its completion; else []."""
+    messages, prompt = record.get("messages"), record.get("prompt")
     answer = record.get("completion", record.get("response"))
+    if isinstance(messages, list):
+        return messages
+    messages = record.get("conversations")
     if not isinstance(messages, list):
         messages = []
         if prompt is not None and answer is not None:
@@ -131,11 +128,10 @@ def normalize_message(message):
         message["role"] = SHAREGPT.get(str(message["role"]), message["role"])
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        calls = copy.deepcopy(calls)
         for call in map(function_of, calls):
             if "arguments" in call:
                 call["arguments"] = parse_json(call["arguments"])
-        message = message | {"content": message.get("content") or "", "tool_calls": calls}
+        message = message | {"content": message.get("content") or ""}
     return message
 
 
@@ -149,8 +145,8 @@ def check_messages(record):
     """ValueError unless the messages and tools of a record can be used."""
     messages, tools = record.get("messages"), record.get("tools") or []
     if not messages or not isinstance(messages, list):
-        raise ValueError('has no list "messages", so it is not a chat; give {"messages": [{"role": '
-                         '"user", "content": ...}, {"role": "assistant", "content": ...}]}')
+        raise ValueError('has no list "messages"; give {"messages": [{"role": "user", "content": '
+                         '...}, {"role": "assistant", "content": ...}]}')
     names = [function_of(tool).get("name") for tool in tools] if isinstance(tools, list) else [None]
     if not all(name and isinstance(name, str) for name in names):
         raise ValueError('its "tools" are no list of {"function": {"name": ..., ...}}')
@@ -167,8 +163,7 @@ def check_messages(record):
         elif role == "assistant" and not content.strip() and not calls:
             why = " is an empty answer; drop the line"
         elif unknown := message.keys() - KEYS[role]:
-            why = (f" has {', '.join(sorted(unknown))}, which no chat template is sure to write; "
-                   f"remove it, known are {', '.join(sorted(KEYS[role]))}")
+            why = f" has {', '.join(sorted(unknown))}, which no chat template is sure to write"
         elif not isinstance(calls, list) or not all(
                 isinstance(function_of(call).get("name"), str)
                 and isinstance(function_of(call).get("arguments", {}), dict) for call in calls):
@@ -254,8 +249,7 @@ class Encoder:
         answers = answers if self.turns == "all" else answers[-1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
         if not answers or 0 in answers:
-            raise ValueError("has no answer to train (weight 0), or begins with an answer, so "
-                             "nothing is asked before it; drop the line")
+            raise ValueError("has no answer to train (weight 0), or begins with an answer")
         try:
             turns = [tuple(self.tokenizer.apply_chat_template(
                 messages[:end], tokenize=False, add_generation_prompt=end == i, tools=tools,
@@ -279,13 +273,11 @@ class Encoder:
         for number, (before, through) in enumerate(parts, 1):
             if through[:len(before)] != before or ids[:len(through)] != through:
                 raise ValueError(f"trained turn {number}: by this chat template the prompt is not "
-                                 "how the whole begins. Try another --enable_thinking, "
-                                 "--train_turns last, or --chat_template FILE")
+                                 "how the whole begins; try --train_turns last")
             ends = [i + 1 for i in range(len(before), len(through)) if ids[i] in self.special]
             if not ends or self.tokenizer.decode(ids[ends[-1]:len(through)]).strip():
-                raise ValueError("the chat template does not end an answer with a special token, "
-                                 "so the model would not learn to stop; give another with "
-                                 "--chat_template FILE")
+                raise ValueError("the chat template does not end an answer with a special token; "
+                                 "give another with --chat_template FILE")
             self.ends[ids[ends[-1] - 1]] += 1
             mask[len(before):ends[-1]] = [True] * (ends[-1] - len(before))
         return ids, mask
@@ -296,8 +288,7 @@ def check_rendered(messages, tools, turns):
     turns: {index of a trained message: (text of its prompt, text of prompt and answer)}."""
     def check(complete, subject):
         if not complete:
-            raise ValueError(f"the chat template leaves out {subject}; give another with "
-                             "--chat_template FILE, or drop the line")
+            raise ValueError(f"the chat template leaves out {subject}; give --chat_template FILE")
     first_prompt, conversation = turns[min(turns)][0], turns[max(turns)][1]
     schemas = to_json(tools or "")      # these have the names of calls as well
     for name in (function_of(tool)["name"] for tool in tools or ()):

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +43,8 @@ WITHOUT_EFFECT = {
     "--strategic_logging_steps": ("--freeze_llm", None)}
 # in http://user:password@host?api_key=...
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
-                     r"(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)
+                     r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*",
+                     re.IGNORECASE)
 
 
 class UserError(Exception):
@@ -66,28 +68,33 @@ def one_line(text, limit=500):
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
-def error_text(message):
-    """A message for the terminal, with one_line applied to each line; later lines are indented."""
-    lines = (one_line(line, 2000) for line in str(message).split("\n"))
-    return "\n  ".join(line.removeprefix("  ") for line in lines)
-
-
 def print_error(text):
-    """Print why this process exits. torchrun repeats the last line when it ends."""
-    print(text, file=sys.stderr, flush=True)
+    """Print why this process exits; later lines are indented. torchrun repeats the last line."""
+    lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
+    print("\n  ".join(lines), file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        last = text.splitlines()[-1].strip()
-        extra = {"py_callstack": last, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):      # renamed: torchrun fails on an incomplete file
-            Path(f"{path}.new").write_text(json.dumps(
-                {"message": {"message": last, "extraInfo": extra}}))
-            os.replace(f"{path}.new", path)
+        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": report}))
+
+
+def report_error(kind, error, trace):
+    """sys.excepthook: one line for Ctrl-C, a UserError, or an OSError that names its file."""
+    if kind is KeyboardInterrupt:
+        print_error("interrupted")
+    elif isinstance(error, UserError):
+        print_error(f"error: {error}")
+    elif isinstance(error, OSError) and error.filename:
+        print_error(f"error: {error.filename} cannot be read or written ({error.strerror})")
+    else:
+        lines = traceback.format_exception(kind, error, trace)
+        print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
 
 
 def fail(message, status=1):
     """Exit with one line of error, printed by rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
-        print_error(error_text(f"error: {message}"))
+        print_error(f"error: {message}")
     else:
         time.sleep(5)       # while rank 0 reports the same mistake
     sys.exit(status)
@@ -133,24 +140,17 @@ def remove_secrets(value):
 # ---- Parsing
 
 
-class Help(argparse.HelpFormatter):
-    def _get_help_string(self, action):
-        """Append the default to a flag's help, unless it is empty or the help names it already."""
-        default = action.default
-        if not default or default == argparse.SUPPRESS or "default:" in action.help:
-            return action.help
-        return f"{action.help} (default: {default[0] if isinstance(default, list) else default})"
-
-
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
     def __init__(self, description, **options):
         super().__init__(description=description, usage="%(prog)s [--flag value ...]",
-                         allow_abbrev=False, formatter_class=Help, **options)
+                         allow_abbrev=False, **options)
 
     def flag(self, name, default, help, **options):
-        """add_argument() whose type is that of the default, unless options have a type."""
+        """add_argument() with the type of the default, and the default in the help."""
+        if default and "action" not in options and "default:" not in help:
+            help += " (default: %(default)s)" * (help != argparse.SUPPRESS)
         if isinstance(default, (int, float)) and "action" not in options:
             options = {"type": type(default), **options}
         self.add_argument(name, default=default, help=help, **options)
@@ -186,13 +186,15 @@ def parse(parser, check=None, argv=None):
     A mistake prints one line on rank 0 and exits, with status 2, or 1 if check() found it. From
     here on this process ends with its torchrun, and a trainer only records SIGTERM and SIGUSR1."""
     words, status = sys.argv[1:] if argv is None else list(argv), 2
-    lifetime.end_with_torchrun()        # before the imports, which take seconds
+    if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun's ranks end with it
+        lifetime.end_with_parent()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # no stack traces of a lost store
     if argv is None:
         faulthandler.enable(2)      # a crash in native code prints the stack of each thread
         # a log file shows each line at once
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
-        sys.excepthook = report_interrupt
+        sys.excepthook = report_error
     # common launch lines write max_split_size_mb=128, but torch wants a colon
     if "=" in (value := os.environ.get(ALLOCATOR, "")):
         os.environ[ALLOCATOR] = value.replace("=", ":")
@@ -217,14 +219,6 @@ def parse(parser, check=None, argv=None):
     elif planned is not False and os.environ.get("RANK", "0") != "0":
         sys.exit(0)     # one process plans for all
     return args
-
-
-def report_interrupt(kind, *error):
-    """sys.excepthook during the imports: Ctrl-C prints one line, on rank 0."""
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, *error)
-    elif os.environ.get("RANK", "0") == "0":
-        print_error("interrupted")
 
 
 def accept_old_names(parser):
@@ -253,13 +247,10 @@ def read_config(parser, words):
         return []
     import yaml  # comes with transformers
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        values = yaml.load(text, yaml.BaseLoader) or {}
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     except (OSError, yaml.YAMLError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(isinstance(values, dict), f"--config {file}: must be lines of flag: value")
-    twice = [name for name in values if len(re.findall(rf"^{name}:", text, re.M)) > 1]
-    require(not twice, f"--config {file}: {''.join(twice[:1])} is there twice")
     file_words = []
     for name, value in values.items():
         flag = f"--{name}"
@@ -317,8 +308,8 @@ def trainer_flags(p):
     # speed and memory
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
     flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
-    flag("--parallel", "ddp", "one replica per GPU, or shards over all GPUs, a node, or N GPUs",
-         metavar="ddp|fsdp|hsdp|hsdp:N")
+    flag("--parallel", "ddp", "one replica per GPU, or shards over all GPUs, a node, or N GPUs "
+         "(default: ddp; chats on several GPUs: fsdp)", metavar="ddp|fsdp|hsdp|hsdp:N")
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
@@ -332,8 +323,8 @@ def trainer_flags(p):
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
     flag("--logging_steps", 10, "optimizer steps between log lines")
     flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
-    flag("--report_to", ["tensorboard"], "tensorboard, wandb, none", nargs="+", metavar="NAME",
-         choices=("tensorboard", "wandb", "none"))
+    flag("--report_to", ["tensorboard"], "tensorboard, wandb, none (default: tensorboard)",
+         nargs="+", metavar="NAME", choices=("tensorboard", "wandb", "none"))
     flag("--wandb_project", "flat-trainers", "project at W&B")
     flag("--resume", "auto", "auto (newest intact checkpoint), none, or the folder of a checkpoint",
          type=alias(true="auto", false="none"))
@@ -417,10 +408,8 @@ def check_trainer(args, world_size, parser):
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)
         require(usual or args.use_lora, f"--{name} needs --use_lora")
-    limit = max(cpus_per_rank(), parser.get_default("num_workers"))
-    if args.num_workers > limit and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {limit} a rank, of {usable_cpus()} CPUs")
-        args.num_workers = limit
+    most = max(cpus_per_rank(), parser.get_default("num_workers"))
+    args.num_workers = min(args.num_workers, most)
 
 
 def check_parallel(args, world_size):
@@ -477,9 +466,8 @@ def set_accumulation(args, world_size, parser, usual=0):
     samples = args.global_batch_size or usual
     if not packs_tokens(args):
         per_micro_step = args.per_device_train_batch_size * world_size
-        require(samples % per_micro_step == 0,
-                f"--global_batch_size {samples} is not a multiple of {per_micro_step}, "
-                f"--per_device_train_batch_size times {plural(world_size, 'rank')}")
+        require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
+                f"of {per_micro_step}, the samples of a micro-step on all ranks")
         args.gradient_accumulation_steps = max(1, samples // per_micro_step)
     elif args.auto:
         args.global_batch_size = samples
@@ -495,7 +483,7 @@ def check_drop_bad(args, checks):
 
 
 def set_intervals(args, total_steps, before, validates, **own):
-    """Derive intervals that no flag sets from the length of the run; return lines that show them.
+    """Derive intervals that no flag sets from the length of the run; return a line about them.
     before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
     steps}, other defaults. validates: False if there is nothing to validate."""
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
@@ -505,9 +493,4 @@ def set_intervals(args, total_steps, before, validates, **own):
             setattr(args, flag, before.get(flag, steps))
     saves, evals = (f"every {plural(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
-    text = f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates
-    for flag in ("warmup_steps", "save_steps", *["eval_steps"] * validates):
-        if getattr(args, flag, 0) > total_steps:
-            text += (f"\nnote       --{flag} {getattr(args, flag)} is longer than the run of "
-                     f"{total_steps} steps")
-    return text
+    return f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates

@@ -5,10 +5,9 @@ torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) fo
 gloo group with a long time limit for waits that may take hours (encoding audio, slow disks), where
 NCCL's watchdog would fire.
 
-The first rank that raises prints the error (sys.excepthook), records its failure in the run's store
-and exits; torchrun then ends the other ranks of its node. A rank whose error only follows from that
-failure finds the record and prints nothing. core/watchdog.py ends ranks that torchrun cannot: a
-main thread that waits in a collective handles no signal.
+The first rank that raises records this in the run's store, prints the error (sys.excepthook) and
+exits; torchrun then asks the other ranks of its node to stop. A rank whose error only follows from
+that failure prints nothing. core/watchdog.py ends ranks that wait in a collective.
 """
 import contextlib
 import multiprocessing
@@ -16,7 +15,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from core import kernels, lifetime
-from core.cli import UserError, plural, error_text, notice, print_error, require
+from core import cli, kernels, lifetime
+from core.cli import UserError, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
@@ -64,7 +62,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
 
     timeout_s: limit of a gradient collective. wait_timeout_s: limit of a wait in rank0(),
     all_gather() or barrier(). fsdp: a single process also gets a process group. cpu_offload:
-    collectives also take CPU tensors. UserError if ranks outnumber GPUs, or the store is used."""
+    collectives also take CPU tensors. UserError if ranks outnumber GPUs."""
     global _world
     world = _world = single_process()
     world.rank, world.size, world.local_rank, world.local_size = (
@@ -77,18 +75,16 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
                 f"{plural(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
         world.device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(world.device)
-    require(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            "torchrun --max-restarts: the workers that died left their keys in torchrun's store; "
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     limit = world.limit = timedelta(seconds=timeout_s + MARGIN_S)
     if world.size > 1:
-        world.store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+        # after a restart torchrun's store still has the keys of the ranks that have died
+        world.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
-        store = dist.PrefixStore("trainer", world.store) if world.size > 1 else dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
-                                timeout=limit, device_id=world.device if cuda else None)
+        dist.init_process_group(backend, store=world.store or dist.HashStore(), rank=world.rank,
+                                world_size=world.size, timeout=limit,
+                                device_id=world.device if cuda else None)
         # again: torch has wrapped it in a hook that prints nothing if ours ends the process
         sys.excepthook = report_error
     if world.size > 1:      # new_group ignores the default group's limit
@@ -105,7 +101,7 @@ def single_process():
 
 def finish():
     """Leave the process group and end loader processes; the last call of a script."""
-    kill_children()
+    kill_loaders()
     if dist.is_initialized():
         time.sleep(0.1)     # a gloo thread that releases its last work needs the GIL once more
         dist.destroy_process_group()
@@ -124,39 +120,26 @@ def check_device(device, args):
 
 
 def report_error(kind, error, trace):
-    """sys.excepthook: one line for a UserError or an OSError that names its file, else a traceback.
-    With a process group it ends by os._exit, since a clean exit could wait for lost peers."""
-    rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
-    text, lost_peer, quiet, crashed = "interrupted", False, False, False
-    ignore_loaders()
-    if isinstance(error, UserError):
-        text = error_text(f"error: {error}")
-        if rank != 0:       # usually all ranks raise the same error: rank 0 reports it
-            wait_for_torchrun()
-    elif isinstance(error, OSError) and error.filename:
-        text = error_text(f"error: {error.filename2 or error.filename} cannot be read or written "
-                          f"({error.strerror})")
-    elif kind is not KeyboardInterrupt:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        text = error_text(f"rank {rank} failed:\n{text.rstrip()}")
-        lost_peer = isinstance(error, dist.DistError) or any(
-            word in str(error) for word in COLLECTIVE_ERRORS)
-        quiet = lost_peer and bool(lifetime.stop_requested())   # torchrun reports the failed rank
-        if lost_peer and not quiet:
-            wait_for_torchrun(2 * GRACE_S)      # that rank's message, or the watchdog's, is better
-        crashed = not lost_peer
-    if not quiet and claim_error_report(store, crashed):
-        print_error(text)
+    """sys.excepthook: print the error, unless another rank has done so. With a process group it
+    ends by os._exit, since a clean exit could wait for lost peers."""
+    lost_peer = isinstance(error, dist.DistError) or not isinstance(error, UserError) and any(
+        word in str(error) for word in COLLECTIVE_ERRORS)
+    wait_until = time.monotonic() + 2 * GRACE_S
+    while lost_peer and time.monotonic() < wait_until:      # that rank's message is better
+        if lifetime.stop_requested():       # by torchrun, which names a rank that was killed
+            os._exit(1)
+        time.sleep(0.1)
+    if claim_error_report(_world and _world.store, not lost_peer):
+        cli.report_error(kind, error, trace)
     sys.stdout.flush()
-    sys.stderr.flush()
-    kill_children()
+    kill_loaders()
     if dist.is_initialized():
         os._exit(130 if kind is KeyboardInterrupt else 1)
 
 
-def kill_children():
+def kill_loaders():
     """End loader processes: they ignore SIGTERM, and the interpreter's exit would wait for them."""
-    ignore_loaders()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # torch's handler would raise
     for child in multiprocessing.active_children():
         child.kill()
 
@@ -169,21 +152,6 @@ def claim_error_report(store, if_store_is_gone=False):
         return if_store_is_gone
 
 
-def ignore_loaders():
-    """From now on the end of a loader process neither raises nor prints anything."""
-    sys.unraisablehook = lambda unraisable: None
-    for _ in range(2):      # torch's SIGCHLD handler may raise once for a process that has ended
-        with contextlib.suppress(Exception):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def wait_for_torchrun(seconds=GRACE_S):
-    """Wait for torchrun, which ends this rank by SIGTERM when another one has failed."""
-    with contextlib.suppress(ValueError):       # only a main thread may set handlers
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-    time.sleep(seconds)
-
-
 @contextlib.contextmanager
 def error_names_file(path):
     """Context whose OSErrors name `path`: the error of a full disk names no file."""
@@ -192,7 +160,7 @@ def error_names_file(path):
     except OSError as error:
         if error.errno is None:     # of safetensors and numpy: N requested, M written
             raise UserError(f"{path} cannot be written ({error})")
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
         raise
 
 
@@ -202,21 +170,10 @@ def error_names_file(path):
 def rank0(world, function, *args):
     """Call function(*args) on rank 0 and return its (picklable) result on every rank. An error ends
     all ranks. The others wait on the slow group, for at most its limit."""
-    message, error = [None], None       # broadcast as [(result,)], or as [None] after an error
-    if world.is_main:
-        try:
-            message = [(function(*args),)]
-        except Exception as caught:     # raised below, once the other ranks have the message
-            error = caught
+    result = [function(*args) if world.is_main else None]
     if world.size > 1:
-        dist.broadcast_object_list(message, src=0, group=world.slow_group)
-    if error is not None:
-        raise error
-    if message[0] is None:      # rank 0 reports the error
-        ignore_loaders()
-        wait_for_torchrun()
-        os._exit(1)
-    return message[0][0]
+        dist.broadcast_object_list(result, src=0, group=world.slow_group)
+    return result[0]
 
 
 def all_gather(world, value):
@@ -253,20 +210,14 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def choose_compile(world, args, against=""):
-    """Resolve --compile to True or False, the same on all ranks. against: why auto should be off.
-    Rank 0 prints what auto chose. Collective."""
-    if getattr(args, "gradient_checkpointing", None) == "selective":
-        against = "selective recomputation cannot look into a compiled layer"
-    elif getattr(args, "base_dtype", None) == "nf4":
-        against = "products with four-bit weights cannot be compiled"
-    if args.compile == "auto" and (against or world.device.type != "cuda"):
-        notice(f"--compile auto: off, {against or 'no GPU here'}")
+def choose_compile(world, args, shapes_change=False):
+    """Resolve --compile to True or False, the same on all ranks. auto: on GPUs, unless shapes
+    change, or there are operations that a compiled layer cannot have. Collective."""
+    if args.compile == "auto" and (
+            world.device.type != "cuda" or shapes_change or args.base_dtype == "nf4"
+            or args.gradient_checkpointing == "selective"):
         return False
-    on = bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
-    if args.compile == "auto" and on:
-        notice("--compile auto: on; the first step takes longer")
-    return on
+    return bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
 
 
 def compile_layers(layers, **options):
@@ -350,7 +301,6 @@ def gradient_sync(model, enabled):
     """Context for a micro-step: gradients are reduced over the ranks only if enabled."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
-        return contextlib.nullcontext()
-    if enabled or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
+    elif isinstance(model, DistributedDataParallel) and not enabled:
+        return model.no_sync()
+    return contextlib.nullcontext()

@@ -31,11 +31,8 @@ def start(args):
         if world.is_main:       # of an earlier run
             for name in (MARKER, "stop"):
                 (Path(folder) / name).unlink(missing_ok=True)
-        if "tensorboard" in args.report_to:
-            dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
     watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
     watch.report_progress("data preparation", args.wait_timeout)
-    report = sys.excepthook
 
     def report_or_stop(kind, error, trace):
         if issubclass(kind, watchdog.Stopped):      # raised on all ranks, before the first step
@@ -45,7 +42,7 @@ def start(args):
                 print(f"stopped    {error}")
             dist.finish()
             sys.exit(0)
-        report(kind, error, trace)
+        dist.report_error(kind, error, trace)
 
     sys.excepthook = report_or_stop
     # a signal may have come during the imports

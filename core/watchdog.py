@@ -6,7 +6,6 @@ the run's store. If a rank exceeds its time limit, the slowest ranks are named a
 stacks, and all ranks exit with status 1 before the process group's limit. A frozen process is
 noticed in any phase, after the limit of a step.
 """
-import ctypes
 import json
 import multiprocessing.queues
 import os
@@ -20,7 +19,7 @@ from torch._utils import ExceptionWrapper
 
 from core.cli import first_line, print_error
 from core.dist import FAILED, GRACE_S, all_max, claim_error_report
-from core.lifetime import PR_SET_PDEATHSIG, SIGNALS, stop_requested
+from core.lifetime import SIGNALS, end_with_parent, stop_requested
 
 BLOCKED_SIGNALS = (*SIGNALS, signal.SIGINT)        # blocked while a loader process starts
 _disarmed = threading.Event()
@@ -32,9 +31,7 @@ class Stopped(Exception):
 
 def init_loader(worker_id):
     """worker_init_fn of every DataLoader: the process ignores signals and ends with the trainer."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:    # the trainer has already ended
-        os._exit(1)
+    end_with_parent()
     # pass an item that cannot be sent (/dev/shm is full) as an error: the trainer waits for it
     multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
         (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))
@@ -77,7 +74,7 @@ class Watchdog:
         self.unanswered = 0     # seconds since the store's last answer
         self.state = {"progress": 0, "since": 0, "where": "start", "limit_s": limit_s}
         self.reports, self.silent = {}, {}      # {rank: last report}, {rank: seconds without one}
-        self.judges = world.local_rank == 0 or world.rank == 1      # 1 as well: 0 may be frozen
+        self.judges = world.local_rank == 0 or world.rank < 8       # several, as some may be frozen
         if world.store is not None:
             self.store = world.store.clone()    # calls of the main thread must not delay beats
             for watch in (self._watch, self._watch_store):
@@ -96,25 +93,24 @@ class Watchdog:
             if self.store.check([f"hangs/{self.world.rank}"]):
                 print(f"rank {self.world.rank} hangs here:", file=sys.stderr)
                 traceback.print_stack(sys._current_frames()[self.main])
-            for _ in range(round(GRACE_S / self.beat_s)):       # while others print their stacks
-                self._beat()
-            os._exit(1)
+            if not _disarmed.wait(GRACE_S):     # others print their stacks
+                os._exit(1)
         except Exception as error:      # the store is lost: rank 0 or torchrun hosts it
             _disarmed.wait(GRACE_S)      # torchrun may end this process first
-            self._end(self.world.local_rank == 0, "rank 0 or its node is gone: the store of the "
-                      f"run does not answer ({first_line(error)})")
+            self._end(0, "rank 0 or its node is gone: the store of the run does not answer "
+                      f"({first_line(error)})")
 
     def _watch_store(self):
         """Thread: notice a store whose host is frozen, so that no call to it returns."""
         while not _disarmed.wait(self.beat_s):
             self.unanswered += self.beat_s
             if self.unanswered > self.limit_s + GRACE_S:
-                self._end(self.judges, f"no answer from rank 0 for {self.unanswered:.0f} s: its "
-                          "process, torchrun, or its node is frozen")
+                self._end(self.world.local_size - 1, f"no answer from rank 0 for "
+                          f"{self.unanswered:.0f} s: its process, torchrun, or its node is frozen")
 
-    def _end(self, prints, why):
-        """End this process, unless the run is over. prints: print why."""
-        if prints and not _disarmed.is_set():
+    def _end(self, printing, why):
+        """End this process, unless the run is over. printing: the local rank that prints why."""
+        if self.world.local_rank == printing and not _disarmed.is_set():
             print_error(f"error: {why}")
         if not _disarmed.wait(GRACE_S):      # other ranks of the node print before this one exits
             os._exit(1)
@@ -134,16 +130,15 @@ class Watchdog:
     def _judge(self):
         """If a rank takes too long, name the silent ranks or, if none is silent, the slowest."""
         late, spare = [], min(5 * self.beat_s, GRACE_S)     # reports are delayed
-        following = (self.world.rank + 1) % self.world.size     # watched in case all judges freeze
-        for rank in range(self.world.size) if self.judges else [following]:
+        for rank in range(self.world.size) if self.judges else ():
             if self.store.check([f"watch/{rank}"]):     # the rank has started
                 report = json.loads(self.store.get(f"watch/{rank}"))
                 same = report == self.reports.get(rank)
                 self.silent[rank] = self.silent[rank] + self.beat_s if same else 0
                 self.reports[rank] = report
                 waited = (report["beats"] - report["since"]) * self.beat_s
-                late += [waited] * (self.judges and waited > report["limit_s"] + spare)
-                late += [self.silent[rank]] * (self.silent[rank] > self.limit_s + spare)
+                if waited > report["limit_s"] + spare or self.silent[rank] > self.limit_s + spare:
+                    late.append(max(waited, self.silent[rank]))
         if not late:
             return
         silent = [rank for rank, seconds in self.silent.items() if seconds > self.limit_s / 2]

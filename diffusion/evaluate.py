@@ -186,5 +186,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    dist.single_process()       # from here on an error is one line
     main()

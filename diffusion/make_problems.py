@@ -37,7 +37,7 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from core import checkpoint, dist, json_files
+from core import checkpoint, json_files
 from diffusion.problems import CALCULATOR, END, read_problems
 
 # the first operator found names a step
@@ -192,5 +192,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    dist.single_process()       # from here on an error is one line
     main()

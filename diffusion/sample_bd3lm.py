@@ -43,7 +43,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from core import checkpoint, dist, kernels, metrics
+from core import checkpoint, kernels, metrics
 from core.problems import settle
 from diffusion.blocks import pieces, prompt_ids, read_data
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
@@ -344,5 +344,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    dist.single_process()       # from here on an error is one line
     main()

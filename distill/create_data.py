@@ -371,5 +371,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    dist.single_process()       # sets sys.excepthook
     main()

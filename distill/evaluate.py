@@ -90,7 +90,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from core import adapters, chat, checkpoint, dist, json_files, kernels, metrics
+from core import adapters, chat, checkpoint, json_files, kernels, metrics
 from core.chat import THINKING
 from distill import causal_lm, packed_lm
 from distill.chat_data import (HELD_OUT, ChatTable, Reading, collate, collate_kept, question_hash,
@@ -462,5 +462,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    dist.single_process()       # sets sys.excepthook
     main()

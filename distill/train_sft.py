@@ -176,8 +176,7 @@ if args.auto or dry:
         plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids],
                     kept)
         model, parts = empty_model(folder)      # with the chosen recomputation
-varying = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
-args.compile = dist.choose_compile(world, args, varying)
+args.compile = dist.choose_compile(world, args, bool(args.keep or args.teacher_path))
 
 # ---- Resume
 identity = None     # must be equal in a checkpoint and the run that resumes it

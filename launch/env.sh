@@ -136,8 +136,6 @@ sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}"; } >/dev/null 2>&1; 
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}       # a rank's last collectives,
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}      # written when one hangs
-[ "${MAX_RESTARTS:-0}" = 0 ] ||             # the agent's store would have addresses of dead ranks
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 one_machine=(--rdzv-backend=c10d --local-addr=127.0.0.1
     --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}")
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}        # nodes that end warn for a page

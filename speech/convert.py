@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli, json_files
-from core.cli import UserError, plural, error_text, first_line, one_line, require
+from core.cli import UserError, plural, first_line, one_line, require
 from speech import choices
 from speech.choices import COLUMNS
 from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading,
@@ -797,13 +797,10 @@ def main(argv=None):
                    f"numbers if there is no header; meanings are {', '.join(COLUMNS)}")
     args = cli.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
     from speech import dataset      # late: it imports torch
-    try:
-        to_chatml(args.source, args.output, problems := [], columns=args.columns)
-        print("\n".join(problems[:20]))
-        for sample in itertools.islice(dataset.read_samples(args.output, []), 1):
-            print(f"first sample: {one_line(sample_text(sample))}")
-    except UserError as error:
-        sys.exit(error_text(f"error: {error}"))
+    to_chatml(args.source, args.output, problems := [], columns=args.columns)
+    print("\n".join(problems[:20]))
+    for sample in itertools.islice(dataset.read_samples(args.output, []), 1):
+        print(f"first sample: {one_line(sample_text(sample))}")
 
 
 if __name__ == "__main__":

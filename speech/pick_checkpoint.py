@@ -62,10 +62,9 @@ import json
 import subprocess
 import time
 
-from core import checkpoint, dist, json_files, metrics
+from core import checkpoint, json_files, metrics
 from speech import judges
 
-dist.single_process()
 if args.asr_command:        # detect a wrong path now, not after the first checkpoint
     judges.load_judges(asr_command=args.asr_command)
 out, (metric, name, form, sign) = Path(args.output_dir), MEASURES[args.by]

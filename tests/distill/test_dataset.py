@@ -24,10 +24,10 @@ def tokenizer():
     (b"{", "not valid JSON at column 2: Expecting property name"), (b"\xff{}", "not UTF-8"),
     (b"[]", "is a JSON list, and one object a line"),
     (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),
-    (b'{"instruction": "ask", "output": "answer"}', 'has no list "messages", so it is not a chat; give {"messages"'),
+    (b'{"instruction": "ask", "output": "answer"}', 'has no list "messages"; give {"messages"'),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
     (b'{"messages": [{"role": "user", "name": "J", "content": "a"}]}', "message 1 has name, which no chat template is"),
-    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "has no answer to train (weight 0), or begins with an answer"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),

@@ -3,7 +3,7 @@ import importlib
 import os
 import signal
 
-from core.cli import UserError, error_text, print_error
+from core.cli import UserError, print_error
 from tests.helpers.trainer import run_script
 
 ASKED_AT = f"{__name__}.asked_at"       # of pool.run
@@ -14,7 +14,7 @@ def run(script, argv):
     try:
         script.main([str(word) for word in argv])
     except UserError as error:
-        print_error(error_text(f"error: {error}"))
+        print_error(f"error: {error}")
         raise SystemExit(1)
 
 

@@ -283,7 +283,7 @@ def test_the_script(folder, quick_python):
     (entry,) = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
     assert entry["messages"][-1]["content"]["audio_url"] == str(folder / "a.wav")
     assert (entry["speaker"], entry["language"], entry["split"]) == ("anna", "en", "train")
-    with pytest.raises(SystemExit, match="^error: .* not certain.*$"):
+    with pytest.raises(UserError, match="^.* not certain.*$"):
         convert.main([str(write(folder, {"x.csv": UNDECIDED["seconds"]})), "--output", str(folder / "no.jsonl")])
     assert not (folder / "no.jsonl").exists()
 
