@@ -332,7 +332,7 @@ batches = packing.iterate(make_loader(table, ids, packs, pad_to=args.max_tokens_
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
-start_step, timer, stopping = step, metrics.StepTimer(device), False
+start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None

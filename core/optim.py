@@ -53,10 +53,7 @@ def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0
 
 def clip_gradients(parameters, max_norm):
     """Global L2 norm of the gradients, 0-d. Clips them if max_norm is above 0. Collective."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -122,9 +119,7 @@ class StepMonitor:
         self.world, self.sample_name, self.before_error = world, sample_name, before_error
         self.skipped, self.max_bad_steps, self.scaler = skipped, max_bad_steps, scaler
         self.in_a_row, self.stop, self.losses, self.pending = 0, False, [], None
-        cuda = world.device.type == "cuda"
-        self.host = torch.zeros(3, pin_memory=cuda)
-        self.event = torch.cuda.Event() if cuda else None
+        self.host = torch.zeros(3, pin_memory=world.device.type == "cuda")
 
     def watch(self, loss, samples):
         """Note if a micro-step's loss is finite, and its sample numbers. No host sync."""
@@ -137,24 +132,23 @@ class StepMonitor:
         zero = (norm == 0).float() * trains
         flags = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
         self.host.copy_(flags, non_blocking=True)
-        if self.event:
-            self.event.record()
-        self.pending, self.losses = (step, self.losses), []
+        fetched = torch.cuda.current_stream().record_event() if flags.is_cuda else None
+        self.pending, self.losses = (step, self.losses, fetched), []
 
     def poll(self):
         """Evaluate the flags of the last push, on every rank before the next push. UserError on all
         ranks after max_bad_steps skipped steps in a row, or for a norm of exactly 0."""
         if self.pending is None:
             return
-        if self.event:
-            self.event.synchronize()
-        (step, losses), self.pending = self.pending, None
+        (step, losses, fetched), self.pending = self.pending, None
+        if fetched:
+            fetched.synchronize()
         bad, zero, stop = (bool(flag) for flag in self.host.tolist())
         self.stop |= stop
         if zero:
             self.before_error()
             raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
-                            "look at the trained modules, the weight of the loss, and --compile")
+                            "look at the flags that choose the trained modules")
         if not bad:
             self.in_a_row = 0
             return
@@ -163,9 +157,10 @@ class StepMonitor:
         names = sorted(set().union(*all_gather(self.world, mine)))
         if not names and self.scaler and self.scaler.scale > 1:     # the scale is still too large
             self.in_a_row = 0
+        what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else (
+            "every loss was finite")
         text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
-                + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names
-                   else "every loss was finite"))
+                f"{what}")
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:
