@@ -76,13 +76,13 @@ def write_json(path, value):
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def remove_named(folder, *patterns):
-    """Delete entries whose whole name matches a pattern."""
-    for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
-        if any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns):
+def remove_named(folder, pattern):
+    """Delete entries whose whole name matches a pattern. A link is removed, not its target."""
+    for path in list(Path(folder).glob("*")):
+        if re.fullmatch(pattern, path.name, re.ASCII):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            else:       # a link is removed, not its target
+            else:
                 path.unlink(missing_ok=True)
 
 
@@ -106,7 +106,7 @@ def claim_output(output_dir):
     """Prepare and lock a run's output folder, and remove what a killed run left in it."""
     prepare_folder(output_dir)
     lock_folder(output_dir)
-    remove_named(output_dir, TEMPORARY, UNFINISHED)
+    remove_named(output_dir, f"{TEMPORARY}|{UNFINISHED}")
 
 
 @contextlib.contextmanager
@@ -150,14 +150,14 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
         _held[path].close()
     if wait_s is None:
         wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
-    start, announced = time.monotonic(), False
+    end = time.monotonic() + wait_s
     while (lock := try_lock(path)) is None:
         owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
         used = f"{folder}: another run is using it ({owner})"
-        require(time.monotonic() - start < wait_s, f"{flag} {used}; end it, or give another folder")
-        if not announced:
+        require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
+        if wait_s > WAIT_S:
             print(f"waiting    {used}", flush=True)
-        announced = True
+            wait_s = 0      # it is announced once
         waiting()
         time.sleep(0.2)
     _held[path] = lock
@@ -362,14 +362,13 @@ def file_record(path):
 
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
-    paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path)
+               for path in Path(output_dir).glob("checkpoint-*"))
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
 def find_damage(path):
     """Describes the damage to a checkpoint; "" if all checksums match. OSError: unreadable file."""
-    path = Path(path)
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"     # the folder was made by hand, or copied in part
     try:

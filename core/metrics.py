@@ -24,9 +24,6 @@ SMALL = 0.005       # a relative rise of the loss up to this is noise: seeds dif
 UNDERSTOOD, PARTLY = 0.15, 0.5      # highest WER of speech that is understood, or partly
 
 
-# ---- Speed
-
-
 def duration(seconds):
     """Seconds as 1:02:03."""
     return str(timedelta(seconds=int(seconds)))
@@ -90,9 +87,6 @@ class StepTimer:
         return values
 
 
-# ---- Writing
-
-
 class MetricsLog:
     """Writes a run's metrics, on rank 0.
 
@@ -152,9 +146,6 @@ class MetricsLog:
             self.wandb.finish()
 
 
-# ---- Reading
-
-
 def read_metrics(path):
     """Rows of a metrics.jsonl: JSON objects with an integer "step". Other lines, such as a last one
     that a kill has cut, are passed over."""
@@ -171,9 +162,6 @@ def curve(rows, name):
     """[(step, value)] of one metric by step, without missing or infinite values."""
     return sorted((row["step"], row[name]) for row in rows
                   if isinstance(row.get(name), (int, float)) and math.isfinite(row[name]))
-
-
-# ---- Verdict
 
 
 def percent(share):

@@ -4,7 +4,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from core import cli, kernels
+from core import kernels
 from core.cli import UserError
 from core.dist import all_gather, all_max
 
@@ -83,8 +83,7 @@ class Scaler:
         if not enabled:
             return
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            kernels.FLASH = ()
-            cli.notice("no flash attention on this GPU: SDPA, sample by sample")
+            kernels.FLASH = ()      # SDPA, sample by sample
         # 0-d on the device; steps since the scale changed
         self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
 
@@ -157,10 +156,9 @@ class StepMonitor:
         names = sorted(set().union(*all_gather(self.world, mine)))
         if not names and self.scaler and self.scaler.scale > 1:     # the scale is still too large
             self.in_a_row = 0
-        what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else (
-            "every loss was finite")
         text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
-                f"{what}")
+                + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names
+                   else "every loss was finite"))
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:

@@ -162,9 +162,13 @@ def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
 class Batch:
     """Base of dataclasses of CPU tensors and plain values."""
 
-    def __reduce__(self):       # tensors as arrays, so that they do not need /dev/shm
-        return _rebuild, (type(self), {name: value.numpy() if torch.is_tensor(value) else value
-                                       for name, value in vars(self).items()})
+    def __getstate__(self):     # tensors as arrays, so that they do not need /dev/shm
+        return {name: value.numpy() if torch.is_tensor(value) else value
+                for name, value in vars(self).items()}
+
+    def __setstate__(self, values):
+        vars(self).update({name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                           for name, value in values.items()})
 
     def to(self, device):
         """This batch on a device. Copies to a GPU use pinned memory, so the host does not wait."""
@@ -174,11 +178,6 @@ class Batch:
                 value = value.pin_memory() if cuda and value.device.type == "cpu" else value
                 values[name] = value.to(device, non_blocking=True)
         return type(self)(**values)
-
-
-def _rebuild(kind, values):
-    return kind(**{name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                   for name, value in values.items()})
 
 
 def pack_loader(samples, packs, collate, num_workers, prefetch_factor):

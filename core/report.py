@@ -125,9 +125,6 @@ def samples_html(run, folders):
                    for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
 
 
-# ---- Command
-
-
 def write_report(run, rows, folders):
     """Write the page of a run and print a line about it. folders: of --samples. UserError."""
     evaluations = read_evaluations(run)

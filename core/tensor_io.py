@@ -25,9 +25,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")      # integers and float8 would need sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# ---- Shards
-
-
 def local_rows(tensor):
     """(this rank's plain tensor, the number of its first row); a 0-d tensor becomes (1,)."""
     if not isinstance(tensor, DTensor):
@@ -56,9 +53,6 @@ def full_tensor(tensor):
     whole = local.new_empty(shards * rows, *local.shape[1:])
     all_gather(whole, padded, group=mesh.get_group(mesh.ndim - 1))
     return whole[:tensor.shape[0]]
-
-
-# ---- Reading
 
 
 def find_folder(name, flag):
@@ -170,9 +164,6 @@ def load(world, folder, stem, tensors):
     barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
-# ---- Writing
-
-
 @torch.no_grad()
 def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
     """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
@@ -184,7 +175,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     waiting, gathered = {}, 0       # tensors to copy, and bytes gathered since the last copy
 
     def copy_to_host():
-        share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
+        share.update((name, tensor.to("cpu", copy=True)) for name, tensor in waiting.items())
         waiting.clear()
 
     for name, tensor in named.items():
