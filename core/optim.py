@@ -11,17 +11,14 @@ from core.dist import all_gather, all_max
 FIRST_SCALE, GROW = 65536.0, 2000       # loss scale of --fp16; it doubles after GROW good steps
 
 
-def decays(name, parameter):
-    """True if a parameter gets weight decay: matrices, but no embeddings (wte, wpe: GPT-2's)."""
-    return parameter.ndim > 1 and not any(word in name for word in ("embed", "wte", "wpe"))
-
-
 def build_adamw(named_parameters, lr, weight_decay, beta2):
-    """Fused AdamW for take_step."""
+    """Fused AdamW for take_step. Only matrices decay, but no embeddings (wte, wpe: GPT-2's)."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[0 if decays(name, parameter) else 1]["params"].append(parameter)
+            is_embedding = any(word in name for word in ("embed", "wte", "wpe"))
+            decays = parameter.ndim > 1 and not is_embedding
+            groups[0 if decays else 1]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
 
