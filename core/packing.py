@@ -271,9 +271,9 @@ def parallel_map_ordered(share, processes, take):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads die in a fork
         parts = iterate(DataLoader(
             _Share(share), batch_size=None, num_workers=processes, worker_init_fn=init_loader,
-            collate_fn=lambda part: part, multiprocessing_context="fork"))
-    for part in parts:
-        take(part)
+            collate_fn=lambda chunk: chunk, multiprocessing_context="fork"))
+    for chunk in parts:
+        take(chunk)
 
 
 def token_lists(tokenizer):
