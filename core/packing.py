@@ -81,6 +81,7 @@ class PackOrder:
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
+        assert shuffle or not (tokens_per_pack or group_by_length)      # their order is random
         self.lengths, self.size, self.seed = np.asarray(lengths), samples_per_pack, seed
         self.shuffle, self.group_by_length = shuffle, group_by_length
         # keeps two plans, as the loader reads ahead into the next epoch
