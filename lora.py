@@ -216,13 +216,6 @@ def save_original_config(native, tokenizer, folder, config):
 
 
 if __name__ == "__main__":
-<<<<<<< HEAD
     print(f"checkpoint: {args.output_dir}", *export(
         args.model_path, args.output_dir, args.format, args.dtype, int(args.max_shard_gb * 1e9),
         args.adapter, args.audio_tokenizer_path, args.base_dtype), sep="\n  ")
-=======
-    lines = weights.export(args.model_path, args.output_dir, args.format, args.dtype,
-                   int(args.max_shard_gb * 1e9), args.adapter, args.audio_tokenizer_path,
-                   args.base_dtype)
-    print(f"checkpoint: {args.output_dir}", *lines, sep="\n  ")
->>>>>>> C1

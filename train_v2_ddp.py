@@ -329,7 +329,7 @@ batches = packing.iterate(make_loader(      # loader processes read ahead
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), *lines)
-start_step, timer, stopping = step, metrics.StepTimer(device), False
+start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None

@@ -15,7 +15,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed import HashStore
 
 from core import dist, json_files, optim, tensor_io
@@ -78,13 +76,13 @@ def write_json(path, value):
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def remove_named(folder, *patterns):
-    """Delete entries whose whole name matches a pattern."""
-    for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
-        if any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns):
+def remove_named(folder, pattern):
+    """Delete entries whose whole name matches a pattern. A link is removed, not its target."""
+    for path in list(Path(folder).glob("*")):
+        if re.fullmatch(pattern, path.name, re.ASCII):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            else:       # a link is removed, not its target
+            else:
                 path.unlink(missing_ok=True)
 
 
@@ -108,7 +106,7 @@ def claim_output(output_dir):
     """Prepare and lock a run's output folder, and remove what a killed run left in it."""
     prepare_folder(output_dir)
     lock_folder(output_dir)
-    remove_named(output_dir, TEMPORARY, UNFINISHED)
+    remove_named(output_dir, f"{TEMPORARY}|{UNFINISHED}")
 
 
 @contextlib.contextmanager
@@ -116,18 +114,15 @@ def new_folder(output_dir, flag="--output_dir"):
     """Yields a folder to fill, which is renamed to output_dir once all its files are there.
     UserError if output_dir has files, or the disk is full. A kill leaves NAME.unfinished-..."""
     final = Path(os.path.abspath(output_dir))
-    require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
-            f"{output_dir}: is there already and not empty; give another name or move it away")
+    require(not final.exists() or final.is_dir() and not any(final.iterdir()),
+            f"{flag} {output_dir}: is there already and not empty; give another name")
     # in the same folder, so on the same disk: it can be renamed
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
         building.mkdir(parents=True)
         yield building
-        for path in [*building.iterdir(), building]:
-            fsync(path)
         building.rename(final)
-        fsync(final.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -138,7 +133,7 @@ def new_folder(output_dir, flag="--output_dir"):
 # The file names the owner and is never deleted.
 
 WAIT_S = 3              # a restarted run waits for ranks of the last one that are about to end
-LEASE_S = 120           # a file server keeps the locks of a lost node for about 90 s
+LEASE_S = 120           # a requeued one for a file server, which keeps a lost node's locks for 90 s
 
 _held = {}              # {path of a lock: its open file} of this process
 # else a lock would be held until the last child ends
@@ -148,8 +143,8 @@ os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.value
 def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
     """Lock a folder until the returned file is closed, or the process ends.
 
-    UserError that names the flag if another process still holds the lock after wait_s seconds
-    (None: WAIT_S, or LEASE_S in a job that Slurm requeued). waiting: called meanwhile."""
+    UserError that names the flag if another process still holds the lock after wait_s seconds.
+    waiting: called meanwhile."""
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
         _held[path].close()
@@ -158,10 +153,10 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=la
     end = time.monotonic() + wait_s
     while (lock := try_lock(path)) is None:
         owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
-        require(time.monotonic() < end, f"{flag} {folder}: another run is using it ({owner}); end "
-                                        f"that one, or give another {flag}")
+        used = f"{folder}: another run is using it ({owner})"
+        require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
         if wait_s > WAIT_S:
-            print(f"waiting    another run is using {folder} ({owner})", flush=True)
+            print(f"waiting    {used}", flush=True)
             wait_s = 0      # it is announced once
         waiting()
         time.sleep(0.2)
@@ -205,7 +200,9 @@ class CheckpointManager:
         """On every rank. keep: how many of the newest stay besides the best, 0 = all."""
         self.world, self.output_dir = world, Path(output_dir)
         self.keep, self.timeout_s = keep, timeout_s
-        self.thread = self.error = None         # of the current or last write
+        # its thread writes the checkpoints; the interpreter's exit waits until they are complete
+        self.writer = ThreadPoolExecutor(1)
+        self.written = self.writer.submit(lambda: None)     # Future of the current or last write
         # a blocking call on a store blocks its other threads: this one is the writer's
         self.store = world.store.clone() if world.store is not None else HashStore()
         # in the folder's name: ranks of an earlier run that still run never write into this one
@@ -223,13 +220,11 @@ class CheckpointManager:
         building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
 
         def begin():
-            try:
+            with self.naming(step):
                 remove_named(self.output_dir, UNFINISHED)
                 building.mkdir(parents=True)
                 save_config(building)
                 return os.listdir(building)
-            except Exception as error:      # tokenizers raise a bare Exception for a full disk
-                raise self.failure(step, error)
 
         configs = dist.rank0(self.world, begin)
         dist.reshard(model)
@@ -245,29 +240,29 @@ class CheckpointManager:
             share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
                       f"{STATE}/state.json": lambda path: path.write_text(text),
                       **dict.fromkeys(configs, lambda path: None)}        # already written
-        # not a daemon: the interpreter waits at exit until the checkpoint is written
-        self.thread = threading.Thread(
-            target=self._write, args=(step, building, share, state.get("best_step")))
-        self.thread.start()
+        self.written = self.writer.submit(
+            self._write, step, building, share, state.get("best_step"))
 
     def wait(self):
         """Wait for the current write; raises its error. Collective."""
-        if self.thread is None:
-            return
         if not self.world.is_main:
-            self.thread.join()      # this rank's share is written
+            self.written.exception()    # this rank's share is written; rank 0 reports an error
         dist.barrier(self.world)    # fails if a rank has died, for which rank 0's thread waits
-        dist.rank0(self.world, lambda: self.thread.join() or self.check())
+        dist.rank0(self.world, self.written.result)
 
     def check(self):
         """Raise UserError if the last write failed; rank 0 sees failures of all ranks. Cheap."""
-        if self.error:
-            raise self.error
+        if self.written.done():
+            self.written.result()
 
-    def failure(self, step, why):
-        """The UserError of a checkpoint that could not be written."""
-        return UserError(f"checkpoint-{step} could not be written to {self.output_dir} ({why}); "
-                         "earlier checkpoints are intact")
+    @contextlib.contextmanager
+    def naming(self, step):
+        """Context whose errors name the checkpoint that could not be written."""
+        try:
+            yield
+        except Exception as error:      # tokenizers raise a bare Exception for a full disk
+            raise UserError(f"checkpoint-{step} could not be written to {self.output_dir} "
+                            f"({error}); earlier checkpoints are intact")
 
     def _write(self, step, building, share, best_step):
         """Thread: write this rank's files and report to rank 0, which completes the checkpoint."""
@@ -276,14 +271,12 @@ class CheckpointManager:
         except Exception as error:      # reported, because rank 0 waits for this rank
             report = {}, str(error)
         keys = [f"checkpoint/{step}/{rank}" for rank in range(self.world.size)]
-        try:    # through the store: a collective of this thread would mix with training's
+        with self.naming(step):     # in the store: a collective would mix with those of training
             self.store.set(keys[self.world.rank], json.dumps(report))
             if self.world.is_main:
                 self.store.wait(keys, timedelta(seconds=self.timeout_s))
                 reports = [json.loads(self.store.get(key)) for key in keys]
                 self._complete(step, building, best_step, reports)
-        except Exception as error:      # raised by the main thread, in check() or wait()
-            self.error = self.failure(step, error)
 
     def _complete(self, step, building, best_step, reports):
         """Once every rank has reported: write the manifest, rename the folder, rotate."""
@@ -369,14 +362,13 @@ def file_record(path):
 
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
-    paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path)
+               for path in Path(output_dir).glob("checkpoint-*"))
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
 def find_damage(path):
     """Describes the damage to a checkpoint; "" if all checksums match. OSError: unreadable file."""
-    path = Path(path)
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"     # the folder was made by hand, or copied in part
     try:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from core import json_files
 
@@ -22,9 +22,6 @@ PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 98
              "A10": 125e12, "RTX 4090": 165e12}
 SMALL = 0.005       # a relative rise of the loss up to this is noise: seeds differ by more
 UNDERSTOOD, PARTLY = 0.15, 0.5      # highest WER of speech that is understood, or partly
-
-
-# ---- Speed
 
 
 def duration(seconds):
@@ -43,23 +40,17 @@ def model_text(model, adapters):
 
 
 class StepTimer:
-    """Work and seconds of the steps since the last log line, without pauses. The first step of a
-    run, which compiles and allocates, counts only if it is logged alone."""
+    """Sums of the steps since the last log line, without pauses."""
 
-    def __init__(self, device):
-        self.device, self.first = device, None
-        self.reset()
-
-    def reset(self):
-        self.work, self.steps, self.slots = Counter(), 0, 0
-        self.waited, self.start = 0.0, time.monotonic()
+    def __init__(self):
+        self.sums, self.start = Counter(), time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self):
         """Context in which this rank waits for data."""
         start = time.monotonic()
         yield
-        self.waited += time.monotonic() - start
+        self.sums["waited"] += time.monotonic() - start
 
     @contextlib.contextmanager
     def paused(self):
@@ -70,26 +61,20 @@ class StepTimer:
 
     def count(self, work, slots):
         """Add a step. work: {"tokens", "samples", "flops"} of all ranks; slots: with padding."""
-        if self.first is None:
-            if self.device.type == "cuda":
-                import torch
-                torch.cuda.synchronize(self.device)     # else its kernels count for the next step
-            self.first = work, slots, time.monotonic() - self.start, self.waited
-            return self.reset()
-        self.work.update(work)
-        self.steps, self.slots = self.steps + 1, self.slots + slots
+        self.sums.update(work, slots=slots, steps=1)
 
     def report(self, world):
         """{metric name: float} of all ranks' work since the last report. MFU is the model's FLOP/s
         divided by the bf16 peak of all GPUs."""
-        latest = self.work, self.slots, time.monotonic() - self.start, self.waited
-        work, slots, seconds, waited = latest if self.steps else self.first
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-        values = {"train/throughput": work["tokens"] / seconds,
-                  "train/samples_per_second": work["samples"] / seconds,
-                  "train/step_seconds": seconds / max(1, self.steps), "train/memory_gib": memory,
-                  "train/padding": 1 - work["tokens"] / slots, "train/data_wait_seconds": waited}
-        values |= {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
+        seconds, sums = time.monotonic() - self.start, self.sums
+        self.sums, self.start = Counter(), time.monotonic()
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20     # of kibibytes
+        values = {"train/throughput": sums["tokens"] / seconds,
+                  "train/samples_per_second": sums["samples"] / seconds,
+                  "train/step_seconds": seconds / sums["steps"], "train/memory_gib": memory,
+                  "train/padding": 1 - sums["tokens"] / sums["slots"],
+                  "train/data_wait_seconds": sums["waited"]}
+        values |= {f"train/{name}_per_second": amount / seconds for name, amount in sums.items()
                    if name.endswith("_seconds")}
         if world.device.type == "cuda":
             import torch
@@ -98,12 +83,8 @@ class StepTimer:
             name = torch.cuda.get_device_name(world.device)
             peaks = [peak for gpu, peak in PEAK_BF16.items() if re.search(rf"\b{gpu}\b", name)]
             if peaks:
-                values["train/mfu"] = work["flops"] / seconds / (peaks[0] * world.size)
-        self.reset()
+                values["train/mfu"] = sums["flops"] / seconds / (peaks[0] * world.size)
         return values
-
-
-# ---- Writing
 
 
 class MetricsLog:
@@ -128,8 +109,7 @@ class MetricsLog:
         self.board = self.wandb = None
         if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter
-            with self.error_names_file(logging_dir):
-                self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+            self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
         if "wandb" in report_to:
             # a resumed run continues the same W&B run, a new one does not
             run_id = Path(output_dir) / "wandb_id"
@@ -146,19 +126,16 @@ class MetricsLog:
         with self.error_names_file(self.path):
             self.file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
-            with self.error_names_file(self.board.log_dir):
-                for name, value in values.items():
-                    self.board.add_scalar(name, value, step)
-                self.board.flush()
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate):
         """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard."""
         if self.board and len(wave):
-            with self.error_names_file(self.board.log_dir):
-                self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
-                self.board.flush()
+            self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
 
     def close(self):
         os.fsync(self.file.fileno())
@@ -167,9 +144,6 @@ class MetricsLog:
             self.board.close()
         if self.wandb:
             self.wandb.finish()
-
-
-# ---- Reading
 
 
 def read_metrics(path):
@@ -190,9 +164,6 @@ def curve(rows, name):
                   if isinstance(row.get(name), (int, float)) and math.isfinite(row[name]))
 
 
-# ---- Verdict
-
-
 def percent(share):
     """0.98 -> "98 %", 0.925 -> "92.5 %". Rounding never gives 0 % or 100 %."""
     shown = min(99.9, max(0.1, share * 100)) if 0 < share < 1 else share * 100
@@ -200,19 +171,16 @@ def percent(share):
 
 
 def loss_clause(rows):
-    losses = curve(rows, "eval/nll")
-    metric = "the validation bound" if losses else "validation loss"
-    losses = losses or curve(rows, "eval/loss")
+    """Clause about the validation loss: first, best, last, and which model to take."""
+    losses = curve(rows, "eval/nll") or curve(rows, "eval/loss")
     if not losses:
         return "nothing was validated"
     (_, start), (last, end) = losses[0], losses[-1]
     best, step = min((value, step) for step, value in losses)
-    clause = f"{metric} was {start:.4f} at first, best at step {step} ({best:.4f})"
+    clause = f"validation loss was {start:.4f} at first, best at step {step} ({best:.4f})"
     rise = (end - best) / max(abs(best), 1e-12)
-    if rise <= SMALL:
-        return clause
     model = f"checkpoint-{step}" if step else "the base model"
-    return f"{clause} and {rise * 100:.1f} % higher at step {last}: take {model}"
+    return clause + f" and {rise * 100:.1f} % higher at step {last}: take {model}" * (rise > SMALL)
 
 
 def speech_clause(wer):
@@ -220,17 +188,11 @@ def speech_clause(wer):
     return f"speech is {degree}understood (word errors {percent(wer)})"
 
 
-def verdict(rows, evaluations=()):
-    """[clause] about a run. rows: of its metrics.jsonl. evaluations: contents of evaluation.json
-    files, {"name", "metrics": {metric: number or None}}."""
-    clauses = [loss_clause(rows)]
-    if stops := curve(rows, "eval/stop_rate"):
-        clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
-    for evaluation in evaluations:
-        wer = evaluation["metrics"].get("wer")
-        if wer is not None and math.isfinite(wer):
-            clauses.append(f"{PurePath(evaluation['name']).name}: {speech_clause(wer)}")
-    return clauses
+def verdict(rows):
+    """[clause] about a run. rows: of its metrics.jsonl."""
+    stops = curve(rows, "eval/stop_rate")
+    return [loss_clause(rows), *(
+        f"{percent(share)} of the sample prompts ended by themselves" for _, share in stops[-1:])]
 
 
 def verdict_line(clauses):

@@ -4,24 +4,21 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from core import cli, kernels
+from core import kernels
 from core.cli import UserError
 from core.dist import all_gather, all_max
 
 FIRST_SCALE, GROW = 65536.0, 2000       # loss scale of --fp16; it doubles after GROW good steps
 
 
-def decays(name, parameter):
-    """True if a parameter gets weight decay: matrices, but no embeddings (wte, wpe: GPT-2's)."""
-    return parameter.ndim > 1 and not any(word in name for word in ("embed", "wte", "wpe"))
-
-
 def build_adamw(named_parameters, lr, weight_decay, beta2):
-    """Fused AdamW for take_step."""
+    """Fused AdamW for take_step. Only matrices decay, but no embeddings (wte, wpe: GPT-2's)."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[0 if decays(name, parameter) else 1]["params"].append(parameter)
+            is_embedding = any(word in name for word in ("embed", "wte", "wpe"))
+            decays = parameter.ndim > 1 and not is_embedding
+            groups[0 if decays else 1]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
 
@@ -53,10 +50,7 @@ def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0
 
 def clip_gradients(parameters, max_norm):
     """Global L2 norm of the gradients, 0-d. Clips them if max_norm is above 0. Collective."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -86,8 +80,7 @@ class Scaler:
         if not enabled:
             return
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            kernels.FLASH = ()
-            cli.notice("no flash attention on this GPU: SDPA, sample by sample")
+            kernels.FLASH = ()      # SDPA, sample by sample
         # 0-d on the device; steps since the scale changed
         self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
 
@@ -122,9 +115,7 @@ class StepMonitor:
         self.world, self.sample_name, self.before_error = world, sample_name, before_error
         self.skipped, self.max_bad_steps, self.scaler = skipped, max_bad_steps, scaler
         self.in_a_row, self.stop, self.losses, self.pending = 0, False, [], None
-        cuda = world.device.type == "cuda"
-        self.host = torch.zeros(3, pin_memory=cuda)
-        self.event = torch.cuda.Event() if cuda else None
+        self.host = torch.zeros(3, pin_memory=world.device.type == "cuda")
 
     def watch(self, loss, samples):
         """Note if a micro-step's loss is finite, and its sample numbers. No host sync."""
@@ -137,24 +128,23 @@ class StepMonitor:
         zero = (norm == 0).float() * trains
         flags = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
         self.host.copy_(flags, non_blocking=True)
-        if self.event:
-            self.event.record()
-        self.pending, self.losses = (step, self.losses), []
+        fetched = torch.cuda.current_stream().record_event() if flags.is_cuda else None
+        self.pending, self.losses = (step, self.losses, fetched), []
 
     def poll(self):
         """Evaluate the flags of the last push, on every rank before the next push. UserError on all
         ranks after max_bad_steps skipped steps in a row, or for a norm of exactly 0."""
         if self.pending is None:
             return
-        if self.event:
-            self.event.synchronize()
-        (step, losses), self.pending = self.pending, None
+        (step, losses, fetched), self.pending = self.pending, None
+        if fetched:
+            fetched.synchronize()
         bad, zero, stop = (bool(flag) for flag in self.host.tolist())
         self.stop |= stop
         if zero:
             self.before_error()
             raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
-                            "look at the trained modules, the weight of the loss, and --compile")
+                            "look at the flags that choose the trained modules")
         if not bad:
             self.in_a_row = 0
             return

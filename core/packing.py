@@ -8,7 +8,6 @@ last step is filled with empty packs of zero weight, so every rank runs the same
 """
 import bisect
 import functools
-import itertools
 import os
 import signal
 from array import array
@@ -24,10 +23,9 @@ from core.dist import error_names_file
 from core.watchdog import BLOCKED_SIGNALS, init_loader
 
 # --group_by_length: the packs of a step have similar lengths, but steps come in random order. So
-# blocks of LARGE sorted packs are shuffled; they are halved, down to SMALL, to have BLOCKS of them.
-LARGE, SMALL, BLOCKS = 512, 8, 64
+# blocks of sorted packs are shuffled: of the largest of SIZES that gives BLOCKS of them.
+SIZES, BLOCKS = (512, 256, 128, 64, 32, 16, 8), 64
 JITTER = 0.01       # relative noise on lengths before sorting, so that neighbours change by epoch
-FIRST_PARTS = 4     # parts that this process makes, so that small files start no other process
 
 
 @dataclass
@@ -79,48 +77,41 @@ class PackOrder:
     lengths: (n,) tokens per sample. numbers: (n,) numbers of these samples in a larger table, which
     rank_packs and window() return (default: 0 to n - 1). With tokens_per_pack the seed fixes which
     samples share a pack, and each epoch shuffles the packs. Otherwise each epoch draws the samples
-    of a pack, of similar lengths with group_by_length. shuffle=False: the table's order."""
+    of a pack, of similar lengths with group_by_length, or in the table's order without shuffle."""
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
-        self.lengths, self.size = np.asarray(lengths), samples_per_pack
-        self.seed, self.shuffle, self.group_by_length = seed, shuffle, group_by_length
+        assert shuffle or not (tokens_per_pack or group_by_length)      # their order is random
+        self.lengths, self.size, self.seed = np.asarray(lengths), samples_per_pack, seed
+        self.shuffle, self.group_by_length = shuffle, group_by_length
         # keeps two plans, as the loader reads ahead into the next epoch
         self.epoch = functools.lru_cache(2)(self._plan)
         self._bins, n = None, len(self.lengths)
         self.numbers = np.arange(n) if numbers is None else numbers
-        self.packs_per_epoch = -(-n // samples_per_pack) if samples_per_pack else 0
-        if tokens_per_pack:
-            order = np.arange(n)
-            if shuffle:     # by the seed alone, as packing is too slow to repeat in every epoch
-                order = np.random.default_rng((seed, 0)).permutation(order)
+        if tokens_per_pack:     # by the seed alone, as packing is too slow to repeat in every epoch
+            order = np.random.default_rng((seed, 0)).permutation(n)
             samples, offsets = array("q"), array("q", [0])
             for pack in best_fit(self.lengths, order, tokens_per_pack):
                 samples.extend(pack)
                 offsets.append(len(samples))
             self._bins = np.asarray(samples), np.asarray(offsets)
-            self.packs_per_epoch = len(offsets) - 1
+        self.packs_per_epoch = len(offsets) - 1 if tokens_per_pack else -(-n // samples_per_pack)
 
     def _plan(self, epoch):
         """EpochPlan of an epoch; it does not depend on which epochs were planned before."""
         rng = np.random.default_rng((self.seed, epoch, 1))
         n, packs = len(self.lengths), np.arange(self.packs_per_epoch)
         if self._bins:
-            return EpochPlan(*self._bins, rng.permutation(packs) if self.shuffle else packs)
+            return EpochPlan(*self._bins, rng.permutation(packs))
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         if self.group_by_length:
-            window = self.size * BLOCKS * LARGE     # samples that are sorted together
+            window = np.arange(n) // (self.size * BLOCKS * SIZES[0])    # samples sorted together
             # without noise the same samples would share a pack in every epoch
-            keys = -self.lengths * rng.uniform(1, 1 + JITTER * self.shuffle, n)
-            windows = (order[a:a + window] for a in range(0, n, window))
-            order = np.concatenate([w[np.argsort(keys[w], kind="stable")] for w in windows])
-        if self.group_by_length and self.shuffle:
-            size = LARGE
-            while size > SMALL and len(packs) < BLOCKS * size:
-                size //= 2
+            keys = -self.lengths * rng.uniform(1, 1 + JITTER, n)
+            order = order[np.lexsort((keys[order], window))]
+            size = next((size for size in SIZES if size * BLOCKS <= len(packs)), SIZES[-1])
             whole = len(packs) // size * size       # a shorter last block stays last
-            blocks = rng.permutation(packs[:whole].reshape(-1, size))
-            packs = np.concatenate([blocks.ravel(), packs[whole:]])
+            packs[:whole] = rng.permutation(packs[:whole].reshape(-1, size)).ravel()
         return EpochPlan(order, np.minimum(np.arange(len(packs) + 1) * self.size, n), packs)
 
     def sums(self, values):
@@ -172,9 +163,13 @@ def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
 class Batch:
     """Base of dataclasses of CPU tensors and plain values."""
 
-    def __reduce__(self):       # tensors as arrays, so that they do not need /dev/shm
-        return _rebuild, (type(self), {name: value.numpy() if torch.is_tensor(value) else value
-                                       for name, value in vars(self).items()})
+    def __getstate__(self):     # tensors as arrays, so that they do not need /dev/shm
+        return {name: value.numpy() if torch.is_tensor(value) else value
+                for name, value in vars(self).items()}
+
+    def __setstate__(self, values):
+        vars(self).update({name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                           for name, value in values.items()})
 
     def to(self, device):
         """This batch on a device. Copies to a GPU use pinned memory, so the host does not wait."""
@@ -184,11 +179,6 @@ class Batch:
                 value = value.pin_memory() if cuda and value.device.type == "cpu" else value
                 values[name] = value.to(device, non_blocking=True)
         return type(self)(**values)
-
-
-def _rebuild(kind, values):
-    return kind(**{name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                   for name, value in values.items()})
 
 
 def pack_loader(samples, packs, collate, num_workers, prefetch_factor):
@@ -214,10 +204,8 @@ def iterate(loader):
             yield from batches
         except UserError as error:
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
-        except (RuntimeError, OSError) as error:
-            reason = str(error.__cause__ or "") or str(error)   # only the cause names a signal
-            require("No space left" not in reason, "/dev/shm is full; make it larger, as with "
-                    "docker run --shm-size=8g, or give --num_workers 0 --preprocess_num_proc 0")
+        except RuntimeError as error:       # only the cause names a signal
+            reason = str(error.__cause__ or error)
             require(not reason.startswith("DataLoader worker"), f"{first_line(reason)}; if memory "
                     "was short, give a smaller --num_workers or --preprocess_num_proc")
             raise
@@ -266,11 +254,12 @@ class Column:
 
 
 class _Share(IterableDataset):      # the parts that one loader process makes
-    def __init__(self, share, processes):
-        self.share, self.processes = share, processes
+    def __init__(self, share):
+        self.share = share
 
     def __iter__(self):
-        return self.share(FIRST_PARTS + get_worker_info().id, self.processes)
+        worker = get_worker_info()
+        return self.share(worker.id, worker.num_workers)
 
 
 def parallel_map_ordered(share, processes, take):
@@ -278,18 +267,13 @@ def parallel_map_ordered(share, processes, take):
 
     share(first, step): generator of the parts first, first + step, ... They must hold no tensors,
     which would need /dev/shm."""
-    n_taken, parts = 0, share(0, 1)
-    for chunk in itertools.islice(parts, FIRST_PARTS if processes else None):
-        take(chunk)
-        n_taken += 1
-    if not processes or n_taken < FIRST_PARTS:
-        return
-    parts.close()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads do not survive a fork
-    for chunk in iterate(DataLoader(
-            _Share(share, processes), batch_size=None, num_workers=processes,
-            collate_fn=lambda chunk: chunk, multiprocessing_context="fork",
-            worker_init_fn=init_loader)):
+    parts = share(0, 1)
+    if processes:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads die in a fork
+        parts = iterate(DataLoader(
+            _Share(share), batch_size=None, num_workers=processes, worker_init_fn=init_loader,
+            collate_fn=lambda chunk: chunk, multiprocessing_context="fork"))
+    for chunk in parts:
         take(chunk)
 
 

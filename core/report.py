@@ -7,10 +7,10 @@
 Reads metrics.jsonl of any trainer, also during the run. The page has no scripts and loads nothing.
 """
 import base64
+import itertools
 import re
 import statistics
 import sys
-import time
 from html import escape
 from pathlib import Path
 
@@ -25,33 +25,29 @@ STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and most sampl
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"  # of a sample
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
-:root {{ color-scheme: light dark }} small, figcaption {{ color: #808894 }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
-  overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 16px; overflow-wrap: anywhere }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
-figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
-td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
-audio {{ display: block; width: 100% }} .wide {{ overflow-x: auto }}
-blockquote {{ margin: 0 0 8px; white-space: pre-line }}
-pre {{ columns: 340px; white-space: pre-wrap }}
-</style><h1>{title}</h1><small>made {made}</small>{body}</html>
+figure {{ margin: 0 }} svg, audio {{ width: 100% }} svg {{ font-size: 12px }}
+td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886 }} pre {{ white-space: pre-wrap }}
+</style><h1>{title}</h1>{body}</html>
 """
 
 
 def natural_key(text):
     """Sort key that orders numbers in a name by value."""
-    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", text)]
+    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", str(text))]
+
+
+def shown(value):
+    """Text of a number, as in tables; of None a dash."""
+    return "–" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def read_evaluations(run):
     """[{"name", "metrics", ...}] of the evaluation.json files in a folder. Raises UserError."""
-    evaluations = []
-    for path in filter(Path.is_file, sorted(run.rglob("evaluation.json"))):
-        evaluation = cli.remove_secrets(json_files.read_object(path))
-        evaluations.append(evaluation | {"name": str(evaluation.get("name", path.parent.name))})
+    evaluations = [{"name": path.parent.name} | cli.remove_secrets(json_files.read_object(path))
+                   for path in sorted(run.rglob("evaluation.json")) if path.is_file()]
     return sorted(evaluations, key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
 
 
@@ -59,13 +55,10 @@ def evaluation_table(evaluations):
     """HTML table with a row for each metric and a column for each evaluation."""
     rows = [["", *(evaluation["name"] for evaluation in evaluations)],
             ["verdict", *(evaluation.get("verdict", "") for evaluation in evaluations)]]
-    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation["metrics"])
-    for name in names:
-        values = [evaluation["metrics"].get(name) for evaluation in evaluations]
-        rows.append([name, *("–" if value is None else f"{value:,.4g}" if isinstance(value, float)
-                             else value for value in values)])
+    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation["metrics"]):
+        rows.append([name, *(shown(evaluation["metrics"].get(name)) for evaluation in evaluations)])
     lines = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
-    return f'<div class="wide"><table>{lines}</table></div>'
+    return f"<table>{lines}</table>"
 
 
 def chart(title, curves):
@@ -73,23 +66,21 @@ def chart(title, curves):
     steps, values = zip(*(point for curve in curves.values() for point in curve))
     first, last, low, high = min(steps), max(steps), min(values), max(values)
 
-    def x(step):
-        return round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1)
+    def place(step, value):
+        return (round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1),
+                round(10 + (high - value) / (high - low or 1) * (HEIGHT - 40), 1))
 
-    def y(value):
-        return round(10 + (high - value) / (high - low or 1) * (HEIGHT - 40), 1)
-    parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
-             f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
-    parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
-              f'y="{y(value) + 4}" text-anchor="end">{value:.4g}</text>'
-              for value in (low, (low + high) / 2, high)]
+    labels = [(*place(first, value), f"{value:.4g}") for value in {low, high}]
+    labels += [(place(step, low)[0], HEIGHT - 8, f"{step:,}") for step in {first, last}]
+    parts = [f'<text x="{x - 6}" y="{y}" text-anchor="end" fill="#808894">{text}</text>'
+             for x, y, text in labels]
     legend = ""
-    for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
-        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
-        legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
-    return (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg role="img" '
-            f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>')
+    for (name, curve), color in zip(curves.items(), COLORS * len(curves)):
+        points = " ".join(f"{x},{y}" for x, y in itertools.starmap(place, curve))
+        parts.append(f'<polyline fill="none" stroke="{color}" points="{points}"/>')
+        legend += f' <span style="color:{color}">{escape(name)} {curve[-1][1]:.4g}</span>'
+    return (f"<figure><b>{escape(title)}</b>{legend}"
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>')
 
 
 def charts(rows):
@@ -105,62 +96,51 @@ def charts(rows):
     return figures and f'<div class="grid">{figures}</div>'
 
 
-def read_samples(folder, label):
-    """Yield (prompt, text, HTML) of a folder's first .wav files by name. Links to files elsewhere
-    are skipped, as the folder may come from somebody else."""
+def read_samples(folder):
+    """Yield (prompt, text, HTML) of a folder's first .wav files by name. Links are skipped: in a
+    folder of somebody else they may lead to any file."""
     def is_inside(path):
-        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
-    waves = sorted(filter(is_inside, folder.glob("*.wav")), key=lambda path: natural_key(path.stem))
-    for path in waves[:SAMPLES]:
+        return path.is_file() and not path.is_symlink()
+    for path in sorted(filter(is_inside, folder.glob("*.wav")), key=natural_key)[:SAMPLES]:
         notes = path.with_suffix(".json")
         sample = cli.remove_secrets(json_files.read_object(notes)) if is_inside(notes) else {}
-        facts = {name: sample[name] for name in FACTS if sample.get(name) is not None}
-        words = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-                 for name, value in facts.items()]
+        facts = [f"{name} {shown(sample[name])}" for name in FACTS if sample.get(name) is not None]
         sound = base64.b64encode(path.read_bytes()).decode()
         yield path.stem, str(sample.get("text", "")), (
-            f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="metadata" '
-            f'src="data:audio/wav;base64,{sound}"></audio>'
-            f'<small>{escape(" · ".join(words))}</small></figure>')
+            f"<figure>{escape(folder.resolve().name)}<audio controls preload=metadata "
+            f'src="data:audio/wav;base64,{sound}"></audio>{escape(" · ".join(facts))}</figure>')
 
 
 def samples_html(run, folders):
     """HTML of a run's samples and of --samples, a row per prompt. UserError."""
-    steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural_key(path.name))
+    rows, steps = {}, sorted((run / "samples").glob("step-*"), key=natural_key)
     steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
         require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
-    labels, rows = {path: path.name.replace("-", " ") for path in steps}, {}
-    labels |= {path: path.resolve().name for path in folders}
-    for folder in sorted(labels, key=lambda folder: not labels[folder].startswith(BEFORE)):
-        for prompt, text, cell in read_samples(folder, labels[folder]):
+    for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):
+        for prompt, text, cell in read_samples(folder):
             rows.setdefault((prompt, text), []).append(cell)
-    return "".join(
-        f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
-        f'<div class="grid">{"".join(rows[name, text])}</div>'
-        for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
-
-
-# ---- Command
+    return "".join(f'<h3>{escape(name)}</h3><p>{escape(text)}</p>'
+                   f'<div class="grid">{"".join(rows[name, text])}</div>'
+                   for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
 
 
 def write_report(run, rows, folders):
     """Write the page of a run and print a line about it. folders: of --samples. UserError."""
     evaluations = read_evaluations(run)
     saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
+    saved = ", ".join(sorted(saved, key=natural_key)) or "none yet"
     config = run / cli.CONFIG
     flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
     clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
-                      for clause in metrics.verdict(rows, evaluations))
+                      for clause in metrics.verdict(rows))
     last = max((row["step"] for row in rows), default=0)
-    parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: "
-             f"{', '.join(sorted(saved, key=natural_key)) or 'none yet'}",
+    parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: {saved}",
              "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
              "Samples": samples_html(run, folders),
              "Evaluation": evaluations and evaluation_table(evaluations)}
-    page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
-                       body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
-                                    if content))
+    body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
+    page = PAGE.format(title=escape(run.resolve().name), body=body)
     output, temporary = run / "report.html", run / ".report.html.tmp"
     temporary.unlink(missing_ok=True)       # it may be a link to another file
     temporary.write_text(page, encoding="utf-8", errors="replace")

@@ -274,7 +274,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epo
 batches = packing.iterate(blocks.make_loader(rows, packs, batch_rows, num_workers=args.num_workers,
                                              prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
-start_step, timer, stopping = step, metrics.StepTimer(device), False
+start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None

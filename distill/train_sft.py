@@ -318,7 +318,7 @@ print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, trai
 if new_ends:        # a base model's generation_config may not name them
     print0(f"note       stop generation at {tokenizer.convert_ids_to_tokens(new_ends)} as well")
 eval_due = stopping = eval_due and validate() is None
-start_step, timer = step, metrics.StepTimer(device)
+start_step, timer = step, metrics.StepTimer()
 
 
 def next_batch():

@@ -19,7 +19,7 @@ def test_results_come_in_order(n, processes):
     packing.parallel_map_ordered(share, processes, results.append)
     assert [i for i, _ in results] == list(range(n))
     elsewhere = {pid for i, pid in results if pid != os.getpid()}
-    assert len(elsewhere) == min(processes, max(0, n - packing.FIRST_PARTS))
+    assert len(elsewhere) == min(processes, n)
 
 
 def chat_lines(n):
@@ -31,7 +31,6 @@ def chat_lines(n):
 
 def test_several_processes_make_the_chats_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(chat_data, "CHUNK", 4)
-    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
     paths = [tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"]
     for path, n in zip(paths, (50, 21)):
         path.write_text(chat_lines(n))

@@ -58,16 +58,19 @@ def test_a_repeated_validation_is_logged_once(tmp_path, eval_due, kept):
     assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
 
 
-def test_the_first_step_of_a_run_does_not_count_for_its_speed(monkeypatch):
-    """The first step compiles and allocates. With a log line for each step, its time is still shown."""
+def test_speed_without_pauses(monkeypatch):
     now = 0.0
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    work, world = {"tokens": 100, "samples": 2, "flops": 1}, dist.World(device=torch.device("cpu"))
-    whole, single = metrics.StepTimer(world.device), metrics.StepTimer(world.device)
-    for now in (90.0, 90.5, 91.0):
-        whole.count(work, 100)
-        if now == 90:
-            single.count(work, 100)
-    values = whole.report(world)
-    assert values["train/step_seconds"] == 0.5 and values["train/throughput"] == 200
-    assert single.report(world)["train/step_seconds"] == 90
+    world = dist.World(device=torch.device("cpu"))
+    timer = metrics.StepTimer()
+    for steps in (2, 1):
+        for _ in range(steps):
+            now += 0.5
+            timer.count({"tokens": 100, "samples": 2, "flops": 1}, 125)
+        with timer.paused():        # a validation
+            now += 60
+        with timer.waiting():
+            pass
+        values = timer.report(world)
+        assert values["train/step_seconds"] == 0.5 and values["train/throughput"] == 200
+        assert values["train/padding"] == pytest.approx(0.2) and values["train/data_wait_seconds"] == 0

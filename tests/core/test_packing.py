@@ -9,8 +9,7 @@ import pytest
 from core.packing import PackOrder, best_fit, rank_packs, run_length
 
 KINDS = [{"samples_per_pack": 3}, {"samples_per_pack": 1}, {"samples_per_pack": 3, "group_by_length": True},
-         {"samples_per_pack": 3, "shuffle": False}, {"samples_per_pack": 3, "shuffle": False, "group_by_length": True},
-         {"tokens_per_pack": 2048}, {"tokens_per_pack": 2048, "shuffle": False}]
+         {"samples_per_pack": 3, "shuffle": False}, {"tokens_per_pack": 2048}]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 

@@ -6,7 +6,6 @@ import pytest
 import soundfile
 import torch
 
-from core import packing
 from core.dist import World
 from core.problems import Problems
 from data import make_table, split_validation
@@ -75,7 +74,6 @@ def spoil(i, raw):
 def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, monkeypatch):
     """They also find the same problems in the same order."""
     monkeypatch.setattr("speech.dataset.CHUNK", 3)
-    monkeypatch.setattr(packing, "FIRST_PARTS", 1)
     sources = write_entries(tmp_path / "train", kind, 61, spoil), write_entries(tmp_path / "held_out", "lines", 20)
     expected, clips, problems = files_of(sources, tools, tmp_path / "table", 0)
     assert set(expected) == {f"{name}.npy" for name in (
