@@ -75,26 +75,25 @@ def read_entries(path):
     read(wanted) yields (number from 0, value). unit: "line" if numbers count lines of JSONL, else
     "sample". JSONL is read line by line, and lines for which wanted(number) is false become
     SKIPPED. A list is read as a whole, once."""
+    def read_lines(wanted):
+        with open_file(path) as file:
+            for number, line in enumerate(file):
+                if line.strip(BLANK):
+                    try:
+                        value = loads(line) if wanted(number) else SKIPPED
+                    except ValueError as error:
+                        raise UserError(f"{path} line {number + 1}: {error}")
+                    yield number, value
+
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
     if start[:1] == b"{" and start[-1:] == b"}":
-        return "line", lambda wanted: _json_lines(path, wanted)
+        return "line", read_lines
     data = json_value(path)
     data = [data] if isinstance(data, dict) and "messages" in data else data
     require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
             "samples with 'messages'")
     return "sample", lambda wanted: enumerate(data)
-
-
-def _json_lines(path, wanted):
-    with open_file(path) as file:
-        for number, line in enumerate(file):
-            if line.strip(BLANK):
-                try:
-                    value = loads(line) if wanted(number) else SKIPPED
-                except ValueError as error:
-                    raise UserError(f"{path} line {number + 1}: {error}")
-                yield number, value
 
 
 # ---- Tables

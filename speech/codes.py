@@ -15,7 +15,6 @@ import sys
 import time
 import uuid
 import zlib
-from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +39,7 @@ SHORTEST_REFERENCE = round(MIN_REFERENCE_S * SAMPLE_RATE)
 CODES = 1024                    # values of a code: 0 to 1023
 SAVED = ".npy"                  # codes of generate_tts.py --save_codes: used unchanged
 BLOCK = 2**20                   # samples decoded at a time
+MP3_LENGTH = re.compile(rb"VBRI\0\x01|(Xing|Info)\0{3}[\x01\x03\x05\x07\x09\x0b\x0d\x0f](?!\0{4})")
 COMPLETE_SHARE = 0.99           # a file with less of its header's samples is cut off
 CUT_TOLERANCE_S = 0.3           # seconds by which a cut may exceed its recording
 LOUDEST = 10.0                  # highest peak; full scale is 1, mp3 and float files may exceed it
@@ -63,7 +63,9 @@ def decode_clips(clips):
 
     def decode(key, clip, samples):
         try:
-            wave, measures = resample(check_cut(samples, rate, clip), rate)
+            wave, measures = check_cut(samples, rate, clip), [np.nan] * len(MEASURES)
+            if wave.ndim == 1:      # saved codes stay as they are
+                wave, measures = resample(wave, rate)
         except ValueError as error:
             return str(error)
         missing = (SHORTEST_REFERENCE - len(wave)) * (clip.filled and wave.ndim == 1)
@@ -85,8 +87,6 @@ def read_file(path, clips):
             return digest, FRAME_RATE, [codes[span(clip, FRAME_RATE)] for clip in clips]
         with open_sound(data) as file:
             rate, promised, log = file.samplerate, file.frames, file.extra_info
-            if all(clip.offset is None for clip in clips):      # before it is decoded
-                check_seconds(max(promised / rate, 1))
             total, cuts = 0, [([np.empty(0, np.float32)], span(clip, rate)) for clip in clips]
             # from the start: seeking in an mp3 may be off by a frame
             while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
@@ -112,16 +112,12 @@ def open_sound(file):
     header has no length; libsndfile would guess an MP3's length from its first frames."""
     import soundfile
     file.seek(0)
-    head = file.read(200)
-    if head[:3] == b"ID3":      # a tag comes first; its size has 7 bits a byte
-        file.seek(10 + sum(byte << 7 * (9 - i) for i, byte in enumerate(head[6:10], 6)))
-        head = file.read(200)
-    has_length = head[:1] != b"\xff" or re.search(
-        rb"VBRI|(Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f](?!\0{4})", head, re.S)
+    head = file.read(2**24 if file.read(3) == b"ID3" else 200)      # a tag may hold pictures
     file.seek(0)
     try:
         with soundfile.SoundFile(file) as sound:
-            if not has_length or sound.frames == 2**63 - 1:
+            guessed = sound.format == "MP3" and not MP3_LENGTH.search(head)
+            if guessed or sound.frames == 2**63 - 1:
                 raise ValueError("does not say how long it is, as programs write into a pipe; "
                                  "write it again: ffmpeg -i FILE NEW")
             yield sound
@@ -146,44 +142,38 @@ def read_codes(file):
 
 
 def span(clip, rate):
-    """slice() of a Clip's samples, at most slightly more than check_seconds accepts."""
+    """slice() of a Clip's samples, at most slightly more than check_cut accepts."""
     start = round((clip.offset or 0) * rate)
     return slice(start, start + round(min(clip.duration or np.inf, LONGEST_CLIP_S + 1) * rate))
 
 
 def check_cut(samples, rate, clip):
     """The samples of a Clip. ValueError if they are too many or too few."""
-    check_seconds(len(samples) / rate)
-    short = (clip.duration or 0) - len(samples) / rate
+    seconds = len(samples) / rate
+    if seconds > LONGEST_CLIP_S:
+        raise ValueError(f"lasts {seconds:.0f} s or more, {LONGEST_CLIP_S} are decoded: cut it")
+    if round(seconds * SAMPLE_RATE) < MIN_SAMPLES:
+        raise ValueError(f"is too short: {seconds:.3f} s; a clip needs 0.04 s")
+    short = (clip.duration or 0) - seconds
     if short > CUT_TOLERANCE_S:
         raise ValueError(f"ends {short:.2f} s before the cut from {clip.offset:g} to "
-                         f"{clip.offset + clip.duration:g} s: times of another recording, or not "
-                         "seconds")
+                         f"{clip.offset + clip.duration:g} s: of another recording, or not seconds")
     return samples
 
 
-def check_seconds(seconds):
-    if seconds > LONGEST_CLIP_S:
-        raise ValueError(f"lasts {seconds:.0f} s, {LONGEST_CLIP_S} are decoded: cut it")
-    if round(seconds * SAMPLE_RATE) < MIN_SAMPLES:
-        raise ValueError(f"is too short: {seconds:.3f} s; a clip needs 0.04 s")
-
-
 def resample(samples, rate):
-    """((m,) float32 waveform at 24 kHz, (5,) float32 MEASURES) of a cut. Codes stay as they are."""
+    """((m,) float32 waveform at 24 kHz, MEASURES) of a cut."""
     import soxr
-    seconds = len(samples) / rate
-    if samples.ndim == 2:
-        return samples, np.array([seconds, *[np.nan] * 4], np.float32)
     loudness = np.abs(samples)
     if not loudness.max() <= LOUDEST:       # or NaN
         raise ValueError(f"peaks at {loudness.max():.3g}, not about 1: it has another scale")
     if samples.min() == samples.max():
         raise ValueError(f"is silent: every sample is {samples[0]:g}")
-    measures = [seconds, loudness.max(), np.sqrt(np.mean(np.square(samples, dtype=np.float64))),
+    measures = [len(samples) / rate, loudness.max(),
+                np.sqrt(np.mean(np.square(samples, dtype=np.float64))),
                 np.mean(loudness >= 0.999), samples.mean(dtype=np.float64)]
     wave = soxr.resample(samples, rate, SAMPLE_RATE, quality="HQ")
-    return np.ascontiguousarray(wave, np.float32), np.array(measures, np.float32)
+    return np.ascontiguousarray(wave, np.float32), measures
 
 
 # ---- The codec
@@ -236,8 +226,7 @@ def codec_frames(samples):
 # ---- The cache
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(NamedTuple):
     codec_dir: Path
     cache_dir: Path
     num_codebooks: int
@@ -315,8 +304,7 @@ def explain_damage(path):
 def read_index(folder):
     """(shard names, {file key: content key}, {content key: row}, "where" and measures of the rows
     as in ClipCodes). Row -1, the last one, is that of an unknown clip."""
-    names = os.listdir(folder) if os.path.exists(folder) else ()
-    shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
+    shards = sorted(path.name for path in Path(folder).glob("codes-*.safetensors"))
     contents, rows, where, measures = {}, {}, [], []
     for number, shard in enumerate(shards):
         path = Path(folder) / shard
@@ -412,8 +400,7 @@ def ensure_codes(world, clips, encoding):
                 errors |= rank_errors
                 stop = stop or asked
         if stop:
-            raise watchdog.Stopped("asked to stop while audio was being encoded; finished clips "
-                                   "stay in the code cache")
+            raise watchdog.Stopped("asked to stop while audio was being encoded")
         if not world.is_main:
             return None
         known = look_up(folder, clips) if jobs else known
@@ -431,8 +418,7 @@ def encode_jobs(world, jobs, folder, encoding):
         return {}
     codec, bandwidth = load_codec(encoding.codec_dir, world.device, encoding.num_codebooks)
     cached, store = read_index(folder)[2], world.store or HashStore()
-    start = flushed = time.monotonic()
-    errors, encoded, files, seconds = {}, {}, {}, 0.0
+    errors, encoded, files, flushed = {}, {}, {}, time.monotonic()
     workers = min(len(mine), -(-encoding.processes // world.local_size))
     # numpy: tensors would use /dev/shm, which is small in containers
     loader = DataLoader(mine, batch_size=None, num_workers=workers,
@@ -448,7 +434,6 @@ def encode_jobs(world, jobs, folder, encoding):
                     errors[number] = f"{clip.path}: {result}"
                     continue
                 file, key, wave, measures = result
-                seconds += float(measures[0])
                 files[file] = key
                 # for equal content under two paths, the first rank to claim it encodes it
                 if key in cached or store.add(f"encoding {key.hex()}", 1) > 1:
@@ -458,8 +443,6 @@ def encode_jobs(world, jobs, folder, encoding):
                                                encoding.num_codebooks), measures
                 except (ValueError, torch.OutOfMemoryError) as error:
                     errors[number] = f"{clip.path}: {first_line(error)}"
-            speed = world.size * seconds / (time.monotonic() - start)
-            bar.set_postfix_str(f"{speed:,.0f} x real time", refresh=False)
             bar.update(store.add("encoded clips", len(job)) - bar.n)
             if store.add("stop encoding", int(bool(watchdog.stop_requested()))):
                 break

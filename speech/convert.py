@@ -260,33 +260,26 @@ def read_sidecars(folder):
         folders[:] = sorted(name for name in folders if real not in seen and name[0] != ".")
         seen.add(real)
         files = {name.lower(): name for name in names}
-        subtitles = [name for name in files if name.endswith((".srt", ".vtt"))]
+        for name in names:      # talk.en.srt, if there is no talk.srt
+            files.setdefault(LANGUAGE_CODE.sub("", name.lower()), name)
         librispeech = dict(pair for name in names if name.endswith(".trans.txt")
                            for pair in key_and_text(root / name))
         no_speaker = root == folder or root.name.lower() in NO_SPEAKER
-        for name in names:
-            stem, ending = os.path.splitext(name)
-            if ending.lower() not in SOUNDS:
-                continue
-            audio = str((root / name).relative_to(folder))
-            row = {"audio": audio, "id": os.path.splitext(audio)[0],
-                   "speaker": "" if no_speaker else str(root.relative_to(folder))}
-            wanted = [stem.lower() + ending for ending in SIDECARS]
-            fitting = [name for name in wanted if name in files] or [     # else talk.en.srt
-                name for name in subtitles if name.startswith(stem.lower())
-                and re.fullmatch(r"\.[a-z]{2,4}(-\w+)?\.(srt|vtt)", name[len(stem):])]
-            text = files[fitting[0]] if fitting else None
-            if stem in librispeech:
-                entries, row["speaker"] = [{"text": librispeech[stem]}], stem.split("-")[0]
+        for path in (root / name for name in names if name.lower().endswith(SOUNDS)):
+            audio = path.relative_to(folder)
+            row = {"audio": str(audio), "id": str(audio.with_suffix("")),
+                   "speaker": "" if no_speaker else str(audio.parent)}
+            wanted = [path.stem.lower() + ending for ending in SIDECARS]
+            text = next((files[name] for name in wanted if name in files), "")
+            entries = [BadSample(f"has no text next to it ({', '.join(wanted)})", "empty_text")]
+            if path.stem in librispeech:
+                entries = [{"text": librispeech[path.stem]}]
             elif text:
                 entries = read_sidecar(root / text)
-                if text.endswith(".normalized.txt"):    # LibriTTS: speaker_chapter_...
-                    row["speaker"] = stem.split("_")[0]
-            else:
-                entries = [BadSample(f"has no text next to it ({', '.join(wanted)})",
-                                     "empty_text")]
+            if path.stem in librispeech or text.endswith(".normalized.txt"):    # of LibriTTS
+                row["speaker"] = re.split("[-_]", path.stem)[0]
             for number, entry in enumerate(entries, 1):
-                yield (f"{text} entry {number}" if text else audio,
+                yield (f"{text} entry {number}" if text else row["audio"],
                        row | entry if isinstance(entry, dict) else entry)
 
 
@@ -321,6 +314,7 @@ def seconds_of(text):
     return round(sum(number * 60 ** i for i, number in enumerate(reversed(numbers))), 3)
 
 
+LANGUAGE_CODE = re.compile(r"\.[a-z]{2,4}(-\w+)?(?=\.(srt|vtt)$)")
 LABEL = re.compile(r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)" * 2 + "(.*)")  # not "1.5 2.5 litres"
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
 # the line of times of a cue, and its number or name before it
@@ -439,10 +433,10 @@ def read_gigaspeech(folder):
     """Cuts of long recordings; its marks become punctuation."""
     data = json_files.read_object(folder / "GigaSpeech.json")
     marks = {"COMMA": ",", "PERIOD": ".", "QUESTIONMARK": "?", "EXCLAMATIONPOINT": "!"}
-    for audio in data.get("audios") or []:
-        for cut in audio.get("segments") or []:
-            text = str(cut.get("text_tn") or "")
-            text = re.sub(r" <(\w+)>", lambda mark: marks.get(mark[1], mark[0]), text)
+    for audio in data.get("audios", []):
+        for cut in audio.get("segments", []):
+            text = re.sub(r" <(\w+)>", lambda mark: marks.get(mark[1], mark[0]),
+                          str(cut.get("text_tn") or ""))
             yield BadSample(f"says no words ({text!r})", "empty_text") if "<" in text else {
                 "id": cut.get("sid"), "audio": audio.get("path"), "text": text,
                 "speaker": str(cut.get("speaker") or "").replace("N/A", ""),
@@ -454,8 +448,7 @@ CORPORA = (     # (patterns of names that a folder holds, its rows)
     (("wav.scp", "text"), read_kaldi),
     (("GigaSpeech.json",), read_gigaspeech),
     (("txt", "wav48.*"), lambda folder: (           # VCTK; of two microphones, mic2 is better
-        {"id": text.stem, "text_file": text.relative_to(folder), "speaker": text.parent.name,
-         "language": "en",
+        {"text_file": text.relative_to(folder), "speaker": text.parent.name, "language": "en",
          "audio": str(max(folder.glob(f"wav48*/{text.parent.name}/{text.stem}[_.]*"),
                           default=text.stem))} for text in sorted(folder.glob("txt/*/*.txt")))),
     (("content.txt", "wav"), lambda folder: (       # AISHELL-3; after each word is its pinyin
@@ -463,11 +456,10 @@ CORPORA = (     # (patterns of names that a folder holds, its rows)
          "text": "".join(text.split()[::2])}
         for name, text in key_and_text(folder / "content.txt"))),
     (("transcripts.txt", "audio"), lambda folder: (     # Multilingual LibriSpeech
-        {"id": name, "audio": f"audio/{'/'.join(name.split('_')[:2])}/{name}",
-         "speaker": name.split("_")[0], "text": text}
-        for name, text in key_and_text(folder / "transcripts.txt"))),
+        {"audio": f"audio/{'/'.join(name.split('_')[:2])}/{name}", "speaker": name.split("_")[0],
+         "text": text} for name, text in key_and_text(folder / "transcripts.txt"))),
     (("txts", "wavs"), lambda folder: (             # WenetSpeech4TTS
-        {"id": path.stem, "audio": f"wavs/{path.stem}", "language": "zh",
+        {"audio": f"wavs/{path.stem}", "language": "zh",
          "text": next(iter(key_and_text(path)), ("", ""))[1]}
         for path in sorted(folder.glob("txts/*.txt")))))
 
@@ -675,14 +667,13 @@ def references_of(row, reading, candidates, paths):
         unused = [("unused_reference", f"{task} uses no reference clips")]
         return [], unused if audio or row.get("ref_speakers") else []
     if speakers := row.get("ref_speakers"):
-        if not isinstance(speakers, list) or not all(
-                isinstance(speaker, dict) and speaker.get("ref_audio_file")
-                and isinstance(speaker.get("ref_transcript"), str) for speaker in speakers):
+        try:
+            tags = [str(item.get("speaker_tag") or f"SPEAKER{i}").strip("[]")
+                    for i, item in enumerate(speakers)]
+            return [(f"[{tag}] ", item["ref_transcript"].strip(), clip(item["ref_audio_file"]))
+                    for tag, item in zip(tags, speakers)], []
+        except (AttributeError, KeyError, TypeError):
             raise BadSample("its ref_speakers need 'ref_audio_file' and 'ref_transcript'")
-        tags = [str(speaker.get("speaker_tag") or f"SPEAKER{i}").strip("[]")
-                for i, speaker in enumerate(speakers)]
-        return [(f"[{tag}] ", speaker.get("ref_transcript"), clip(speaker.get("ref_audio_file")))
-                for tag, speaker in zip(tags, speakers)], []
     if not audio and any(name.endswith("voice_cloning") for name in (task, reading.task_type)):
         raise BadSample("has no reference clip, which its task type needs")
     unknown = [("no_reference_text", f"what its reference {audio!r} says is not known")]

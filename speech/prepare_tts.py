@@ -88,7 +88,7 @@ def find_problems(builder, codes, least, most):
     codes: ClipCodes. least, most: seconds of a clip."""
     where, (clips, offsets) = codes.where, builder.used_clips()
     target = last_clips(clips, offsets)
-    facts = builder.array("facts")
+    facts = builder.facts.array()
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -179,8 +179,6 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     with new_builder(world, tokenizer, ids, out) as (builder, clips):
         dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
-        if problems.n_fatal:
-            print(f"notice     {problems.n_fatal} rows stop it; audio is checked first", flush=True)
         codes = ensure_codes(world, clips, encoding)
         return dist.rank0(world, write)
 
