@@ -42,6 +42,8 @@ p.flag("--batch_size", 8, "samples per batch of Whisper")
 def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size")
     choices.check_judges(args)
+    if args.mos:
+        cli.require_package("speechmos", "--mos", "speechmos onnxruntime librosa")
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
@@ -104,8 +106,12 @@ def prompts_of(samples):
 def evaluate(folder, samples, by, settings):
     """evaluation.json of a folder, as a dict. by: judges.Judges. settings: {flag: value}, noted in
     the file."""
-    rows, voices, notes, transcripts, total = [], {}, [], [], {}
-    for audio, facts, target, reference in samples:
+    rows, voices, transcripts, total = [], {}, [], {}
+    if by.hear:
+        transcripts = by.hear((judges.read_audio(audio) for audio, *_ in samples), HZ)
+        texts = [audible_text(facts["text"]) for _, facts, *_ in samples]
+        total = judges.word_rates(texts, transcripts, by.language)
+    for i, (audio, facts, target, reference) in enumerate(samples):
         wave, ended_by = judges.read_audio(audio), facts.get("ended_by")
         row = {"name": audio.stem} | dict.fromkeys(METRICS)
         if target and len(true := judges.read_audio(*target)):
@@ -115,19 +121,15 @@ def evaluate(folder, samples, by, settings):
         like = reference or target
         if by.embed and like:
             row["speaker_similarity"] = judges.similarity(wave, HZ, like, by.embed, voices)
-        if by.mos:
+        if args.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
+        if by.hear:
+            row |= judges.word_rates([texts[i]], [transcripts[i]], by.language)
+            row["wer_mean"] = row["wer"]
         rows.append(row)
-    if by.hear:
-        files = [audio for audio, *_ in samples]
-        transcripts = by.hear(map(judges.read_audio, files), HZ, files, notes)
-        texts = [audible_text(facts["text"]) for _, facts, *_ in samples]
-        rates, total = judges.word_rates(texts, transcripts, by.language)
-        for row, errors in zip(rows, rates):
-            row |= errors | {"wer_mean": errors["wer"]}
     metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
     return {"name": str(folder), "metrics": metrics, "samples": rows,
-            "settings": settings | {"samples": len(samples), "notes": notes},
+            "settings": settings | {"samples": len(samples)},
             "heard": dict(zip((row["name"] for row in rows), transcripts))}
 
 
@@ -159,11 +161,10 @@ for folder, samples in folders.items():
     require(prompts_of(samples) == prompts_of(folders[args.folders[0]]),
             f"{folder} and {args.folders[0]} have other prompts: generate both from one list")
     lock_folder(folder, "folder")
-by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
-                        args.language, args.batch_size, args.device)
+by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.language,
+                        args.batch_size, args.device)
 settings = {key: value for key, value in cli.safe_flags(args).items() if key != "folders"}
 runs = [evaluate(folder, samples, by, settings) for folder, samples in folders.items()]
 for folder, run in zip(folders, runs):
     write_json(Path(folder) / "evaluation.json", run)
-print(*table(runs), *(f"note: {note}" for run in runs for note in run["settings"]["notes"]),
-      sep="\n")
+print(*table(runs), sep="\n")

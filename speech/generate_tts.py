@@ -170,17 +170,13 @@ noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": a
          **module.DRAWS, **draws}
 
 
-def prepare(prompt_samples, numbers):
-    return speak.prepare(prompt_samples, tokenizer, ids, codec, bandwidth,
-                         module.positions(config) - settings.max_new_tokens, numbers)
-
-
+prepare = partial(speak.prepare, tokenizer=tokenizer, ids=ids, codec=codec, bandwidth=bandwidth,
+                  room=module.positions(config) - settings.max_new_tokens)
 # batches come from the whole list, so they do not depend on the number of ranks
 batches, problems = {}, []
 for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
-    numbers = range(len(samples))[first:first + args.batch_size]
     try:
-        batches[first // args.batch_size] = prepare([samples[i] for i in numbers], numbers)
+        batches[first] = prepare(samples[first:first + args.batch_size])
     except UserError as error:
         problems.append(str(error))
 problems = list(dict.fromkeys(sum(dist.all_gather(world, problems), [])))
@@ -214,15 +210,14 @@ def say(prompts, seed):
     return speak.speak(native, codec, ids, settings, prompts, seed, args.best_of, listeners)
 
 
-def speak_batch(prompts, seed):
+def speak_batch(first, prompts):
     """Speak and write one batch of Prompts; return the contents of their JSON files."""
-    start = time.monotonic()
+    start, seed = time.monotonic(), args.seed + first // args.batch_size
     try:
         if args.split_text:
-            reference = (args.reference_audio, args.reference_text)
             results = speak.speak_chunks(
-                prompts, args.split_text, reference if args.reference_audio else None, args.scene,
-                prepare, lambda batch, turn: say(batch, seed + turn * speak.STRIDE * args.best_of),
+                samples[first:first + args.batch_size], args.split_text, prepare,
+                lambda batch, turn: say(batch, seed + turn * speak.STRIDE * args.best_of),
                 listeners, speak.open_stream(args.stream) if args.stream else None)
         else:
             results = say(prompts, seed)
@@ -231,22 +226,22 @@ def speak_batch(prompts, seed):
                         "--batch_size or --max_seconds")
     total = sum(len(codes) for codes, *_ in results) / FRAME_RATE
     rtf, written = (time.monotonic() - start) / total if total else None, []
-    for prompt, (codes, ended_by, wave, facts) in zip(prompts, results):
-        record = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave,
+    for number, (prompt, (codes, ended_by, wave, facts)) in enumerate(zip(prompts, results), first):
+        record = speak.write_sample(args.output_dir, number, prompt, codes, ended_by, wave,
                                     args.save_codes or args.max_cer is not None, seed=seed,
                                     real_time_factor=rtf, **noted, **facts)
         notice = "" if record["frames"] else "  <- no speech: end-of-stream came at once"
         if ended_by != "eos":
             notice = "  <- cut off: no end-of-stream came"
-        tqdm.write(f"{prompt.name} | {record['seconds']:6.2f} s | {rtf or 0:6.2f} s/s | ended by "
-                   f"{ended_by:<6} | {prompt.text[:60]!r}{notice}")
+        tqdm.write(f"{record['name']} | {record['seconds']:6.2f} s | ended by {ended_by:<6} | "
+                   f"{prompt.text[:60]!r}{notice}")
         written.append(record)
     return written
 
 
 records = []
-for number, prompts in tqdm(batches.items(), unit="batch", disable=None if main_rank else True):
-    records += speak_batch(prompts, args.seed + number)
+for batch in tqdm(batches.items(), unit="batch", disable=None if main_rank else True):
+    records += speak_batch(*batch)
 records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: int(record["name"]))
 if main_rank:
     seconds = sum(record["seconds"] for record in records)

@@ -17,8 +17,7 @@ from core.cli import require
 from core.packing import PackOrder
 from core.watchdog import Stopped
 from speech import speak, weights
-from speech.codes import FRAME_RATE, load_codec
-from speech.conversations import Clip
+from speech.codes import FRAME_RATE
 from speech.labels import total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
@@ -36,19 +35,11 @@ class Keeper:
         longest = min(longest, args.max_tokens_per_batch or longest)
         # a small pack keeps half of its room for the prompt
         self.settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
-
-        def prepare():
-            samples = speak.read_prompts(args.keep, args.normalize_text == "on")
-            for sample in samples:      # a recording in the file is replaced by the base's speech
-                sample.turns[-1].parts[-1] = Clip("")
-            codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-            return speak.prepare(samples, tokenizer, ids, codec, bandwidth,
-                                 longest - self.settings.max_new_tokens)
-
-        self.prompts = dist.rank0(world, prepare)
+        self.prompts = speak.prepare_file(args.keep, args, tokenizer, ids, codec_dir,
+                                          longest - self.settings.max_new_tokens, world)
         digest = hashlib.sha256(str(args.seed).encode())
-        for prompt in self.prompts:
-            digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
+        for row in (prompt.row(ids) for prompt in self.prompts):
+            digest.update(row["input_ids"].tobytes() + row["audio_ids"].tobytes())
         self.fingerprint = digest.hexdigest()[:16]      # rank 0 appends that of the base
 
     def extend_fingerprint(self, base):
@@ -60,10 +51,7 @@ class Keeper:
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
         codes, and return a log line. Collective: rank 0 speaks, the others wait. UserError if too
         few rows end by themselves. Stopped after a stop request."""
-        model.eval()
-        with dist.gather_weights(model), autocast():
-            codes = dist.rank0(world, self._codes, world, model)
-        model.train()
+        codes = speak.use_on_rank0(world, model, autocast, self._codes, world, model)
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")
         rows = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
@@ -71,10 +59,9 @@ class Keeper:
                 f"{len(rows)} of {len(codes)} rows within {SECONDS:g} s or half a pack")
         self.samples = []
         for i, (prompt, spoken) in enumerate(rows):         # only this speech is trained
-            tokens, codes_before = prompt.unexpanded
-            tokens = np.append(tokens, self.ids.audio_placeholder_id)
+            tokens = np.append(prompt.tokens, self.ids.audio_placeholder_id)
             self.samples.append({"number": i, **self.ids.assemble(
-                tokens, np.arange(len(tokens)) == len(tokens) - 1, [*codes_before, spoken])})
+                tokens, np.arange(len(tokens)) == len(tokens) - 1, [*prompt.codes, spoken])})
         self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in rows])
         self.order = PackOrder(np.array([len(sample["input_ids"]) for sample in self.samples]),
                                seed=self.args.seed, tokens_per_pack=self.args.max_tokens_per_batch,
