@@ -10,13 +10,9 @@ A folder holds the output of generate_tts.py: NAME.wav and NAME.json with "text"
 recording of the text), each with optional "..._offset" and "..._seconds". Prints a table and writes
 evaluation.json into each folder.
 
-    wer, cer             errors per word or character of "text" over all samples, as heard by
-                         --asr_model or --asr_command and compared by whisper's rules. They include
-                         the recogniser's errors: evaluate true recordings too
+    wer, cer             over all samples. They include the recogniser's errors
     wer_mean             mean of the samples' wer, as in Seed-TTS-eval
-    speaker_similarity   cosine of --speaker_model's embeddings of the sample and of
-                         reference_audio, else of the target
-    dnsmos               naturalness from 1 to 5 as DNSMOS estimates it (--mos)
+    speaker_similarity   cosine of the sample and of reference_audio, else of the target
     length_ratio         seconds of the sample over those of target_audio
     stop_rate            share of samples that ended by themselves, not at the length limit
     real_time_factor     computing time per second of speech, from generate_tts.py
@@ -56,9 +52,8 @@ from core.checkpoint import lock_folder, write_json
 from speech import judges
 from speech.conversations import audible_text, normalise
 
-METRICS = {"wer": "errors/word", "wer_mean": "errors/word", "cer": "errors/char",      # name: unit
-           "speaker_similarity": "cosine", "dnsmos": "1 to 5", "length_ratio": "1 = target",
-           "stop_rate": "share", "real_time_factor": "s/s"}
+METRICS = ("wer", "wer_mean", "cer", "speaker_similarity", "dnsmos", "length_ratio", "stop_rate",
+           "real_time_factor")
 HZ = 24000
 
 # ---- Samples: (a clip's file, its JSON, target, voice: arguments of read_audio or None)
@@ -142,14 +137,13 @@ def table(runs):
     """Lines of the table, one per metric."""
     heads = [run["name"] for run in runs]
     width = max(12, *map(len, heads))
-    lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
-    for key, unit in METRICS.items():
+    rows = {"metric": heads}
+    for key in METRICS:
         values = [run["metrics"][key] for run in runs]
-        shown = "".join(f" {'-' if value is None else format(value, '.4f'):>{width}}"
-                        for value in values)
         if any(value is not None for value in values):
-            lines.append(f"{key:<19}{unit:<12}{shown}")
-    return lines
+            rows[key] = ["-" if value is None else f"{value:.4f}" for value in values]
+    return [f"{key:<19}" + "".join(f" {word:>{width}}" for word in row)
+            for key, row in rows.items()]
 
 
 device = dist.single_process().device.type

@@ -5,10 +5,9 @@
         --text "Good morning." --output_dir spoken
     torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json  # GPUs share them
 
-Each prompt gives <name>.wav (24 kHz) and <name>.json with text, seed, frames, seconds,
+Each prompt gives NUMBER.wav (24 kHz) and NUMBER.json with text, seed, frames, seconds,
 real_time_factor (computing time of its batch per second of speech) and ended_by: "eos" if the model
-stopped by itself, "length" if --max_seconds cut it off. The same seed and batch size give the same
-speech on any number of GPUs.
+stopped by itself, "length" if --max_seconds cut it off.
 """
 import sys
 from pathlib import Path
@@ -39,22 +38,20 @@ flag("--reference_audio", None, "clip of the voice to clone, for texts and lines
 flag("--reference_text", None, "transcript of --reference_audio; optional for Higgs TTS 3")
 flag("--scene", None, "scene for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
 flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference does "
-     "(default: as the checkpoint was trained; on for a base model)", choices=choices.ON_OFF)
+     "(default: as in training)", choices=choices.ON_OFF)
 # how
 flag("--temperature", None, "0 = greedy (default: 1, TTS 3: 0.8)", type=float)
 flag("--top_k", None, "draw from this many codes, 0 = all (default: 50, TTS 3: 30)", type=int)
 flag("--top_p", None, "draw from codes of this total probability (default: 0.95, TTS 3: 0.8)",
      type=float)
-flag("--ras_window", None, "V2: rows that repetition-aware sampling looks back at, 0 = off "
-     "(default: 7); a code that occurs in them twice is drawn again", type=int)
+flag("--ras_window", None, "V2: a code that occurs twice in this many rows is drawn again, 0 = off "
+     "(default: 7)", type=int)
 flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and reported")
 flag("--seed", 42, "seed of the sampling")
 flag("--batch_size", 4, "prompts generated together on each device")
-flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors (--asr_model or "
-     "--asr_command), then --speaker_model; a take without errors ends the search")
+flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors, then likeness")
 flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
-     "and at tags, which are repeated; each part continues from the reference, or from its "
-     "speaker's last part; 0 = off", metavar="N")
+     "and at tags, which are repeated; 0 = off", metavar="N")
 flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
      "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
 choices.judges(p)
@@ -111,7 +108,7 @@ import torch
 from tqdm import tqdm
 
 from core import checkpoint, dist
-from speech import conversations, speak, weights
+from speech import conversations, judges, speak, weights
 from speech.codes import FRAME_RATE, load_codec
 
 # ---- Ranks, output folder, model, prompts
@@ -185,23 +182,15 @@ dtype = getattr(torch, args.dtype, torch.float32)
 if args.dtype == "auto" and device.type == "cuda":
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 native = speak.load_model(folder, config_dict, args.adapter, dtype, device, args.base_dtype)
-listeners = None
-if args.best_of > 1:
-    from speech import judges
-    load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
-                   language=args.language, device=device)
-    dist.rank0(world, lambda: load() and None)      # one rank downloads for all, and sends nothing
-    listeners = load()
+load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
+               language=args.language, device=device)
+dist.rank0(world, lambda: load() and None)      # one rank downloads for all, and sends nothing
+listeners = load()
 for path in old if main_rank else ():       # only now, after all checks
     path.unlink()
 dist.all_gather(world, None)        # no rank writes before that
 if main_rank:
-    print(f"model      {args.model_path}{f' + {args.adapter}' if args.adapter else ''}, "
-          f"{str(dtype).removeprefix('torch.')} on {world.size} x {device.type}"
-          f"{', its base in NF4' * bool(args.base_dtype)}\n"
-          f"text       {why}\n"
-          f"prompts    {len(samples)} in batches of {args.batch_size}; at most "
-          f"{args.max_seconds:g} s each")
+    print(f"text       {why}\nmodel      {dtype} on {world.size} x {device.type}")
 
 # ---- Speaking
 
@@ -230,11 +219,8 @@ def speak_batch(first, prompts):
         record = speak.write_sample(args.output_dir, number, prompt, codes, ended_by, wave,
                                     args.save_codes or args.max_cer is not None, seed=seed,
                                     real_time_factor=rtf, **noted, **facts)
-        notice = "" if record["frames"] else "  <- no speech: end-of-stream came at once"
-        if ended_by != "eos":
-            notice = "  <- cut off: no end-of-stream came"
         tqdm.write(f"{record['name']} | {record['seconds']:6.2f} s | ended by {ended_by:<6} | "
-                   f"{prompt.text[:60]!r}{notice}")
+                   f"{prompt.text[:60]!r}")
         written.append(record)
     return written
 
@@ -247,14 +233,10 @@ if main_rank:
     seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
     print(f"done       {plural(len(records), 'sample')}, {seconds:.1f} s of speech, {stopped} "
-          f"ended by themselves; {args.output_dir}")
-    if stopped < len(records):
-        print(f"notice     {plural(len(records) - stopped, 'sample')} cut off at --max_seconds "
-              f"{args.max_seconds:g}: raise it, or the model has not learnt to stop")
+          f"ended by themselves, not at --max_seconds; {args.output_dir}")
     if args.max_cer is not None:
         rows = speak.good_rows(samples, records, args.max_cer, ids.min_frames)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         checkpoint.write_text(Path(args.output_dir) / BEST, lines)
-        print(f"best       {len(rows)} of {len(records)} ended by themselves with at most "
-              f"{100 * args.max_cer:g}% character errors; {args.output_dir}/{BEST}, training data")
+        print(f"best       {len(rows)} of {len(records)}; {args.output_dir}/{BEST}, training data")
 dist.finish()

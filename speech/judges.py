@@ -50,10 +50,8 @@ def resample(wave, rate, target=RATE):
 
 @functools.cache
 def normaliser(language):
-    """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C).
-
-    All rules drop case, punctuation and words in brackets. "en" also writes numbers as digits,
-    expands contractions and drops "uh" and "um". UNSPACED: each character is a word."""
+    """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C). "en"
+    also writes numbers as digits and expands contractions. UNSPACED: each character is a word."""
     from transformers.models.whisper import english_normalizer
     if language == "en":
         return english_normalizer.EnglishTextNormalizer({})
@@ -148,10 +146,9 @@ def load_model(flag, path, device, class_name=None, unused=()):
         extractor = transformers.AutoFeatureExtractor.from_pretrained(path, **safe)
     except Exception as error:
         raise UserError(f"{flag} {path}: is not such a model ({first_line(error)})")
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
     # transformers would continue with random weights
-    require(not missing, f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
-            f"first {''.join(missing[:1])}")
+    require(all(name.startswith(unused) for name in info["missing_keys"]),
+            f"{flag} {path}: is not such a model, as weights are missing")
     return model.to(device).eval(), extractor, tokenizer
 
 
@@ -209,8 +206,7 @@ def load_x_vectors(path, device):
 
 def similarity(wave, rate, clip, embed, voices):
     """Cosine of the voices of a wave and of a clip, the arguments of read_audio; None if one is
-    shorter than SHORTEST_VOICE_S. Compare it with that of real recordings. voices: {clip: its
-    embedding}, filled here."""
+    shorter than SHORTEST_VOICE_S. voices: {clip: its embedding}, filled here."""
     def embedding(wave, rate):
         return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
     if clip not in voices:

@@ -28,8 +28,7 @@ class Keeper:
     """Rows that the base has spoken, and their schedule."""
 
     def __init__(self, args, tokenizer, ids, config, codec_dir, world):
-        """On every rank, before the base has spoken. args: the trainer's flags. UserError lists all
-        unusable rows."""
+        """On every rank. args: the trainer's flags. UserError lists all unusable rows."""
         self.args, self.ids = args, ids
         longest = args.max_length or weights.module(config).positions(config)
         longest = min(longest, args.max_tokens_per_batch or longest)
@@ -49,8 +48,7 @@ class Keeper:
 
     def speak(self, world, model, autocast):
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
-        codes, and return a log line. Collective: rank 0 speaks, the others wait. UserError if too
-        few rows end by themselves. Stopped after a stop request."""
+        codes, and return a log line. Collective. UserError if too few rows end by themselves."""
         codes = speak.use_on_rank0(world, model, autocast, self._codes, world, model)
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")

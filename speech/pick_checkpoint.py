@@ -46,10 +46,9 @@ p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda
 def check_flags(args, world_size):
     require(Path(args.output_dir).is_dir(), f"{args.output_dir}: there is no such folder")
     choices.check_judges(args)
-    require(args.prompts or args.by == "loss", f"--by {args.by} needs --prompts")
-    require(args.by not in ("wer", "cer") or args.asr_model or args.asr_command,
-            f"--by {args.by} needs --asr_model or --asr_command")
-    require(args.by != "sim" or args.speaker_model, "--by sim needs --speaker_model")
+    judge = args.speaker_model if args.by == "sim" else args.asr_model or args.asr_command
+    require(args.by == "loss" or args.prompts and judge, f"--by {args.by} needs --prompts and "
+            f"{'--speaker_model' if args.by == 'sim' else '--asr_model or --asr_command'}")
     cli.zero_or_more(args, "patience seed")
     require(args.follow or not args.patience, "--patience needs --follow")
 
@@ -104,19 +103,18 @@ def is_running():
         checkpoint.lock_folder(out, wait_s=0).close()
     except UserError:
         return True
-    return False
 
 
 def link_best(step):
-    link = out / "best"
-    require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
     checkpoint.write_atomically(link, lambda path: path.symlink_to(f"checkpoint-{step}"))
 
 
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
             args.asr_command, args.language, args.speaker_model, args.max_seconds, args.seed]
 picked = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-known, best, stale, following = {}, None, 0, True       # known: {step, 0 for the base: metric}
+link, following = out / "best", True
+require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
+known, best, stale = {}, None, 0       # known: {step, 0 for the base: metric}
 while following:
     # checked first, as the run may still save its last checkpoint
     following = args.follow and is_running()
@@ -135,17 +133,13 @@ while following:
             link_best(step)
         if args.patience and stale >= args.patience and is_running():
             (out / "stop").touch()
-            print(f"stop       nothing better in {cli.plural(stale, 'checkpoint')}: the run ends",
-                  flush=True)
+            print(f"stop       nothing better in {cli.plural(stale, 'checkpoint')}: the run ends")
             following = False
             break
     if following:
         time.sleep(POLL_S)
 require(best is not None, f"{out}: holds no checkpoint with {name}")
-base, value = known.get(0), form.format(known[best])
-base_value = "" if base is None else f"; the base {form.format(base)}"
+base_value = "" if (base := known.get(0)) is None else f"; the base {form.format(base)}"
+print(f"best       checkpoint-{best} by {name}: {form.format(known[best])}{base_value}; {link}")
 if base is not None and sign * known[best] >= sign * base:
-    print(f"NO CHECKPOINT IS BETTER THAN THE BASE by {name}: {value} at best, at step {best}"
-          f"{base_value}")
-else:
-    print(f"best       checkpoint-{best} by {name}: {value}{base_value}; {out / 'best'}")
+    print("NO CHECKPOINT IS BETTER THAN THE BASE")

@@ -2,16 +2,11 @@
 
 The trainer's code tokenises a prompt, which ends where speech begins, so the model gets inputs as
 in training. Generation uses the native class (V2) or v3.generate.
-
-    prompts = prepare(text_prompts([("1", "Good morning.")], normalize=True), tokenizer, ids, ...)
-    codes, ended_by = generate(native, prompts, ids, sampling(config, 30.0), seed, device)[0]
-    wave = decode(codec, codes)
 """
 import contextlib
 import io
 import os
 import re
-import struct
 import textwrap
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +21,7 @@ from core.checkpoint import write_atomically, write_json
 from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
-from speech import weights    # first: it explains a torchaudio that breaks transformers
+from speech import judges, weights    # first: it explains a torchaudio that breaks transformers
 from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
 from speech.conversations import (SCENE, BadSample, Clip, Sample, Turn, audible_text,
                                   canonical_turns, mark_trained, normalise, normalise_requests,
@@ -40,6 +35,7 @@ DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 BATCH = 8               # prompts that generate_all speaks together
 STRIDE = 1_000_003      # step of the seed from take to take; from batch to batch it is one
 PAUSE_S = 0.12          # silence between chunks of a long text
+NO_LENGTH = b"\xff" * 4       # of a WAV in a pipe
 
 # ---- Prompts
 
@@ -190,8 +186,8 @@ def prompt_batch(prompts, ids):
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
-    """Native model for generate, on the device, in eval mode. adapter: a PEFT folder or None; it
-    stays unmerged, in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
+    """Native model on the device, in eval mode. adapter: a PEFT folder or None; it stays unmerged,
+    in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
     parts, load = module.weight_parts(folder, config), weights.load_weights
@@ -216,33 +212,26 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
 
 def sampling(config, max_seconds, **draws):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
-
-    max_seconds: the longest speech. draws: {name of DRAW_FLAGS: value} instead of the model's
-    defaults. temperature 0 is greedy. ras_window: repetition-aware sampling draws a code again
-    from the untempered distribution if the last ras_window codes contain it twice; 0 is off."""
+    draws: {name of DRAW_FLAGS: value} instead of the model's defaults."""
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
     require(draws.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
     draws = module.DRAWS | draws
     if weights.is_tts3(config.model_type):
         return module.Sampling(**draws, max_new_tokens=frames + config.num_codebooks - 1)
-    ras_window = draws.pop("ras_window")
+    if ras_window := draws.pop("ras_window"):
+        draws |= {"ras_win_len": ras_window, "ras_win_max_num_repeat": 2}
     if not draws["temperature"]:
-        settings = {"do_sample": False}
-    else:
-        settings = {"do_sample": True, **draws}
-        if ras_window:
-            settings |= {"ras_win_len": ras_window, "ras_win_max_num_repeat": 2}
-    return GenerationConfig(**settings, max_new_tokens=frames + config.num_codebooks + 1,
-                            eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+        draws = {}
+    return GenerationConfig(do_sample=bool(draws), **draws, eos_token_id=config.eos_token_id,
+                            max_new_tokens=frames + config.num_codebooks + 1,
+                            pad_token_id=config.pad_token_id)
 
 
 @torch.no_grad()
 def generate(native, prompts, ids, settings, seed, device):
-    """[(codes (T, 8) int64, ended_by "eos" | "length")] of a batch of Prompts.
-
-    native: the model with adapters, on the device, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch only, and do not change torch's random state. A stop request to a
-    trainer cuts the speech off."""
+    """[(codes (T, 8) int64, ended_by "eos" | "length")] of a batch of Prompts. settings: from
+    sampling(). The draws depend on seed and batch only, and do not change torch's random state. A
+    stop request to a trainer cuts the speech off."""
     if weights.is_tts3(native.config.model_type):
         rows = [prompt.row(ids) for prompt in prompts]
         spoken = weights.module(native.config).generate(
@@ -284,9 +273,8 @@ def generate_all(native, prompts, ids, settings, seed, device):
 
 def undelay(rows, ids):
     """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or "length").
-
-    The inverse of labels.delay_rows. The end-of-stream of codebook 0 sets the length. Special ids
-    before it become the nearest code, as in transformers' processor."""
+    The end-of-stream of codebook 0 sets the length. Special ids before it become the nearest code,
+    as in transformers' processor."""
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
     first_end = np.flatnonzero(rows[:, 0] == ids.stream_eos)
@@ -308,31 +296,30 @@ def decode(codec, codes):
 # ---- The best of several takes
 
 
-def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
+def speak(native, codec, ids, settings, prompts, seed, takes, listeners):
     """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes, ranked by
     end-of-stream, then CER, then speaker similarity. listeners: judges.Judges. Unless they measure
     speaker similarity, a take without errors ends the search."""
-    best, left = [None] * len(prompts), list(range(len(prompts)))      # best: (rank, result)
+    best, left = {}, list(range(len(prompts)))      # best: {number: (rank, result)}
     for take in range(takes):
+        if not left:
+            break
         batch = [prompts[i] for i in left]
         spoken = generate(native, batch, ids, settings, seed + take * STRIDE, codec.device)
         waves = [decode(codec, codes) for codes, _ in spoken]
-        judged = listen(batch, waves, listeners) if listeners else [{} for _ in batch]
+        judged = listen(batch, waves, listeners)
         for i, (codes, ended_by), wave, facts in zip(left, spoken, waves, judged):
             bad = ended_by != "eos" or not len(codes)
             rank = bad, facts.get("cer") or 0.0, -(facts.get("speaker_similarity") or 0.0)
-            if best[i] is None or rank < best[i][0]:
+            if i not in best or rank < best[i][0]:
                 best[i] = rank, (codes, ended_by, wave, {**facts, "take": take})
-        left = [i for i in left if best[i][0][:2] != (False, 0.0) or listeners and listeners.embed]
-        if not left:
-            break
-    return [result for _, result in best]
+        left = [i for i in left if listeners.embed or best[i][0][:2] != (False, 0.0)]
+    return [best[i][1] for i in range(len(prompts))]
 
 
 def listen(prompts, waves, listeners):
     """[{fact: value}] that judges.Judges measure in each Prompt's wave. Speaker similarity is to
     the voice to be cloned, else to the true recording."""
-    from speech import judges
     facts, voices = [{} for _ in prompts], {}       # voices: {clip: embedding}; one may serve all
     if listeners.hear:
         transcripts = listeners.hear(waves, SAMPLE_RATE)
@@ -346,7 +333,6 @@ def listen(prompts, waves, listeners):
 
 def compare(listeners, texts, transcripts):
     """[{"heard": transcript, "wer", "cer"}] of texts."""
-    from speech import judges
     return [{"heard": heard, **judges.word_rates([audible_text(text)], [heard], listeners.language)}
             for text, heard in zip(texts, transcripts)]
 
@@ -422,7 +408,7 @@ def join(waves):
     return np.concatenate(pieces[:-1])
 
 
-def speak_chunks(samples, most, prepare, say, listeners=None, write=None):
+def speak_chunks(samples, most, prepare, say, listeners, write=None):
     """[(codes, ended_by, wave, facts)] of text_prompts whose texts split_text cuts into chunks.
 
     A chunk has its text's system turn and reference; without a reference it continues its speaker's
@@ -450,7 +436,7 @@ def speak_chunks(samples, most, prepare, say, listeners=None, write=None):
     for i, chunks in enumerate(texts):
         codes, ends, waves, facts = zip(*takes[i])
         record = dict(facts[-1])
-        if listeners and listeners.hear:
+        if listeners.hear:
             text = " ".join(chunk.strip() for _, chunk in chunks)
             record |= compare(listeners, [text], [" ".join(row["heard"] for row in facts)])[0]
         ended_by = next((end for end in ends if end != "eos"), "eos")
@@ -459,9 +445,8 @@ def speak_chunks(samples, most, prepare, say, listeners=None, write=None):
 
 
 def open_stream(path):
-    """Return write(wave so far) for --stream: it writes a WAV file, or appends the new samples to a
-    pipe, or raw to stdout ("-"). In a pipe the WAV header claims the largest length. UserError for
-    a pipe without a reader."""
+    """write(wave so far) for --stream: to a WAV file, appended to a pipe as WAV without a length,
+    or raw to stdout ("-"). UserError for a pipe without a reader."""
     raw, done = path == "-", 0
     try:        # without O_NONBLOCK, opening a pipe would wait for its reader
         number = 1 if raw else os.open(
@@ -474,15 +459,15 @@ def open_stream(path):
     def write(wave):
         nonlocal done
         with dist.error_names_file(path):
-            if raw or not file.seekable():
-                start = b"" if raw or done else struct.pack(
-                    "<4sI8sIHHIIHH4sI", b"RIFF", 2**32 - 2, b"WAVEfmt ", 16, 1, 1, SAMPLE_RATE,
-                    2 * SAMPLE_RATE, 2, 16, b"data", 2**32 - 38)
-                file.write(start + sound_bytes(wave[done:], "RAW"))
-                done = len(wave)
-            else:
+            if not raw and file.seekable():
                 file.seek(0)
                 file.write(sound_bytes(wave, "WAV"))
+            else:
+                if not (raw or done):
+                    header = sound_bytes(wave[:0], "WAV")
+                    file.write(header[:4] + NO_LENGTH + header[8:40] + NO_LENGTH)
+                file.write(sound_bytes(wave[done:], "RAW"))
+                done = len(wave)
             file.flush()
     return write
 
@@ -524,10 +509,7 @@ def write_sample(folder, number, prompt, codes, ended_by, wave, with_codes=False
     return record
 
 
-# ---- --sample_prompts: rank 0 speaks them at every validation while the others wait. The draws
-# have separate seeds, so sampling does not change the training.
-
-MAX_PROMPTS = 64    # for a few prompts; generate_tts.py speaks any number
+# ---- In training: rank 0 speaks, with separate seeds, so the training does not change
 
 
 def prepare_file(path, args, tokenizer, ids, codec_dir, room, world):
@@ -550,27 +532,23 @@ def use_on_rank0(world, model, autocast, function, *args):
 
 
 class Speaker:
-    """Speaks the prompts of a run."""
+    """Speaks --sample_prompts at every validation."""
 
     def __init__(self, args, tokenizer, ids, config, codec_dir, world):
-        """On every rank. args: the trainer's flags. Checks and encodes the prompts, so mistakes in
-        them show before training starts. Raises UserError."""
+        """On every rank. args: the trainer's flags. Encodes the prompts. Raises UserError."""
         self.args, self.ids, self.codec_dir, self.device = args, ids, codec_dir, world.device
         self.settings = sampling(config, args.sample_seconds)
         room = weights.module(config).positions(config) - self.settings.max_new_tokens
         self.prompts = prepare_file(args.sample_prompts, args, tokenizer, ids, codec_dir, room,
                                     world)
-        require(len(self.prompts) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
-                f"{len(self.prompts)} prompts; at most {MAX_PROMPTS}")
 
     def speak(self, world, model, step, log, autocast):
-        """Return {eval/...: float} of the prompts as spoken by model, a weights.module().packed.
-        Collective: rank 0 speaks and writes to log, the others wait."""
+        """{eval/...: float} of the prompts as spoken by model, a weights.module().packed."""
         return use_on_rank0(world, model, autocast, self.speak_all, model.base_model, step, log)
 
     def speak_all(self, native, step, log):
         """Speak and write every prompt -> {metric: float}; {} after a stop request, or if memory is
-        too small. native: unsharded weights, in eval mode."""
+        too small."""
         try:
             spoken = generate_all(native, self.prompts, self.ids, self.settings, self.args.seed,
                                   self.device)

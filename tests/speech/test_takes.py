@@ -88,9 +88,9 @@ def test_the_prompt_of_each_part_has_the_codes_of_the_part_before(voice):
         seen.append(prepare(samples, known))
         return seen[-1]
     def say(prompts, turn):
-        return speak.speak(native, codec, ids, settings, prompts, turn)
+        return speak.speak(native, codec, ids, settings, prompts, turn, 1, judges.load_judges())
     samples = speak.text_prompts([("a", "one two. three."), ("b", "four.")], False)
-    first, second = speak.speak_chunks(samples, 9, noted, say)
+    first, second = speak.speak_chunks(samples, 9, noted, say, judges.load_judges())
     assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].row(ids)["audio_ids"])
     codes, ended_by, wave, _ = first
     audio_ids = seen[1][0].row(ids)["audio_ids"]
@@ -124,7 +124,7 @@ def test_a_part_continues_the_last_part_of_its_speaker():
         asked.extend([int(known[clip][0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
                      for sample in samples)
     text = "[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four."
-    speak.speak_chunks(speak.text_prompts([("a", text)], False), 9, noted, say)
+    speak.speak_chunks(speak.text_prompts([("a", text)], False), 9, noted, say, judges.load_judges())
     assert asked == [[], [], [0], [1]]
 
 
