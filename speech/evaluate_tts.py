@@ -101,31 +101,28 @@ def prompts_of(samples):
 def evaluate(folder, samples, by, settings):
     """evaluation.json of a folder, as a dict. by: judges.Judges. settings: {flag: value}, noted in
     the file."""
-    rows, voices, transcripts, total = [], {}, [], {}
-    if by.hear:
-        transcripts = by.hear((judges.read_audio(audio) for audio, *_ in samples), HZ)
-        texts = [audible_text(facts["text"]) for _, facts, *_ in samples]
-        total = judges.word_rates(texts, transcripts, by.language)
-    for i, (audio, facts, target, reference) in enumerate(samples):
-        wave, ended_by = judges.read_audio(audio), facts.get("ended_by")
-        row = {"name": audio.stem} | dict.fromkeys(METRICS)
+    waves = [judges.read_audio(audio) for audio, *_ in samples]
+    texts = [facts.get("text") or "" for _, facts, *_ in samples]
+    measured = judges.measure(by, waves, HZ, texts, [
+        reference or target for *_, target, reference in samples])
+    rows, heard = [], {}
+    for (audio, facts, target, _), wave, row in zip(samples, waves, measured):
+        if by.hear:
+            heard[audio.stem], row["wer_mean"] = row.pop("heard"), row["wer"]
         if target and len(true := judges.read_audio(*target)):
             row["length_ratio"] = len(wave) / len(true)
-        row["stop_rate"] = float(ended_by == "eos") if ended_by else None
+        if ended_by := facts.get("ended_by"):
+            row["stop_rate"] = float(ended_by == "eos")
         row["real_time_factor"] = facts.get("real_time_factor")
-        like = reference or target
-        if by.embed and like:
-            row["speaker_similarity"] = judges.similarity(wave, HZ, like, by.embed, voices)
         if args.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
-        if by.hear:
-            row |= judges.word_rates([texts[i]], [transcripts[i]], by.language)
-            row["wer_mean"] = row["wer"]
-        rows.append(row)
-    metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
-    return {"name": str(folder), "metrics": metrics, "samples": rows,
-            "settings": settings | {"samples": len(samples)},
-            "heard": dict(zip((row["name"] for row in rows), transcripts))}
+        rows.append({"name": audio.stem} | dict.fromkeys(METRICS) | row)
+    metrics = {key: mean(row[key] for row in rows) for key in METRICS}
+    if by.hear:
+        texts = list(map(audible_text, texts))
+        metrics |= judges.word_rates(texts, heard.values(), by.language)
+    return {"name": str(folder), "metrics": metrics, "samples": rows, "heard": heard,
+            "settings": settings | {"samples": len(samples)}}
 
 
 def mean(values):

@@ -126,15 +126,15 @@ def earlier_results():
 
 
 def read_texts():
-    if args.prompts and args.prompts.lower().endswith(choices.CHATML):
-        return speak.read_prompts(args.prompts, normalize)
-    lines = speak.read_lines(args.prompts) if args.prompts else [
-        (f"--text {text!r}", text) for text in args.text]
-    for name, text in lines if args.split_text and args.reference_audio else ():
-        speakers = {speaker for speaker, _ in speak.split_text(text, args.split_text)}
-        require(len(speakers) == 1, f"{name}: its speakers would all get --reference_audio's voice")
-    return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
-                              scene=args.scene)
+    voice = args.reference_audio, args.reference_text, args.scene
+    texts = [(f"--text {text!r}", text) for text in args.text or ()]
+    samples = (speak.read_prompts(args.prompts, normalize, *voice) if args.prompts else
+               speak.text_prompts(texts, normalize, *voice))
+    for sample in samples if args.split_text and args.reference_audio else ():
+        chunks = speak.split_text(speak.spoken_text(sample), args.split_text)
+        require(len({speaker for speaker, _ in chunks}) == 1,
+                f"{sample.name}: its speakers would all get --reference_audio's voice")
+    return samples
 
 
 world = dist.init()

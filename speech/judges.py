@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from core.cli import UserError, first_line, notice, require, require_package
+from speech.conversations import audible_text
 
 RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
@@ -164,10 +165,10 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8)
     heard, waves = [], (resample(wave, rate, target) for wave in waves)
     while batch := list(itertools.islice(waves, batch_size if whisper else 1)):
         if whisper:
-            for number, wave in enumerate(batch, len(heard)):
+            for wave in batch:
                 if len(wave) > extractor.n_samples:
-                    notice(f"--asr_model: clip {number}: only the first {extractor.chunk_length} s "
-                           f"of {len(wave) / target:.1f} s were heard")
+                    notice(f"--asr_model hears the first {extractor.chunk_length} s of a clip that "
+                           f"lasts {len(wave) / target:.1f} s")
             # an empty clip counts as silence
             batch = [wave[:extractor.n_samples] if len(wave) else np.zeros(1) for wave in batch]
             inputs = extractor(batch, sampling_rate=target, return_tensors="pt",
@@ -224,6 +225,18 @@ def dnsmos(wave, rate):
 
 
 # ---- All judges
+
+
+def measure(by, waves, rate, texts, likes):
+    """[{"heard", "wer", "cer", "speaker_similarity"}] of waves, as far as Judges are on. texts: to
+    be spoken. likes: the voice to be cloned or the true recording, as of read_audio, or None."""
+    rows, voices = [{} for _ in waves], {}      # voices: one may serve all
+    for row, text, heard in zip(rows, texts, by.hear(waves, rate)) if by.hear else ():
+        row |= {"heard": heard, **word_rates([audible_text(text)], [heard], by.language)}
+    for row, wave, like in zip(rows, waves, likes) if by.embed else ():
+        if like:
+            row["speaker_similarity"] = similarity(wave, rate, like, by.embed, voices)
+    return rows
 
 
 @functools.cache

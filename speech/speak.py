@@ -55,26 +55,22 @@ class Prompt:
         return ids.assemble(self.tokens, np.zeros(len(self.tokens), bool), self.codes)
 
 
-def read_prompts(path, normalize):
+def read_prompts(path, normalize, *voice):
     """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text
-    per line. normalize: normalise texts to speak. UserError lists every unusable prompt."""
+    per line, spoken in a voice: text_prompts. normalize: normalise texts to speak. UserError lists
+    every unusable prompt."""
     path, problems = Path(path), []
-    if path.suffix.lower() not in (".json", ".jsonl"):
-        return text_prompts(read_lines(path), normalize)
-    samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
+    if path.suffix.lower() in (".json", ".jsonl"):
+        samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
+    else:
+        require(path.suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
+                f"{path}: is a table; give one text per line, or ChatML")
+        lines = enumerate(read_text(path).splitlines(), 1)
+        samples = text_prompts([(f"{path} line {number}", line) for number, line in lines
+                                if line.strip()], normalize, *voice)
     require(not problems, problem_text(problems))
     require(samples, f"{path}: holds no prompts")
     return samples
-
-
-def read_lines(path):
-    """[(name, text)] of a file with one text per line; skips empty lines. Raises UserError."""
-    require(Path(path).suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
-            f"{path}: is a table; give one text per line, or ChatML (speech/convert.py makes it)")
-    lines = enumerate(read_text(path).splitlines(), 1)
-    texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
-    require(texts, f"{path}: holds no text")
-    return texts
 
 
 def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, scene=None):
@@ -307,7 +303,10 @@ def speak(native, codec, ids, settings, prompts, seed, takes, listeners):
         batch = [prompts[i] for i in left]
         spoken = generate(native, batch, ids, settings, seed + take * STRIDE, codec.device)
         waves = [decode(codec, codes) for codes, _ in spoken]
-        judged = listen(batch, waves, listeners)
+        likes = [clip and (clip.path, clip.offset, clip.duration)
+                 for clip in (prompt.voice or prompt.target for prompt in batch)]
+        texts = [prompt.text for prompt in batch]
+        judged = judges.measure(listeners, waves, SAMPLE_RATE, texts, likes)
         for i, (codes, ended_by), wave, facts in zip(left, spoken, waves, judged):
             bad = ended_by != "eos" or not len(codes)
             rank = bad, facts.get("cer") or 0.0, -(facts.get("speaker_similarity") or 0.0)
@@ -315,26 +314,6 @@ def speak(native, codec, ids, settings, prompts, seed, takes, listeners):
                 best[i] = rank, (codes, ended_by, wave, {**facts, "take": take})
         left = [i for i in left if listeners.embed or best[i][0][:2] != (False, 0.0)]
     return [best[i][1] for i in range(len(prompts))]
-
-
-def listen(prompts, waves, listeners):
-    """[{fact: value}] that judges.Judges measure in each Prompt's wave. Speaker similarity is to
-    the voice to be cloned, else to the true recording."""
-    facts, voices = [{} for _ in prompts], {}       # voices: {clip: embedding}; one may serve all
-    if listeners.hear:
-        transcripts = listeners.hear(waves, SAMPLE_RATE)
-        facts = compare(listeners, [prompt.text for prompt in prompts], transcripts)
-    for prompt, wave, row in zip(prompts, waves, facts) if listeners.embed else ():
-        if clip := prompt.voice or prompt.target:
-            row["speaker_similarity"] = judges.similarity(
-                wave, SAMPLE_RATE, (clip.path, clip.offset, clip.duration), listeners.embed, voices)
-    return facts
-
-
-def compare(listeners, texts, transcripts):
-    """[{"heard": transcript, "wer", "cer"}] of texts."""
-    return [{"heard": heard, **judges.word_rates([audible_text(text)], [heard], listeners.language)}
-            for text, heard in zip(texts, transcripts)]
 
 
 def good_rows(samples, records, max_cer, min_frames):
@@ -437,8 +416,9 @@ def speak_chunks(samples, most, prepare, say, listeners, write=None):
         codes, ends, waves, facts = zip(*takes[i])
         record = dict(facts[-1])
         if listeners.hear:
-            text = " ".join(chunk.strip() for _, chunk in chunks)
-            record |= compare(listeners, [text], [" ".join(row["heard"] for row in facts)])[0]
+            record["heard"] = " ".join(row["heard"] for row in facts)
+            text = audible_text(" ".join(chunk.strip() for _, chunk in chunks))
+            record |= judges.word_rates([text], [record["heard"]], listeners.language)
         ended_by = next((end for end in ends if end != "eos"), "eos")
         results.append((np.concatenate(codes), ended_by, join(waves), record))
     return results

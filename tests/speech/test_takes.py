@@ -64,7 +64,7 @@ def test_the_best_understood_of_the_ended_takes_is_kept(voice, monkeypatch):
         number, takes = iter(range(9)), []
         monkeypatch.setattr(speak, "generate", lambda *_, number=number: [(np.full((9, 8), next(number)), "eos")])
         monkeypatch.setattr(speak, "decode", lambda codec, codes, takes=takes: takes.append(int(codes[0, 0])))
-        monkeypatch.setattr(speak, "listen", lambda some, waves, by, takes=takes: [
+        monkeypatch.setattr(judges, "measure", lambda *_, takes=takes: [
             judges.word_rates([TEXTS[0]], [heard[takes[-1]]]) | {"speaker_similarity": likes[takes[-1]]}])
         judge = judges.Judges(None, embed, None)
         (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judge)
