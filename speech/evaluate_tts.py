@@ -5,10 +5,9 @@
         --speaker_model microsoft/wavlm-base-plus-sv
     python speech/evaluate_tts.py samples_base samples_trained  # the same prompts, two checkpoints
 
-A folder holds the output of generate_tts.py: NAME.wav and NAME.json with "text" and "ended_by"
-("eos" or "length"). Optional are "reference_audio" (the voice to be cloned) and "target_audio" (a
-recording of the text), each with optional "..._offset" and "..._seconds". Prints a table and writes
-evaluation.json into each folder.
+A folder holds NAME.wav and NAME.json of generate_tts.py, with "text" and "ended_by". Optional are
+"reference_audio" (the voice to be cloned) and "target_audio" (a recording of the text), each with
+optional "..._offset" and "..._seconds". Prints a table and writes evaluation.json into each folder.
 
     wer, cer             over all samples. They include the recogniser's errors
     wer_mean             mean of the samples' wer, as in Seed-TTS-eval
@@ -56,11 +55,10 @@ METRICS = ("wer", "wer_mean", "cer", "speaker_similarity", "dnsmos", "length_rat
            "real_time_factor")
 HZ = 24000
 
-# ---- Samples: (a clip's file, its JSON, target, voice: arguments of read_audio or None)
-
 
 def read_samples(folder):
-    """[sample] of a folder of NAME.wav and NAME.json. UserError lists all unusable samples."""
+    """[(a clip's file, its JSON, target, voice: arguments of read_audio or None)] of a folder.
+    UserError lists all unusable samples."""
     folder, samples, problems = Path(folder), [], []
     require(folder.is_dir(), f"{folder}: no such folder; give one that generate_tts.py wrote")
     for audio in sorted(folder.glob("*.wav")):
@@ -93,9 +91,6 @@ def find_audio(facts, role, path):
 def prompts_of(samples):
     """{name: text} of samples; normalised, since only one of the checkpoints may do that."""
     return {audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
-
-
-# ---- Judging
 
 
 def evaluate(folder, samples, by, settings):

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli
-from core.cli import UserError, plural, problem_text, require
+from core.cli import UserError, plural, require
 from speech import choices
 
 # ---- Flags: name, default, help
@@ -51,7 +51,7 @@ flag("--seed", 42, "seed of the sampling")
 flag("--batch_size", 4, "prompts generated together on each device")
 flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors, then likeness")
 flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
-     "and at tags, which are repeated; 0 = off", metavar="N")
+     "and at tags; 0 = off", metavar="N")
 flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
      "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
 choices.judges(p)
@@ -105,7 +105,6 @@ import time
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from core import checkpoint, dist
 from speech import conversations, judges, speak, weights
@@ -165,19 +164,11 @@ settings = speak.sampling(config, args.max_seconds, **draws)
 noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": args.base_dtype,
          "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
          **module.DRAWS, **draws}
-
-
 prepare = partial(speak.prepare, tokenizer=tokenizer, ids=ids, codec=codec, bandwidth=bandwidth,
                   room=module.positions(config) - settings.max_new_tokens)
 # batches come from the whole list, so they do not depend on the number of ranks
-batches, problems = {}, []
-for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
-    try:
-        batches[first] = prepare(samples[first:first + args.batch_size])
-    except UserError as error:
-        problems.append(str(error))
-problems = list(dict.fromkeys(sum(dist.all_gather(world, problems), [])))
-require(not problems, problem_text(problems))
+batches = {first: prepare(samples[first:first + args.batch_size]) for first in range(
+    world.rank * args.batch_size, len(samples), world.size * args.batch_size)}
 dtype = getattr(torch, args.dtype, torch.float32)
 if args.dtype == "auto" and device.type == "cuda":
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
@@ -199,14 +190,14 @@ def say(prompts, seed):
     return speak.speak(native, codec, ids, settings, prompts, seed, args.best_of, listeners)
 
 
-def speak_batch(first, prompts):
-    """Speak and write one batch of Prompts; return the contents of their JSON files."""
+records = []
+for first, prompts in batches.items():
     start, seed = time.monotonic(), args.seed + first // args.batch_size
     try:
         if args.split_text:
             results = speak.speak_chunks(
                 samples[first:first + args.batch_size], args.split_text, prepare,
-                lambda batch, turn: say(batch, seed + turn * speak.STRIDE * args.best_of),
+                lambda batch, turn, seed=seed: say(batch, seed + turn * speak.STRIDE * args.best_of),
                 listeners, speak.open_stream(args.stream) if args.stream else None)
         else:
             results = say(prompts, seed)
@@ -214,26 +205,19 @@ def speak_batch(first, prompts):
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
                         "--batch_size or --max_seconds")
     total = sum(len(codes) for codes, *_ in results) / FRAME_RATE
-    rtf, written = (time.monotonic() - start) / total if total else None, []
+    rtf = (time.monotonic() - start) / total if total else None
     for number, (prompt, (codes, ended_by, wave, facts)) in enumerate(zip(prompts, results), first):
         record = speak.write_sample(args.output_dir, number, prompt, codes, ended_by, wave,
                                     args.save_codes or args.max_cer is not None, seed=seed,
                                     real_time_factor=rtf, **noted, **facts)
-        tqdm.write(f"{record['name']} | {record['seconds']:6.2f} s | ended by {ended_by:<6} | "
-                   f"{prompt.text[:60]!r}")
-        written.append(record)
-    return written
-
-
-records = []
-for batch in tqdm(batches.items(), unit="batch", disable=None if main_rank else True):
-    records += speak_batch(*batch)
+        print(f"{record['name']} | {record['seconds']:6.2f} s | ended by {ended_by:<6} | "
+              f"{prompt.text[:60]!r}")
+        records.append(record)
 records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: int(record["name"]))
 if main_rank:
-    seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
-    print(f"done       {plural(len(records), 'sample')}, {seconds:.1f} s of speech, {stopped} "
-          f"ended by themselves, not at --max_seconds; {args.output_dir}")
+    print(f"done       {plural(len(records), 'sample')}, {stopped} ended by themselves, not at "
+          f"--max_seconds; {args.output_dir}")
     if args.max_cer is not None:
         rows = speak.good_rows(samples, records, args.max_cer, ids.min_frames)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

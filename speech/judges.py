@@ -46,9 +46,6 @@ def resample(wave, rate, target=RATE):
     return wave if rate == target else soxr.resample(wave, rate, target, quality="HQ")
 
 
-# ---- Text
-
-
 @functools.cache
 def normaliser(language):
     """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C). "en"
@@ -79,9 +76,6 @@ def word_rates(references, hypotheses, language=None):
     return rates
 
 
-# ---- Words
-
-
 def recognise_pocketsphinx(waves, rate, grammar=None):
     """[text] from CMU Sphinx's US English model, which the package contains. grammar: JSGF text, or
     None for the large vocabulary, which needs clear sentences."""
@@ -107,8 +101,7 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
 
 
 def recognise_command(waves, rate, command, time_limit=3600):
-    """[text] from a command that gets paths of wav files and prints a line for each. Raises
-    UserError if it fails, or after time_limit seconds, when it is killed."""
+    """[text] from a command that gets paths of wav files and prints a line for each. UserError."""
     import soundfile
     paths, where = [], f"--asr_command {command}:"
     with tempfile.TemporaryDirectory() as folder:
@@ -118,10 +111,8 @@ def recognise_command(waves, rate, command, time_limit=3600):
         try:
             done = subprocess.run([*shlex.split(command), *paths], encoding="utf-8",
                                   errors="replace", capture_output=True, timeout=time_limit)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{where} cannot be started ({error})")
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{where} has not heard {len(paths)} files in {time_limit:g} s")
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"{where} {error}")
     lines = done.stdout.splitlines()
     require(not done.returncode and len(lines) == len(paths),
             f"{where} status {done.returncode}, {len(lines)} lines for {len(paths)} files; last "
@@ -155,10 +146,8 @@ def load_model(flag, path, device, class_name=None, unused=()):
 
 @torch.inference_mode()
 def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8):
-    """[text] by greedy decoding. recogniser: from load_model. UserError for a wrong language.
-
-    Whisper hears the first 30 s of a clip, and a notice says so of longer ones. Other models get
-    one clip at a time, as padding would change their group norms."""
+    """[text] by greedy decoding. recogniser: from load_model. Whisper gets batches; padding would
+    change the group norms of other models. UserError for a wrong language."""
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
     options = {"language": language, "task": "transcribe"} if language and whisper else {}
@@ -188,12 +177,9 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8)
     return heard
 
 
-# ---- Voices
-
-
 def load_x_vectors(path, device):
     """embed(wave at RATE) -> unit (D,) float64 by a transformers x-vector model, one clip at a
-    time: padding would change its group norms. Raises UserError."""
+    time: padding would change its group norms."""
     model, extractor, _ = load_model("--speaker_model", path, device, "AutoModelForAudioXVector",
                                      ("classifier.", "objective."))
 
@@ -217,14 +203,10 @@ def similarity(wave, rate, clip, embed, voices):
 
 
 def dnsmos(wave, rate):
-    """Overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al. 2022), None for an empty wave. It
-    rates noise and distortion, not words."""
+    """Overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al. 2022), None for an empty wave."""
     from speechmos import dnsmos as model
     wave = np.clip(resample(wave, rate), -1, 1)
     return float(model.run(wave, sr=RATE)["ovrl_mos"]) if len(wave) else None
-
-
-# ---- All judges
 
 
 def measure(by, waves, rate, texts, likes):

@@ -6,9 +6,8 @@ OUT/best links to the best one.
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model ... --follow --patience 3
     python speech/pick_checkpoint.py out --by loss      # by validation loss; nothing is spoken
 
-A checkpoint must beat the base, which is evaluated too. Speech and results stay in OUT/picked/;
-rerun the same command to evaluate only new checkpoints. Train with --save_total_limit 0 to keep
-all checkpoints. With --follow it evaluates checkpoints as they appear, until the run ends. After
+The base is evaluated too. Speech and results stay in OUT/picked/; the same command evaluates only
+new checkpoints. With --follow it evaluates checkpoints as they appear, until the run ends. After
 --patience checkpoints without a better one it writes OUT/stop, and the run saves and ends.
 """
 import sys

@@ -74,8 +74,7 @@ def read_prompts(path, normalize, *voice):
 
 
 def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, scene=None):
-    """[(name, text)] -> Samples, plain or in the voice of one reference clip. Raises UserError.
-    normalize: as in read_prompts."""
+    """[(name, text)] -> Samples, plain or in the voice of a reference clip. Raises UserError."""
     reference, samples = [], []
     if reference_audio:
         clip = Clip(os.path.abspath(reference_audio))
@@ -95,8 +94,7 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
 def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken. Its last turn is the assistant's and ends with the
-    clip to generate: the sample's target clip, else Clip(""). Raises BadSample. normalize:
-    normalise the text to speak, and earlier texts as in training."""
+    clip to generate: the sample's target clip, else Clip(""). Raises BadSample."""
     turns, rewritten = canonical_turns(entry, paths)
     last_request = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns)
@@ -112,8 +110,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
         raise BadSample("has no text to speak: no user text precedes the clip to generate")
     if normalize:
         if entry.get("start_index") is not None:
-            # a prompt needs no trained clip
-            with contextlib.suppress(BadSample):
+            with contextlib.suppress(BadSample):        # a prompt needs no trained clip
                 mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
         turns[-1].trained = True
         normalise_requests(turns)
