@@ -186,8 +186,9 @@ if main_rank:
 # ---- Speaking
 
 
-def say(prompts, seed):
-    return speak.speak(native, codec, ids, settings, prompts, seed, args.best_of, listeners)
+def say(seed, prompts, turn=0):
+    return speak.speak(native, codec, ids, settings, prompts,
+                       seed + turn * speak.STRIDE * args.best_of, args.best_of, listeners)
 
 
 records = []
@@ -195,12 +196,11 @@ for first, prompts in batches.items():
     start, seed = time.monotonic(), args.seed + first // args.batch_size
     try:
         if args.split_text:
-            results = speak.speak_chunks(
-                samples[first:first + args.batch_size], args.split_text, prepare,
-                lambda batch, turn, seed=seed: say(batch, seed + turn * speak.STRIDE * args.best_of),
-                listeners, speak.open_stream(args.stream) if args.stream else None)
+            write = speak.open_stream(args.stream) if args.stream else None
+            results = speak.speak_chunks(samples[first:first + args.batch_size], args.split_text,
+                                         prepare, partial(say, seed), listeners, write)
         else:
-            results = say(prompts, seed)
+            results = say(seed, prompts)
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
                         "--batch_size or --max_seconds")

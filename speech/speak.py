@@ -43,7 +43,6 @@ NO_LENGTH = b"\xff" * 4       # of a WAV in a pipe
 @dataclass
 class Prompt:
     """Input of the model before it speaks."""
-    source: str             # its position in the user's files, for messages
     text: str               # text to be spoken
     tokens: np.ndarray      # (t,) int64 up to <|audio_out_bos|>; a clip is one token
     codes: list             # (T, 8) codes of each of these clips
@@ -150,7 +149,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
             continue
         voices = [clip for clip in clips if not clip.path.endswith(SAVED)]
         prompts.append(Prompt(
-            sample.name, spoken_text(sample), tokens, [codes[clip] for clip in clips],
+            spoken_text(sample), tokens, [codes[clip] for clip in clips],
             voices[-1] if voices else None,
             target if target.path and not target.path.endswith(SAVED) else None))
         if (size := len(prompts[-1].row(ids)["input_ids"])) > room:
@@ -472,8 +471,8 @@ def write_sample(folder, number, prompt, codes, ended_by, wave, with_codes=False
     path, clip, voice = Path(folder, f"{number:04d}"), prompt.target, prompt.voice
     require(np.isfinite(wave).all(),
             f"{path}.wav: the codec has made samples that are not finite numbers")
-    record = {"name": path.name, "text": prompt.text, "source": prompt.source,
-              "frames": len(codes), "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
+    record = {"name": path.name, "text": prompt.text, "frames": len(codes),
+              "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
               "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
               "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
               "target_offset": clip and clip.offset, "target_seconds": clip and clip.duration,
@@ -520,28 +519,27 @@ class Speaker:
                                     world)
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts as spoken by model, a weights.module().packed."""
-        return use_on_rank0(world, model, autocast, self.speak_all, model.base_model, step, log)
-
-    def speak_all(self, native, step, log):
-        """Speak and write every prompt -> {metric: float}; {} after a stop request, or if memory is
-        too small."""
-        try:
-            spoken = generate_all(native, self.prompts, self.ids, self.settings, self.args.seed,
-                                  self.device)
-            if spoken is None:
+        """{eval/...: float} of the prompts as spoken by a weights.module().packed; {} after a stop
+        request, or if memory is too small."""
+        def speak_all():
+            try:
+                spoken = generate_all(model.base_model, self.prompts, self.ids, self.settings,
+                                      self.args.seed, self.device)
+                if spoken is None:
+                    return {}
+                # building the codec draws random numbers, which must not change dropout
+                with torch.random.fork_rng(devices=[]):
+                    codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
+                waves = [decode(codec, codes) for codes, _ in spoken]
+            except torch.OutOfMemoryError:
+                print(f"samples step {step:>6} | left out: too little GPU memory")
                 return {}
-            # building the codec draws random numbers, which must not change dropout
-            with torch.random.fork_rng(devices=[]):
-                codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
-            waves = [decode(codec, codes) for codes, _ in spoken]
-        except torch.OutOfMemoryError:
-            print(f"samples step {step:>6} | left out: too little GPU memory; give fewer prompts")
-            return {}
-        for i, (prompt, (codes, ended_by), wave) in enumerate(zip(self.prompts, spoken, waves)):
-            folder = Path(self.args.output_dir, f"samples/step-{step}")
-            name = write_sample(folder, i, prompt, codes, ended_by, wave, step=step)["name"]
-            log.write_speech(step, f"samples/{name}", wave, SAMPLE_RATE)
-        stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
-        print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')} | stop rate {stopped:6.1%}")
-        return {"eval/stop_rate": stopped}
+            folder = f"{self.args.output_dir}/samples/step-{step}"
+            for i, (prompt, (codes, ended_by), wave) in enumerate(zip(self.prompts, spoken, waves)):
+                name = write_sample(folder, i, prompt, codes, ended_by, wave, step=step)["name"]
+                log.write_speech(step, f"samples/{name}", wave, SAMPLE_RATE)
+            stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
+            print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')} | "
+                  f"stop rate {stopped:6.1%}")
+            return {"eval/stop_rate": stopped}
+        return use_on_rank0(world, model, autocast, speak_all)
