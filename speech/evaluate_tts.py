@@ -13,8 +13,7 @@ optional "..._offset" and "..._seconds". Prints a table and writes evaluation.js
     wer_mean             mean of the samples' wer, as in Seed-TTS-eval
     speaker_similarity   cosine of the sample and of reference_audio, else of the target
     length_ratio         seconds of the sample over those of target_audio
-    stop_rate            share of samples that ended by themselves, not at the length limit
-    real_time_factor     computing time per second of speech, from generate_tts.py
+    real_time_factor     computing time per second of speech
 """
 import sys
 from pathlib import Path
@@ -87,11 +86,6 @@ def find_audio(facts, role, path):
     raise UserError(f'{path}: "{role}_audio" {name} is not there; looked here and in {path.parent}')
 
 
-def prompts_of(samples):
-    """{name: text} of samples; normalised, since only one of the checkpoints may do that."""
-    return {audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
-
-
 def evaluate(folder, samples, by, settings):
     """evaluation.json of a folder, as a dict. by: judges.Judges. settings: {flag: value}, noted in
     the file."""
@@ -124,27 +118,17 @@ def mean(values):
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def table(runs):
-    """Lines of the table, one per metric."""
-    heads = [run["name"] for run in runs]
-    width = max(12, *map(len, heads))
-    rows = {"metric": heads}
-    for key in METRICS:
-        values = [run["metrics"][key] for run in runs]
-        if any(value is not None for value in values):
-            rows[key] = ["-" if value is None else f"{value:.4f}" for value in values]
-    return [f"{key:<19}" + "".join(f" {word:>{width}}" for word in row)
-            for key, row in rows.items()]
-
-
 device = dist.single_process().device.type
 require(args.device != "cuda" or device == "cuda", "--device cuda: there is no GPU here")
 if args.device == "auto":
     args.device = device
 folders = {folder: read_samples(folder) for folder in args.folders}
-for folder, samples in folders.items():
-    require(prompts_of(samples) == prompts_of(folders[args.folders[0]]),
-            f"{folder} and {args.folders[0]} have other prompts: generate both from one list")
+# normalised, since only one of the checkpoints may do that
+texts = [{audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
+         for samples in folders.values()]
+for folder, spoken in zip(folders, texts):
+    require(spoken == texts[0], f"{folder} and {args.folders[0]} have other prompts: generate both "
+            "from one list")
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.language,
                         args.batch_size, args.device)
@@ -152,4 +136,10 @@ settings = {key: value for key, value in cli.safe_flags(args).items() if key != 
 runs = [evaluate(folder, samples, by, settings) for folder, samples in folders.items()]
 for folder, run in zip(folders, runs):
     write_json(Path(folder) / "evaluation.json", run)
-print(*table(runs), sep="\n")
+width = max(12, *map(len, args.folders))
+print(f"{'metric':<19}" + "".join(f" {folder:>{width}}" for folder in args.folders))
+for key in METRICS:
+    values = [run["metrics"][key] for run in runs]
+    if any(value is not None for value in values):
+        print(f"{key:<19}" + "".join(f" {'-' if value is None else format(value, '.4f'):>{width}}"
+                                     for value in values))

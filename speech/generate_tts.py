@@ -173,10 +173,8 @@ dtype = getattr(torch, args.dtype, torch.float32)
 if args.dtype == "auto" and device.type == "cuda":
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 native = speak.load_model(folder, config_dict, args.adapter, dtype, device, args.base_dtype)
-load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
-               language=args.language, device=device)
-dist.rank0(world, lambda: load() and None)      # one rank downloads for all, and sends nothing
-listeners = load()
+listeners = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model,
+                               language=args.language, device=device)
 for path in old if main_rank else ():       # only now, after all checks
     path.unlink()
 dist.all_gather(world, None)        # no rank writes before that

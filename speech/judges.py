@@ -221,10 +221,9 @@ def measure(by, waves, rate, texts, likes):
     return rows
 
 
-@functools.cache
 def load_judges(asr_model=None, asr_command=None, speaker_model=None, language=None, batch_size=8,
                 device="cpu"):
-    """Judges for the flags of these names, loaded once per process. UserError."""
+    """Judges for the flags of these names. UserError."""
     hear = embed = None
     if asr_command:
         hear = functools.partial(recognise_command, command=asr_command)

@@ -64,10 +64,7 @@ class Keeper:
         self.order = PackOrder(np.array([len(sample["input_ids"]) for sample in self.samples]),
                                seed=self.args.seed, tokens_per_pack=self.args.max_tokens_per_batch,
                                samples_per_pack=self.args.per_device_train_batch_size)
-        silent = len(codes) - len(rows)
-        return (f"keep       {len(rows)} rows as the base speaks them, weight "
-                f"{self.args.keep_weight:g}, in one of {self.args.keep_every} steps"
-                + f"; {silent} that it did not end are left out" * bool(silent))
+        return f"keep       {len(rows)} of {len(codes)} rows, which the base ended by itself"
 
     def _codes(self, world, model):
         """[(T, K) int16 codes] of the rows, read from FILE, or spoken and saved there. T is 0 if
@@ -85,11 +82,10 @@ class Keeper:
                                         self.args.seed, world.device)
         if spoken is None:
             return None
-        codes = []
-        for clip, ended_by in spoken:
-            # without an end, or too short to have one, it is unusable
-            usable = ended_by == "eos" and len(clip) >= self.ids.min_frames
-            codes.append((clip if usable else empty).astype(np.int16))
+        # without an end, or too short to have one, a clip is unusable
+        codes = [clip if ended_by == "eos" and len(clip) >= self.ids.min_frames else empty
+                 for clip, ended_by in spoken]
+        codes = [clip.astype(np.int16) for clip in codes]
 
         def write(temporary):
             with open(temporary, "wb") as file:

@@ -166,11 +166,10 @@ def prompt_batch(prompts, ids):
     rows = [prompt.row(ids) for prompt in prompts]
     tokens, codes = ([row[key] for row in rows] for key in ("input_ids", "audio_ids"))
     batch = {"input_ids": pad(tokens, ids.pad, "left"),
-             "attention_mask": pad([np.ones(len(p), np.int64) for p in tokens], 0, "left")}
+             "attention_mask": pad(map(np.ones_like, tokens), 0, "left")}
     if any(map(len, codes)):        # without clips transformers accepts no audio arguments
-        mask = [np.ones(len(c), bool) for c in codes]
-        batch |= {"audio_input_ids": pad(codes, ids.stream_eos, "right"),
-                  "audio_input_ids_mask": pad(mask, False, "right")}
+        batch |= {"audio_input_ids": pad(codes, ids.stream_eos, "right"), "audio_input_ids_mask":
+                  pad([np.ones(len(c), bool) for c in codes], False, "right")}
     return batch
 
 
@@ -313,8 +312,8 @@ def speak(native, codec, ids, settings, prompts, seed, takes, listeners):
 
 
 def good_rows(samples, records, max_cer, min_frames):
-    """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
-    read_prompts, with the codes of its take as the clip. records: contents of the JSON files."""
+    """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample with
+    the codes of its take as the clip. records: contents of the JSON files."""
     def item(content):
         if isinstance(content, Clip):
             return {"type": "audio", "audio_url": content.path, "offset": content.offset,
@@ -466,8 +465,8 @@ def sound_bytes(wave, form):
 
 
 def write_sample(folder, number, prompt, codes, ended_by, wave, with_codes=False, **facts):
-    """Write a spoken Prompt atomically: NUMBER.npy if with_codes, NUMBER.wav (24 kHz, 16 bit), then
-    NUMBER.json. Returns its contents. UserError for a waveform that is not finite."""
+    """Write NUMBER.npy if with_codes, NUMBER.wav (24 kHz, 16 bit), then NUMBER.json of a spoken
+    Prompt. Returns the JSON. UserError for a waveform that is not finite."""
     path, clip, voice = Path(folder, f"{number:04d}"), prompt.target, prompt.voice
     require(np.isfinite(wave).all(),
             f"{path}.wav: the codec has made samples that are not finite numbers")
@@ -539,7 +538,6 @@ class Speaker:
                 name = write_sample(folder, i, prompt, codes, ended_by, wave, step=step)["name"]
                 log.write_speech(step, f"samples/{name}", wave, SAMPLE_RATE)
             stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
-            print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')} | "
-                  f"stop rate {stopped:6.1%}")
+            print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')}, {stopped:.1%} ended")
             return {"eval/stop_rate": stopped}
         return use_on_rank0(world, model, autocast, speak_all)
