@@ -35,7 +35,6 @@ DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 BATCH = 8               # prompts that generate_all speaks together
 STRIDE = 1_000_003      # step of the seed from take to take; from batch to batch it is one
 PAUSE_S = 0.12          # silence between chunks of a long text
-NO_LENGTH = b"\xff" * 4       # of a WAV in a pipe
 
 # ---- Prompts
 
@@ -438,9 +437,9 @@ def open_stream(path):
                 file.seek(0)
                 file.write(sound_bytes(wave, "WAV"))
             else:
-                if not (raw or done):
+                if not (raw or done):       # a header with the largest lengths
                     header = sound_bytes(wave[:0], "WAV")
-                    file.write(header[:4] + NO_LENGTH + header[8:40] + NO_LENGTH)
+                    file.write(header[:4] + b"\xff" * 4 + header[8:40] + b"\xff" * 4)
                 file.write(sound_bytes(wave[done:], "RAW"))
                 done = len(wave)
             file.flush()
