@@ -115,9 +115,9 @@ def make_tokenizer(out_dir):
 def train_bpe(special_tokens):
     """A byte-level BPE Tokenizer trained on SENTENCES. special_tokens get the last ids."""
     bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special_tokens), show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
@@ -134,7 +134,7 @@ def make_model(out_dir, tokenizer, **config_overrides):
     config = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
               "head_dim": 32, "initializer_range": 0.06,
-              "codebook_size": 1026,     # codes, the stream's begin and end
+              "codebook_size": 1026,        # with the stream's begin and end
               "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
               "pad_token_id": tokenizer.pad_token_id, "audio_token_id": token_id("<|AUDIO_OUT|>"),
               "audio_bos_token_id": token_id("<|audio_out_bos|>"),
@@ -175,8 +175,7 @@ def make_codec(out_dir):
 
 
 def make_model3(out_dir, codec):
-    """Save a random Higgs TTS 3 in OUT_DIR/model, with the weights of a codec; return that folder.
-    """
+    """Save a random Higgs TTS 3, with its codec's weights, in OUT_DIR/model; return that folder."""
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
     train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
@@ -223,8 +222,7 @@ def synthesise(text, speaker, sample_rate, rng):
 
 
 def make_speech(out_dir, clips, speakers):
-    """Write OUT_DIR/speech/*.wav -> [{"text", "speaker", "path": relative to OUT_DIR, "seconds"}].
-    """
+    """Write OUT_DIR/speech/*.wav -> [{"text", "speaker", "path" from OUT_DIR on, "seconds"}]."""
     import soundfile
     (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
     speech = []

@@ -64,8 +64,7 @@ from core import checkpoint, dist, json_files, metrics
 from speech import judges
 
 dist.single_process()
-if args.asr_command:        # detect a wrong path now, not after the first checkpoint
-    judges.load_judges(asr_command=args.asr_command)
+judges.load_judges(asr_command=args.asr_command)        # detect a wrong path now
 out, (metric, name, form, sign) = Path(args.output_dir), MEASURES[args.by]
 
 
@@ -123,7 +122,7 @@ while following:
         label = f"checkpoint-{step}" if step else "base"
         known[step] = losses.get(step) if args.by == "loss" else judge(path, picked / label)
         value = "not measured" if known[step] is None else form.format(known[step])
-        print(f"{label:<16} {name} {value}", flush=True)
+        print(f"{label:<16} {name} {value}")
         if known[step] is None or not step:
             continue
         stale += 1

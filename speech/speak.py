@@ -254,8 +254,8 @@ def generate_all(native, prompts, ids, settings, seed, device):
     spoken = []
     with torch.compiler.set_stance("force_eager"):      # each new length would recompile the layers
         for number, first in enumerate(range(0, len(prompts), BATCH)):
-            spoken += generate(native, prompts[first:first + BATCH], ids, settings, seed + number,
-                               device)
+            batch = prompts[first:first + BATCH]
+            spoken += generate(native, batch, ids, settings, seed + number, device)
             if stop_requested():
                 return None
     return spoken
