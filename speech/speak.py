@@ -123,9 +123,9 @@ def spoken_text(sample):
 
 
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
-    """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. known: {Clip: its
-    codes}. UserError lists every prompt that is too long or has bad audio."""
-    builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], dict(known)
+    """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. known: {path of a
+    Clip: its codes}. UserError lists every prompt that is too long or has bad audio."""
+    builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
     builder.add(samples, problems)
@@ -138,7 +138,9 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
             for clip in clips:
-                if clip not in codes:
+                if clip.path in known:
+                    codes[clip] = known[clip.path]
+                elif clip not in codes:
                     (result,) = decode_clips([clip])
                     if isinstance(result, str):
                         raise ValueError(result)
@@ -401,7 +403,7 @@ def speak_chunks(samples, most, prepare, say, listeners, write=None):
             takes.setdefault(i, []).append(result)
             if len(result[0]) >= 8:         # the shortest reference of TTS 3
                 clip = Clip(f"{i}-{turn}{SAVED}")
-                known[clip] = result[0]
+                known[clip.path] = result[0]
                 last[i, speaker] = Turn("user", [chunk], None), Turn("assistant", [clip], None)
             if write:
                 write(join([wave for *_, wave, _ in takes[i]]))

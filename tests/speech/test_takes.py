@@ -9,9 +9,9 @@ import soundfile
 import torch
 
 from core.dist import World
-from speech import judges, speak, v2
+from speech import judges, speak, v2, v3
 from speech.codes import CodeReader, Encoding, ensure_codes, load_codec, plan_codes
-from speech.conversations import Clip
+from speech.conversations import Clip, Turn
 from speech.dataset import TableBuilder, read_samples
 from speech.labels import delay_rows
 from speech.speak import load_model
@@ -121,11 +121,22 @@ def test_a_part_continues_the_last_part_of_its_speaker():
     def say(prompts, turn):
         return [(np.full((9, 8), turn), "eos", np.zeros(9 * 960, np.float32), {})]
     def noted(samples, known):
-        asked.extend([int(known[clip][0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
+        asked.extend([int(known[clip.path][0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
                      for sample in samples)
     text = "[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four."
     speak.speak_chunks(speak.text_prompts([("a", text)], False), 9, noted, say, judges.load_judges())
     assert asked == [[], [], [0], [1]]
+
+
+def test_tts_3_continues_codes_too(model3):
+    """Its references are padded if they are sound."""
+    samples, codes = speak.text_prompts([("a", "Two.")], False), np.arange(80).reshape(10, 8)
+    reference = [Turn("user", ["One."], None), Turn("assistant", [Clip("0-0.npy")], None)]
+    samples[0].turns[1:1] = reference
+    tokenizer = v3.load_tokenizer(model3)
+    ids = v3.token_ids(tokenizer, v3.read_config(config_of(model3)))
+    prompt, = speak.prepare(samples, tokenizer, ids, None, None, 1000, {"0-0.npy": codes})
+    assert np.array_equal(prompt.codes, [codes])
 
 
 @pytest.mark.slow
