@@ -5,21 +5,15 @@
         --speaker_model microsoft/wavlm-base-plus-sv
     python speech/evaluate_tts.py samples_base samples_trained  # the same prompts, two checkpoints
 
-A folder holds the output of generate_tts.py: NAME.wav and NAME.json with "text" and "ended_by"
-("eos" or "length"). Optional are "reference_audio" (the voice to be cloned) and "target_audio" (a
-recording of the text), each with optional "..._offset" and "..._seconds". Prints a table and writes
-evaluation.json into each folder.
+A folder holds NAME.wav and NAME.json of generate_tts.py, with "text" and "ended_by". Optional are
+"reference_audio" (the voice to be cloned) and "target_audio" (a recording of the text), each with
+optional "..._offset" and "..._seconds". Prints a table and writes evaluation.json into each folder.
 
-    wer, cer             errors per word or character of "text" over all samples, as heard by
-                         --asr_model or --asr_command and compared by whisper's rules. They include
-                         the recogniser's errors: evaluate true recordings too
+    wer, cer             over all samples. They include the recogniser's errors
     wer_mean             mean of the samples' wer, as in Seed-TTS-eval
-    speaker_similarity   cosine of --speaker_model's embeddings of the sample and of
-                         reference_audio, else of the target
-    dnsmos               naturalness from 1 to 5 as DNSMOS estimates it (--mos)
+    speaker_similarity   cosine of the sample and of reference_audio, else of the target
     length_ratio         seconds of the sample over those of target_audio
-    stop_rate            share of samples that ended by themselves, not at the length limit
-    real_time_factor     computing time per second of speech, from generate_tts.py
+    real_time_factor     computing time per second of speech
 """
 import sys
 from pathlib import Path
@@ -42,6 +36,8 @@ p.flag("--batch_size", 8, "samples per batch of Whisper")
 def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size")
     choices.check_judges(args)
+    if args.mos:
+        cli.require_package("speechmos", "--mos", "speechmos onnxruntime librosa")
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
@@ -54,18 +50,15 @@ from core.checkpoint import lock_folder, write_json
 from speech import judges
 from speech.conversations import audible_text, normalise
 
-METRICS = {"wer": "errors/word", "wer_mean": "errors/word", "cer": "errors/char",      # name: unit
-           "speaker_similarity": "cosine", "dnsmos": "1 to 5", "length_ratio": "1 = target",
-           "stop_rate": "share", "real_time_factor": "s/s"}
+METRICS = ("wer", "wer_mean", "cer", "speaker_similarity", "dnsmos", "length_ratio", "stop_rate",
+           "real_time_factor")
 HZ = 24000
-
-# ---- Samples: (a clip's file, its JSON, target, voice: arguments of read_audio or None)
 
 
 def read_samples(folder):
-    """[sample] of a folder of NAME.wav and NAME.json. UserError lists all unusable samples."""
+    """[(a clip's file, its JSON, target, voice: arguments of read_audio or None)] of a folder.
+    UserError lists all unusable samples."""
     folder, samples, problems = Path(folder), [], []
-    require(folder.is_dir(), f"{folder}: no such folder; give one that generate_tts.py wrote")
     for audio in sorted(folder.glob("*.wav")):
         path = audio.with_suffix(".json")
         try:
@@ -93,42 +86,31 @@ def find_audio(facts, role, path):
     raise UserError(f'{path}: "{role}_audio" {name} is not there; looked here and in {path.parent}')
 
 
-def prompts_of(samples):
-    """{name: text} of samples; normalised, since only one of the checkpoints may do that."""
-    return {audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
-
-
-# ---- Judging
-
-
 def evaluate(folder, samples, by, settings):
     """evaluation.json of a folder, as a dict. by: judges.Judges. settings: {flag: value}, noted in
     the file."""
-    rows, voices, notes, transcripts, total = [], {}, [], [], {}
-    for audio, facts, target, reference in samples:
-        wave, ended_by = judges.read_audio(audio), facts.get("ended_by")
-        row = {"name": audio.stem} | dict.fromkeys(METRICS)
+    waves = [judges.read_audio(audio) for audio, *_ in samples]
+    texts = [facts.get("text") or "" for _, facts, *_ in samples]
+    measured = judges.measure(by, waves, HZ, texts, [
+        reference or target for *_, target, reference in samples])
+    rows, heard = [], {}
+    for (audio, facts, target, _), wave, row in zip(samples, waves, measured):
+        if by.hear:
+            heard[audio.stem], row["wer_mean"] = row.pop("heard"), row["wer"]
         if target and len(true := judges.read_audio(*target)):
             row["length_ratio"] = len(wave) / len(true)
-        row["stop_rate"] = float(ended_by == "eos") if ended_by else None
+        if ended_by := facts.get("ended_by"):
+            row["stop_rate"] = float(ended_by == "eos")
         row["real_time_factor"] = facts.get("real_time_factor")
-        like = reference or target
-        if by.embed and like:
-            row["speaker_similarity"] = judges.similarity(wave, HZ, like, by.embed, voices)
-        if by.mos:
+        if args.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
-        rows.append(row)
+        rows.append({"name": audio.stem} | dict.fromkeys(METRICS) | row)
+    metrics = {key: mean(row[key] for row in rows) for key in METRICS}
     if by.hear:
-        files = [audio for audio, *_ in samples]
-        transcripts = by.hear(map(judges.read_audio, files), HZ, files, notes)
-        texts = [audible_text(facts["text"]) for _, facts, *_ in samples]
-        rates, total = judges.word_rates(texts, transcripts, by.language)
-        for row, errors in zip(rows, rates):
-            row |= errors | {"wer_mean": errors["wer"]}
-    metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
-    return {"name": str(folder), "metrics": metrics, "samples": rows,
-            "settings": settings | {"samples": len(samples), "notes": notes},
-            "heard": dict(zip((row["name"] for row in rows), transcripts))}
+        texts = list(map(audible_text, texts))
+        metrics |= judges.word_rates(texts, heard.values(), by.language)
+    return {"name": str(folder), "metrics": metrics, "samples": rows, "heard": heard,
+            "settings": settings | {"samples": len(samples)}}
 
 
 def mean(values):
@@ -136,34 +118,28 @@ def mean(values):
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def table(runs):
-    """Lines of the table, one per metric."""
-    heads = [run["name"] for run in runs]
-    width = max(12, *map(len, heads))
-    lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
-    for key, unit in METRICS.items():
-        values = [run["metrics"][key] for run in runs]
-        shown = "".join(f" {'-' if value is None else format(value, '.4f'):>{width}}"
-                        for value in values)
-        if any(value is not None for value in values):
-            lines.append(f"{key:<19}{unit:<12}{shown}")
-    return lines
-
-
 device = dist.single_process().device.type
 require(args.device != "cuda" or device == "cuda", "--device cuda: there is no GPU here")
 if args.device == "auto":
     args.device = device
 folders = {folder: read_samples(folder) for folder in args.folders}
-for folder, samples in folders.items():
-    require(prompts_of(samples) == prompts_of(folders[args.folders[0]]),
-            f"{folder} and {args.folders[0]} have other prompts: generate both from one list")
+# normalised, since only one of the checkpoints may do that
+texts = [{audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
+         for samples in folders.values()]
+for folder, spoken in zip(folders, texts):
+    require(spoken == texts[0], f"{folder} and {args.folders[0]} have other prompts: generate both "
+            "from one list")
     lock_folder(folder, "folder")
-by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.mos,
-                        args.language, args.batch_size, args.device)
+by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.language,
+                        args.batch_size, args.device)
 settings = {key: value for key, value in cli.safe_flags(args).items() if key != "folders"}
 runs = [evaluate(folder, samples, by, settings) for folder, samples in folders.items()]
 for folder, run in zip(folders, runs):
     write_json(Path(folder) / "evaluation.json", run)
-print(*table(runs), *(f"note: {note}" for run in runs for note in run["settings"]["notes"]),
-      sep="\n")
+width = max(12, *map(len, args.folders))
+print(f"{'metric':<19}" + "".join(f" {folder:>{width}}" for folder in args.folders))
+for key in METRICS:
+    values = [run["metrics"][key] for run in runs]
+    if any(value is not None for value in values):
+        print(f"{key:<19}" + "".join(f" {'-' if value is None else format(value, '.4f'):>{width}}"
+                                     for value in values))

@@ -5,10 +5,9 @@
         --text "Good morning." --output_dir spoken
     torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json  # GPUs share them
 
-Each prompt gives <name>.wav (24 kHz) and <name>.json with text, seed, frames, seconds,
+Each prompt gives NUMBER.wav (24 kHz) and NUMBER.json with text, seed, frames, seconds,
 real_time_factor (computing time of its batch per second of speech) and ended_by: "eos" if the model
-stopped by itself, "length" if --max_seconds cut it off. The same seed and batch size give the same
-speech on any number of GPUs.
+stopped by itself, "length" if --max_seconds cut it off.
 """
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli
-from core.cli import UserError, plural, problem_text, require
+from core.cli import UserError, plural, require
 from speech import choices
 
 # ---- Flags: name, default, help
@@ -39,22 +38,20 @@ flag("--reference_audio", None, "clip of the voice to clone, for texts and lines
 flag("--reference_text", None, "transcript of --reference_audio; optional for Higgs TTS 3")
 flag("--scene", None, "scene for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
 flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference does "
-     "(default: as the checkpoint was trained; on for a base model)", choices=choices.ON_OFF)
+     "(default: as in training)", choices=choices.ON_OFF)
 # how
 flag("--temperature", None, "0 = greedy (default: 1, TTS 3: 0.8)", type=float)
 flag("--top_k", None, "draw from this many codes, 0 = all (default: 50, TTS 3: 30)", type=int)
 flag("--top_p", None, "draw from codes of this total probability (default: 0.95, TTS 3: 0.8)",
      type=float)
-flag("--ras_window", None, "V2: rows that repetition-aware sampling looks back at, 0 = off "
-     "(default: 7); a code that occurs in them twice is drawn again", type=int)
+flag("--ras_window", None, "V2: a code that occurs twice in this many rows is drawn again, 0 = off "
+     "(default: 7)", type=int)
 flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and reported")
 flag("--seed", 42, "seed of the sampling")
 flag("--batch_size", 4, "prompts generated together on each device")
-flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors (--asr_model or "
-     "--asr_command), then --speaker_model; a take without errors ends the search")
+flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors, then likeness")
 flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
-     "and at tags, which are repeated; each part continues from the reference, or from its "
-     "speaker's last part; 0 = off", metavar="N")
+     "and at tags; 0 = off", metavar="N")
 flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
      "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
 choices.judges(p)
@@ -108,10 +105,9 @@ import time
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from core import checkpoint, dist
-from speech import conversations, speak, weights
+from speech import conversations, judges, speak, weights
 from speech.codes import FRAME_RATE, load_codec
 
 # ---- Ranks, output folder, model, prompts
@@ -129,15 +125,15 @@ def earlier_results():
 
 
 def read_texts():
-    if args.prompts and args.prompts.lower().endswith(choices.CHATML):
-        return speak.read_prompts(args.prompts, normalize)
-    lines = speak.read_lines(args.prompts) if args.prompts else [
-        (f"--text {text!r}", text) for text in args.text]
-    for name, text in lines if args.split_text and args.reference_audio else ():
-        speakers = {speaker for speaker, _ in speak.split_text(text, args.split_text)}
-        require(len(speakers) == 1, f"{name}: its speakers would all get --reference_audio's voice")
-    return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
-                              scene=args.scene)
+    voice = args.reference_audio, args.reference_text, args.scene
+    texts = [(f"--text {text!r}", text) for text in args.text or ()]
+    samples = (speak.read_prompts(args.prompts, normalize, *voice) if args.prompts else
+               speak.text_prompts(texts, normalize, *voice))
+    for sample in samples if args.split_text and args.reference_audio else ():
+        chunks = speak.split_text(speak.spoken_text(sample), args.split_text)
+        require(len({speaker for speaker, _ in chunks}) == 1,
+                f"{sample.name}: its speakers would all get --reference_audio's voice")
+    return samples
 
 
 world = dist.init()
@@ -168,98 +164,62 @@ settings = speak.sampling(config, args.max_seconds, **draws)
 noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": args.base_dtype,
          "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
          **module.DRAWS, **draws}
-
-
-def prepare(prompt_samples, numbers):
-    return speak.prepare(prompt_samples, tokenizer, ids, codec, bandwidth,
-                         module.positions(config) - settings.max_new_tokens, numbers)
-
-
+prepare = partial(speak.prepare, tokenizer=tokenizer, ids=ids, codec=codec, bandwidth=bandwidth,
+                  room=module.positions(config) - settings.max_new_tokens)
 # batches come from the whole list, so they do not depend on the number of ranks
-batches, problems = {}, []
-for first in range(world.rank * args.batch_size, len(samples), world.size * args.batch_size):
-    numbers = range(len(samples))[first:first + args.batch_size]
-    try:
-        batches[first // args.batch_size] = prepare([samples[i] for i in numbers], numbers)
-    except UserError as error:
-        problems.append(str(error))
-problems = list(dict.fromkeys(sum(dist.all_gather(world, problems), [])))
-require(not problems, problem_text(problems))
+batches = {first: prepare(samples[first:first + args.batch_size]) for first in range(
+    world.rank * args.batch_size, len(samples), world.size * args.batch_size)}
 dtype = getattr(torch, args.dtype, torch.float32)
 if args.dtype == "auto" and device.type == "cuda":
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 native = speak.load_model(folder, config_dict, args.adapter, dtype, device, args.base_dtype)
-listeners = None
-if args.best_of > 1:
-    from speech import judges
-    load = partial(judges.load_judges, args.asr_model, args.asr_command, args.speaker_model,
-                   language=args.language, device=device)
-    dist.rank0(world, lambda: load() and None)      # one rank downloads for all, and sends nothing
-    listeners = load()
-for path in old if main_rank else ():       # only now, after all checks
+listeners = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model,
+                               language=args.language, device=device)
+dist.barrier(world)     # only now, after the checks of all ranks
+for path in old if main_rank else ():
     path.unlink()
-dist.all_gather(world, None)        # no rank writes before that
+dist.barrier(world)     # no rank writes before that
 if main_rank:
-    print(f"model      {args.model_path}{f' + {args.adapter}' if args.adapter else ''}, "
-          f"{str(dtype).removeprefix('torch.')} on {world.size} x {device.type}"
-          f"{', its base in NF4' * bool(args.base_dtype)}\n"
-          f"text       {why}\n"
-          f"prompts    {len(samples)} in batches of {args.batch_size}; at most "
-          f"{args.max_seconds:g} s each")
+    print(f"text       {why}\nmodel      {dtype} on {world.size} x {device.type}")
 
 # ---- Speaking
 
 
-def say(prompts, seed):
-    return speak.speak(native, codec, ids, settings, prompts, seed, args.best_of, listeners)
+def say(seed, prompts, turn=0):
+    return speak.speak(native, codec, ids, settings, prompts,
+                       seed + turn * speak.STRIDE * args.best_of, args.best_of, listeners)
 
 
-def speak_batch(prompts, seed):
-    """Speak and write one batch of Prompts; return the contents of their JSON files."""
-    start = time.monotonic()
+records = []
+for first, prompts in batches.items():
+    start, seed = time.monotonic(), args.seed + first // args.batch_size
     try:
         if args.split_text:
-            reference = (args.reference_audio, args.reference_text)
-            results = speak.speak_chunks(
-                prompts, args.split_text, reference if args.reference_audio else None, args.scene,
-                prepare, lambda batch, turn: say(batch, seed + turn * speak.STRIDE * args.best_of),
-                listeners, speak.open_stream(args.stream) if args.stream else None)
+            write = speak.open_stream(args.stream) if args.stream else None
+            results = speak.speak_chunks(samples[first:first + args.batch_size], args.split_text,
+                                         prepare, partial(say, seed), listeners, write)
         else:
-            results = say(prompts, seed)
+            results = say(seed, prompts)
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
                         "--batch_size or --max_seconds")
     total = sum(len(codes) for codes, *_ in results) / FRAME_RATE
-    rtf, written = (time.monotonic() - start) / total if total else None, []
-    for prompt, (codes, ended_by, wave, facts) in zip(prompts, results):
-        record = speak.write_sample(args.output_dir, prompt, codes, ended_by, wave,
+    rtf = (time.monotonic() - start) / total if total else None
+    for number, (prompt, (codes, ended_by, wave, facts)) in enumerate(zip(prompts, results), first):
+        record = speak.write_sample(args.output_dir, number, prompt, codes, ended_by, wave,
                                     args.save_codes or args.max_cer is not None, seed=seed,
                                     real_time_factor=rtf, **noted, **facts)
-        notice = "" if record["frames"] else "  <- no speech: end-of-stream came at once"
-        if ended_by != "eos":
-            notice = "  <- cut off: no end-of-stream came"
-        tqdm.write(f"{prompt.name} | {record['seconds']:6.2f} s | {rtf or 0:6.2f} s/s | ended by "
-                   f"{ended_by:<6} | {prompt.text[:60]!r}{notice}")
-        written.append(record)
-    return written
-
-
-records = []
-for number, prompts in tqdm(batches.items(), unit="batch", disable=None if main_rank else True):
-    records += speak_batch(prompts, args.seed + number)
+        print(f"{record['name']} | {record['seconds']:6.2f} s | ended by {ended_by:<6} | "
+              f"{prompt.text[:60]!r}")
+        records.append(record)
 records = sorted(sum(dist.all_gather(world, records), []), key=lambda record: int(record["name"]))
 if main_rank:
-    seconds = sum(record["seconds"] for record in records)
     stopped = sum(record["ended_by"] == "eos" for record in records)
-    print(f"done       {plural(len(records), 'sample')}, {seconds:.1f} s of speech, {stopped} "
-          f"ended by themselves; {args.output_dir}")
-    if stopped < len(records):
-        print(f"notice     {plural(len(records) - stopped, 'sample')} cut off at --max_seconds "
-              f"{args.max_seconds:g}: raise it, or the model has not learnt to stop")
+    print(f"done       {plural(len(records), 'sample')}, {stopped} ended by themselves, not at "
+          f"--max_seconds; {args.output_dir}")
     if args.max_cer is not None:
         rows = speak.good_rows(samples, records, args.max_cer, ids.min_frames)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         checkpoint.write_text(Path(args.output_dir) / BEST, lines)
-        print(f"best       {len(rows)} of {len(records)} ended by themselves with at most "
-              f"{100 * args.max_cer:g}% character errors; {args.output_dir}/{BEST}, training data")
+        print(f"best       {len(rows)} of {len(records)}; {args.output_dir}/{BEST}, training data")
 dist.finish()

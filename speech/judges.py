@@ -1,11 +1,6 @@
 """Evaluate speech with external models: word errors, speaker similarity, naturalness.
 
-    heard = judges.recognise_pocketsphinx(waves, 24000, grammar="#JSGF ... = (one | two)+;")
-    errors, words = judges.word_errors(["one two", "two"], heard)
-    likeness = judges.similarity(waves[0], 24000, ("voice.wav",), judges.load_judges(...).embed, {})
-
-Waves are (n,) float32 mono in -1..1. Each model is imported, or reported missing, at first use;
-training needs none.
+Waves are (n,) float32 mono in -1..1. Each model is imported at first use; training needs none.
 """
 import functools
 import itertools
@@ -18,29 +13,30 @@ from collections import namedtuple
 import numpy as np
 import torch
 
-from core.cli import UserError, first_line, require, require_package
+from core.cli import UserError, first_line, notice, require, require_package
+from speech.conversations import audible_text
 
 RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
 # written without spaces: errors are counted by character
 UNSPACED = ("zh", "yue", "ja", "th", "lo", "my")
-# The result of load_judges; a judge that is off is None, or False. hear(waves, rate, names, notes)
-# -> [text]; embed: from load_x_vectors; mos: True for DNSMOS; language: for normaliser.
-Judges = namedtuple("Judges", "hear embed mos language")
+# The result of load_judges; a judge that is off is None. hear(waves, rate) -> [text]; embed: from
+# load_x_vectors; language: for normaliser.
+Judges = namedtuple("Judges", "hear embed language")
 
 
-def read_audio(path, offset=None, seconds=None, rate=24000):
-    """(n,) float32 mono: the whole file, or `seconds` of it from offset on. UserError."""
+def read_audio(path, offset=None, seconds=None):
+    """(n,) float32 mono at 24 kHz: the file, or `seconds` of it from offset on. UserError."""
     import soundfile
     try:
         wave, file_rate = soundfile.read(path, dtype="float32", always_2d=True)
-        require(np.isfinite(wave).all(), "samples that are not numbers")
-    except (OSError, RuntimeError, UserError) as error:     # soundfile's are RuntimeErrors
+    except (OSError, RuntimeError) as error:     # soundfile's are RuntimeErrors
         raise UserError(f"{path}: cannot be read as audio ({error})")
+    require(np.isfinite(wave).all(), f"{path}: holds samples that are not numbers")
     if offset is not None:
         end = None if seconds is None else round((offset + seconds) * file_rate)
         wave = wave[round(offset * file_rate):end]
-    return resample(wave.mean(axis=1), file_rate, rate)
+    return resample(wave.mean(axis=1), file_rate, 24000)
 
 
 def resample(wave, rate, target=RATE):
@@ -50,15 +46,10 @@ def resample(wave, rate, target=RATE):
     return wave if rate == target else soxr.resample(wave, rate, target, quality="HQ")
 
 
-# ---- Text
-
-
 @functools.cache
 def normaliser(language):
-    """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C).
-
-    All rules drop case, punctuation and words in brackets. "en" also writes numbers as digits,
-    expands contractions and drops "uh" and "um". UNSPACED: each character is a word."""
+    """Function that normalises a text by whisper's rules (Radford et al. 2022, appendix C). "en"
+    also writes numbers as digits and expands contractions. UNSPACED: each character is a word."""
     from transformers.models.whisper import english_normalizer
     if language == "en":
         return english_normalizer.EnglishTextNormalizer({})
@@ -77,22 +68,15 @@ def word_errors(references, hypotheses, language=None, split=str.split):
 
 
 def word_rates(references, hypotheses, language=None):
-    """([{"wer", "cer"} of each text], {"wer", "cer"} of all: all errors over all words). None if
-    there are no words."""
-    def rates(references, hypotheses):
-        values = {}
-        for name, split in ("wer", str.split), ("cer", lambda text: text.replace(" ", "")):
-            errors, length = word_errors(references, hypotheses, language, split)
-            values[name] = errors / length if length else None
-        return values
-    each = [rates([reference], [heard]) for reference, heard in zip(references, hypotheses)]
-    return each, rates(references, hypotheses)
+    """{"wer", "cer"}: all errors over all words or characters, None if there are none."""
+    rates = {}
+    for name, split in ("wer", str.split), ("cer", lambda text: text.replace(" ", "")):
+        errors, length = word_errors(references, hypotheses, language, split)
+        rates[name] = errors / length if length else None
+    return rates
 
 
-# ---- Words
-
-
-def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
+def recognise_pocketsphinx(waves, rate, grammar=None):
     """[text] from CMU Sphinx's US English model, which the package contains. grammar: JSGF text, or
     None for the large vocabulary, which needs clear sentences."""
     import pocketsphinx
@@ -116,39 +100,34 @@ def recognise_pocketsphinx(waves, rate, names=None, notes=None, grammar=None):
     return heard
 
 
-def recognise_command(waves, rate, names=None, notes=None, command="", time_limit=3600):
-    """[text] from a command that gets paths of wav files and prints a line for each. Raises
-    UserError if it fails, or after time_limit seconds, when it is killed."""
+def recognise_command(waves, rate, command, time_limit=3600):
+    """[text] from a command that gets paths of wav files and prints a line for each. UserError."""
     import soundfile
-    where = f"--asr_command {command}:"
+    paths, where = [], f"--asr_command {command}:"
     with tempfile.TemporaryDirectory() as folder:
-        paths = []
         for wave in waves:
             paths.append(f"{folder}/{len(paths):05d}.wav")
             soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
         try:
             done = subprocess.run([*shlex.split(command), *paths], encoding="utf-8",
                                   errors="replace", capture_output=True, timeout=time_limit)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{where} cannot be started ({error})")
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{where} has not heard {len(paths)} files in {time_limit:g} s")
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"{where} {error}")
     lines = done.stdout.splitlines()
-    if done.returncode or len(lines) != len(paths):
-        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise UserError(f"{where} status {done.returncode}, {len(lines)} lines for {len(paths)} "
-                        f"files; last message: {last}")
+    require(not done.returncode and len(lines) == len(paths),
+            f"{where} status {done.returncode}, {len(lines)} lines for {len(paths)} files; last "
+            f"message: {done.stderr.strip().rpartition(chr(10))[2]}")
     return [line.strip() for line in lines]
 
 
 def load_model(flag, path, device, class_name=None, unused=()):
     """(transformers model, feature extractor, tokenizer or None) of class_name, or of any speech
     recogniser. unused: prefixes of weights that may be missing. Raises UserError."""
+    import transformers
     tokenizer, safe = None, {"trust_remote_code": False}
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()      # missing weights are reported below
     try:
-        import transformers
-        transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()      # missing weights are reported below
         if class_name is None:      # a recogniser has a tokenizer
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safe)
             config = transformers.AutoConfig.from_pretrained(path, **safe)
@@ -158,31 +137,27 @@ def load_model(flag, path, device, class_name=None, unused=()):
             path, output_loading_info=True, **safe)
         extractor = transformers.AutoFeatureExtractor.from_pretrained(path, **safe)
     except Exception as error:
-        raise UserError(f"{flag} {path}: cannot be loaded as {class_name or 'a speech recogniser'} "
-                        f"({type(error).__name__}: {first_line(error)})")
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
+        raise UserError(f"{flag} {path}: is not such a model ({first_line(error)})")
     # transformers would continue with random weights
-    require(not missing, f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
-            f"first {''.join(missing[:1])}")
+    require(all(name.startswith(unused) for name in info["missing_keys"]),
+            f"{flag} {path}: is not such a model, as weights are missing")
     return model.to(device).eval(), extractor, tokenizer
 
 
 @torch.inference_mode()
-def recognise_transformers(waves, rate, names, notes, recogniser, language=None, batch_size=8):
-    """[text] by greedy decoding. recogniser: from load_model. UserError for a wrong language.
-
-    Whisper hears the first 30 s of a clip; a line about each longer clip is added to notes. Other
-    models get one clip at a time, as padding would change their group norms."""
+def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8):
+    """[text] by greedy decoding. recogniser: from load_model. Whisper gets batches; padding would
+    change the group norms of other models. UserError for a wrong language."""
     model, extractor, tokenizer = recogniser
     whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
     options = {"language": language, "task": "transcribe"} if language and whisper else {}
     heard, waves = [], (resample(wave, rate, target) for wave in waves)
     while batch := list(itertools.islice(waves, batch_size if whisper else 1)):
         if whisper:
-            for number, wave in enumerate(batch, len(heard)):
+            for wave in batch:
                 if len(wave) > extractor.n_samples:
-                    notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
-                                 f"{len(wave) / target:.1f} s were heard")
+                    notice(f"--asr_model hears the first {extractor.chunk_length} s of a clip that "
+                           f"lasts {len(wave) / target:.1f} s")
             # an empty clip counts as silence
             batch = [wave[:extractor.n_samples] if len(wave) else np.zeros(1) for wave in batch]
             inputs = extractor(batch, sampling_rate=target, return_tensors="pt",
@@ -202,12 +177,9 @@ def recognise_transformers(waves, rate, names, notes, recogniser, language=None,
     return heard
 
 
-# ---- Voices
-
-
 def load_x_vectors(path, device):
     """embed(wave at RATE) -> unit (D,) float64 by a transformers x-vector model, one clip at a
-    time: padding would change its group norms. Raises UserError."""
+    time: padding would change its group norms."""
     model, extractor, _ = load_model("--speaker_model", path, device, "AutoModelForAudioXVector",
                                      ("classifier.", "objective."))
 
@@ -221,8 +193,7 @@ def load_x_vectors(path, device):
 
 def similarity(wave, rate, clip, embed, voices):
     """Cosine of the voices of a wave and of a clip, the arguments of read_audio; None if one is
-    shorter than SHORTEST_VOICE_S. Compare it with that of real recordings. voices: {clip: its
-    embedding}, filled here."""
+    shorter than SHORTEST_VOICE_S. voices: {clip: its embedding}, filled here."""
     def embedding(wave, rate):
         return None if len(wave) < SHORTEST_VOICE_S * rate else embed(resample(wave, rate))
     if clip not in voices:
@@ -232,26 +203,31 @@ def similarity(wave, rate, clip, embed, voices):
 
 
 def dnsmos(wave, rate):
-    """Overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al. 2022), None for an empty wave. It
-    rates noise and distortion, not words."""
+    """Overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al. 2022), None for an empty wave."""
     from speechmos import dnsmos as model
     wave = np.clip(resample(wave, rate), -1, 1)
     return float(model.run(wave, sr=RATE)["ovrl_mos"]) if len(wave) else None
 
 
-# ---- All judges
+def measure(by, waves, rate, texts, likes):
+    """[{"heard", "wer", "cer", "speaker_similarity"}] of waves, as far as Judges are on. texts: to
+    be spoken. likes: the voice to be cloned or the true recording, as of read_audio, or None."""
+    rows, voices = [{} for _ in waves], {}      # voices: one may serve all
+    for row, text, heard in zip(rows, texts, by.hear(waves, rate)) if by.hear else ():
+        row |= {"heard": heard, **word_rates([audible_text(text)], [heard], by.language)}
+    for row, wave, like in zip(rows, waves, likes) if by.embed else ():
+        if like:
+            row["speaker_similarity"] = similarity(wave, rate, like, by.embed, voices)
+    return rows
 
 
-@functools.cache
-def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None,
-                batch_size=8, device="cpu"):
-    """Judges for the flags of these names, loaded once per process. UserError."""
+def load_judges(asr_model=None, asr_command=None, speaker_model=None, language=None, batch_size=8,
+                device="cpu"):
+    """Judges for the flags of these names. UserError."""
     hear = embed = None
-    if asr_model or asr_command:        # for word_errors
-        require_package("torchaudio", "--asr_model, --asr_command", "torchaudio==2.11.0")
     if asr_command:
         hear = functools.partial(recognise_command, command=asr_command)
-        hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # detects a wrong path now
+        hear([np.zeros(RATE, np.float32)], RATE)        # detects a wrong path now
     elif asr_model == "pocketsphinx":
         require_package("pocketsphinx", "--asr_model")
         hear = recognise_pocketsphinx
@@ -261,6 +237,4 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
             language=language, batch_size=batch_size)
     if speaker_model:
         embed = load_x_vectors(speaker_model, device)
-    for package in ("speechmos", "onnxruntime", "librosa") if mos else ():
-        require_package(package, "--mos", "speechmos onnxruntime librosa")
-    return Judges(hear, embed, mos, language)
+    return Judges(hear, embed, language)

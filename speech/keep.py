@@ -17,8 +17,7 @@ from core.cli import require
 from core.packing import PackOrder
 from core.watchdog import Stopped
 from speech import speak, weights
-from speech.codes import FRAME_RATE, load_codec
-from speech.conversations import Clip
+from speech.codes import FRAME_RATE
 from speech.labels import total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
@@ -29,26 +28,17 @@ class Keeper:
     """Rows that the base has spoken, and their schedule."""
 
     def __init__(self, args, tokenizer, ids, config, codec_dir, world):
-        """On every rank, before the base has spoken. args: the trainer's flags. UserError lists all
-        unusable rows."""
+        """On every rank. args: the trainer's flags. UserError lists all unusable rows."""
         self.args, self.ids = args, ids
         longest = args.max_length or weights.module(config).positions(config)
         longest = min(longest, args.max_tokens_per_batch or longest)
         # a small pack keeps half of its room for the prompt
         self.settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
-
-        def prepare():
-            samples = speak.read_prompts(args.keep, args.normalize_text == "on")
-            for sample in samples:      # a recording in the file is replaced by the base's speech
-                sample.turns[-1].parts[-1] = Clip("")
-            codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-            return speak.prepare(samples, tokenizer, ids, codec, bandwidth,
-                                 longest - self.settings.max_new_tokens)
-
-        self.prompts = dist.rank0(world, prepare)
+        self.prompts = speak.prepare_file(args.keep, args, tokenizer, ids, codec_dir,
+                                          longest - self.settings.max_new_tokens, world)
         digest = hashlib.sha256(str(args.seed).encode())
-        for prompt in self.prompts:
-            digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
+        for row in (prompt.row(ids) for prompt in self.prompts):
+            digest.update(row["input_ids"].tobytes() + row["audio_ids"].tobytes())
         self.fingerprint = digest.hexdigest()[:16]      # rank 0 appends that of the base
 
     def extend_fingerprint(self, base):
@@ -58,12 +48,8 @@ class Keeper:
 
     def speak(self, world, model, autocast):
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
-        codes, and return a log line. Collective: rank 0 speaks, the others wait. UserError if too
-        few rows end by themselves. Stopped after a stop request."""
-        model.eval()
-        with dist.gather_weights(model), autocast():
-            codes = dist.rank0(world, self._codes, world, model)
-        model.train()
+        codes, and return a log line. Collective. UserError if too few rows end by themselves."""
+        codes = speak.use_on_rank0(world, model, autocast, self._codes, world, model)
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")
         rows = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
@@ -71,18 +57,14 @@ class Keeper:
                 f"{len(rows)} of {len(codes)} rows within {SECONDS:g} s or half a pack")
         self.samples = []
         for i, (prompt, spoken) in enumerate(rows):         # only this speech is trained
-            tokens, codes_before = prompt.unexpanded
-            tokens = np.append(tokens, self.ids.audio_placeholder_id)
+            tokens = np.append(prompt.tokens, self.ids.audio_placeholder_id)
             self.samples.append({"number": i, **self.ids.assemble(
-                tokens, np.arange(len(tokens)) == len(tokens) - 1, [*codes_before, spoken])})
+                tokens, np.arange(len(tokens)) == len(tokens) - 1, [*prompt.codes, spoken])})
         self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in rows])
         self.order = PackOrder(np.array([len(sample["input_ids"]) for sample in self.samples]),
                                seed=self.args.seed, tokens_per_pack=self.args.max_tokens_per_batch,
                                samples_per_pack=self.args.per_device_train_batch_size)
-        silent = len(codes) - len(rows)
-        return (f"keep       {len(rows)} rows as the base speaks them, weight "
-                f"{self.args.keep_weight:g}, in one of {self.args.keep_every} steps"
-                + f"; {silent} that it did not end are left out" * bool(silent))
+        return f"keep       {len(rows)} of {len(codes)} rows, which the base ended by itself"
 
     def _codes(self, world, model):
         """[(T, K) int16 codes] of the rows, read from FILE, or spoken and saved there. T is 0 if
@@ -100,11 +82,10 @@ class Keeper:
                                         self.args.seed, world.device)
         if spoken is None:
             return None
-        codes = []
-        for clip, ended_by in spoken:
-            # without an end, or too short to have one, it is unusable
-            usable = ended_by == "eos" and len(clip) >= self.ids.min_frames
-            codes.append((clip if usable else empty).astype(np.int16))
+        # without an end, or too short to have one, a clip is unusable
+        codes = [clip if ended_by == "eos" and len(clip) >= self.ids.min_frames else empty
+                 for clip, ended_by in spoken]
+        codes = [clip.astype(np.int16) for clip in codes]
 
         def write(temporary):
             with open(temporary, "wb") as file:

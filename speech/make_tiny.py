@@ -7,10 +7,9 @@
     OUT_DIR/speech      sentences in toy voices, wav files in mixed sample rates, mono and stereo
     OUT_DIR/train.json  one ChatML voice-cloning sample per clip, paths relative to OUT_DIR
 
-Each run writes the same files. The weights are random; only file formats, token names and the
-codec's geometry are the real ones. OUT_DIR/model names the codec by its absolute path, so make it
-again instead of moving it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 under the published names,
-with the codec's weights inside.
+Each run writes the same files. OUT_DIR/model names the codec by its absolute path, so make it again
+instead of moving it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 under the published names, with
+the codec's weights inside.
 """
 import sys
 from pathlib import Path
@@ -45,13 +44,12 @@ import re
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (DacConfig, HiggsAudioV2Config,
+                          HiggsAudioV2ForConditionalGeneration, HiggsAudioV2TokenizerConfig,
+                          HiggsAudioV2TokenizerModel, HubertConfig, PreTrainedTokenizerFast)
 
 from core import tensor_io
 from speech import v3, weights
-
-from transformers import (DacConfig, HiggsAudioV2Config,  # isort: skip
-                          HiggsAudioV2ForConditionalGeneration, HiggsAudioV2TokenizerConfig,
-                          HiggsAudioV2TokenizerModel, HubertConfig, PreTrainedTokenizerFast)
 
 VOCAB_SIZE = 600
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
@@ -104,7 +102,7 @@ SENTENCES = re.split(r"(?<=[.?]) ", " ".join(STORY.split()))
 
 
 def make_tokenizer(out_dir):
-    """Save train_bpe's tokenizer in OUT_DIR/model and return it. It adds no begin-of-text token."""
+    """Save train_bpe's tokenizer in OUT_DIR/model and return it."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_bpe(SPECIAL_TOKENS), bos_token="<|begin_of_text|>",
         eos_token="<|eot_id|>", pad_token="<|end_of_text|>", clean_up_tokenization_spaces=False,
@@ -114,12 +112,11 @@ def make_tokenizer(out_dir):
 
 
 def train_bpe(special_tokens):
-    """A byte-level BPE Tokenizer of at most 600 ids, trained on SENTENCES. special_tokens get the
-    last ids."""
+    """A byte-level BPE Tokenizer trained on SENTENCES. special_tokens get the last ids."""
     bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special_tokens), show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
@@ -135,8 +132,8 @@ def make_model(out_dir, tokenizer, **config_overrides):
     # a large initializer_range, so adapters alone can lower the loss with frozen heads
     config = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
-              "num_codebooks": 8, "codebook_size": 1026,     # codes, the stream's begin and end
+              "head_dim": 32, "initializer_range": 0.06,
+              "codebook_size": 1026,        # with the stream's begin and end
               "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
               "pad_token_id": tokenizer.pad_token_id, "audio_token_id": token_id("<|AUDIO_OUT|>"),
               "audio_bos_token_id": token_id("<|audio_out_bos|>"),
@@ -153,8 +150,7 @@ def make_model(out_dir, tokenizer, **config_overrides):
 
 
 def make_codec(out_dir):
-    """Save a random codec in OUT_DIR/codec and return it. It maps (B, 1, n) audio at 24 kHz to
-    (B, 8, about n / 960) codes and needs torchaudio for resampling."""
+    """Save a random codec in OUT_DIR/codec and return it."""
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES,
                          encoder_hidden_size=2, decoder_hidden_size=64, hidden_size=16)
     semantic = HubertConfig(
@@ -163,8 +159,8 @@ def make_codec(out_dir):
         num_conv_pos_embedding_groups=2)
     # the last bandwidth, kbit/s, is 8 codebooks of 10 bits
     config = HiggsAudioV2TokenizerConfig(
-        target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=8,
-        acoustic_model_config=acoustic, semantic_model_config=semantic)
+        target_bandwidths=[0.5, 1, 1.5, 2], codebook_dim=8, acoustic_model_config=acoustic,
+        semantic_model_config=semantic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         codec = HiggsAudioV2TokenizerModel(config).eval()
@@ -178,8 +174,7 @@ def make_codec(out_dir):
 
 
 def make_model3(out_dir, codec):
-    """Save a random two-layer Higgs TTS 3 in OUT_DIR/model under the published names, and return
-    that folder. codec: the result of make_codec, whose weights go into the same file."""
+    """Save a random Higgs TTS 3, with its codec's weights, in OUT_DIR/model; return that folder."""
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
     train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
@@ -213,8 +208,7 @@ def make_model3(out_dir, codec):
 
 def synthesise(text, speaker, sample_rate, rng):
     """Text in a toy voice, (n,) float32 mono, 1.6 to 4 s: a tone with overtones per letter.
-
-    speaker: an integer >= 0 that determines pitch and pace. rng: a Generator, for the noise."""
+    speaker: a number that determines pitch and pace. rng: a Generator, for the noise."""
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # both spread evenly over 0..1
     hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
     n = (hundredths + 1) * (sample_rate // 100)
@@ -227,9 +221,7 @@ def synthesise(text, speaker, sample_rate, rng):
 
 
 def make_speech(out_dir, clips, speakers):
-    """Write OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo). Each clip has one sentence;
-    speakers take turns. Returns [{"text", "speaker": number, "path": relative to OUT_DIR,
-    "seconds"}]."""
+    """Write OUT_DIR/speech/*.wav -> [{"text", "speaker", "path" from OUT_DIR on, "seconds"}]."""
     import soundfile
     (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
     speech = []
@@ -248,16 +240,13 @@ def make_speech(out_dir, clips, speakers):
 
 
 def make_dataset(out_dir, speech):
-    """Write OUT_DIR/train.json, ChatML, and return its path. The reference of a clip is the
-    speaker's next clip."""
+    """Write OUT_DIR/train.json. The reference of a clip is the speaker's next clip."""
     samples = []
     for number, target in enumerate(speech):
         reference = next(clip for clip in speech[number + 1:] + speech[:number]
                          if clip["speaker"] == target["speaker"])
         samples.append(voice_cloning_sample(f"sample_{number:08d}", reference, target))
-    path = Path(out_dir) / "train.json"
-    path.write_text(json.dumps(samples, indent=1) + "\n")
-    return path
+    Path(out_dir, "train.json").write_text(json.dumps(samples, indent=1) + "\n")
 
 
 def voice_cloning_sample(name, reference, target):
@@ -283,15 +272,13 @@ def voice_cloning_sample(name, reference, target):
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    speech = make_speech(args.out_dir, args.clips, args.speakers)
-    dataset = make_dataset(args.out_dir, speech)
+    make_dataset(args.out_dir, make_speech(args.out_dir, args.clips, args.speakers))
     codec = make_codec(args.out_dir)
     if args.higgs3:
         make_model3(args.out_dir, codec)
     else:
         make_model(args.out_dir, make_tokenizer(args.out_dir))
-    print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers, "
-          f"{sum(clip['seconds'] for clip in speech):.0f} s of speech; model and codec next to it")
+    print(f"{args.out_dir}: model, codec and {args.clips} samples in train.json")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ OUT/best links to the best one.
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model ... --follow --patience 3
     python speech/pick_checkpoint.py out --by loss      # by validation loss; nothing is spoken
 
-A checkpoint must beat the base, which is evaluated too. Speech and results stay in OUT/picked/;
-rerun the same command to evaluate only new checkpoints. Train with --save_total_limit 0 to keep
-all checkpoints. With --follow it evaluates checkpoints as they appear, until the run ends. After
+The base is evaluated too. Speech and results stay in OUT/picked/; the same command evaluates only
+new checkpoints. With --follow it evaluates checkpoints as they appear, until the run ends. After
 --patience checkpoints without a better one it writes OUT/stop, and the run saves and ends.
 """
 import sys
@@ -46,10 +45,9 @@ p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda
 def check_flags(args, world_size):
     require(Path(args.output_dir).is_dir(), f"{args.output_dir}: there is no such folder")
     choices.check_judges(args)
-    require(args.prompts or args.by == "loss", f"--by {args.by} needs --prompts")
-    require(args.by not in ("wer", "cer") or args.asr_model or args.asr_command,
-            f"--by {args.by} needs --asr_model or --asr_command")
-    require(args.by != "sim" or args.speaker_model, "--by sim needs --speaker_model")
+    judge = args.speaker_model if args.by == "sim" else args.asr_model or args.asr_command
+    require(args.by == "loss" or args.prompts and judge, f"--by {args.by} needs --prompts and "
+            f"{'--speaker_model' if args.by == 'sim' else '--asr_model or --asr_command'}")
     cli.zero_or_more(args, "patience seed")
     require(args.follow or not args.patience, "--patience needs --follow")
 
@@ -65,8 +63,7 @@ import time
 from core import checkpoint, json_files, metrics
 from speech import judges
 
-if args.asr_command:        # detect a wrong path now, not after the first checkpoint
-    judges.load_judges(asr_command=args.asr_command)
+judges.load_judges(asr_command=args.asr_command)        # detect a wrong path now
 out, (metric, name, form, sign) = Path(args.output_dir), MEASURES[args.by]
 
 
@@ -103,19 +100,18 @@ def is_running():
         checkpoint.lock_folder(out, wait_s=0).close()
     except UserError:
         return True
-    return False
 
 
 def link_best(step):
-    link = out / "best"
-    require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
     checkpoint.write_atomically(link, lambda path: path.symlink_to(f"checkpoint-{step}"))
 
 
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
             args.asr_command, args.language, args.speaker_model, args.max_seconds, args.seed]
 picked = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-known, best, stale, following = {}, None, 0, True       # known: {step, 0 for the base: metric}
+link, following = out / "best", True
+require(link.is_symlink() or not link.exists(), f"{link}: is there and no link; move it away")
+known, best, stale = {}, None, 0       # known: {step, 0 for the base: metric}
 while following:
     # checked first, as the run may still save its last checkpoint
     following = args.follow and is_running()
@@ -125,7 +121,7 @@ while following:
         label = f"checkpoint-{step}" if step else "base"
         known[step] = losses.get(step) if args.by == "loss" else judge(path, picked / label)
         value = "not measured" if known[step] is None else form.format(known[step])
-        print(f"{label:<16} {name} {value}", flush=True)
+        print(f"{label:<16} {name} {value}")
         if known[step] is None or not step:
             continue
         stale += 1
@@ -134,17 +130,13 @@ while following:
             link_best(step)
         if args.patience and stale >= args.patience and is_running():
             (out / "stop").touch()
-            print(f"stop       nothing better in {cli.plural(stale, 'checkpoint')}: the run ends",
-                  flush=True)
+            print(f"stop       nothing better in {cli.plural(stale, 'checkpoint')}: the run ends")
             following = False
             break
     if following:
         time.sleep(POLL_S)
 require(best is not None, f"{out}: holds no checkpoint with {name}")
-base, value = known.get(0), form.format(known[best])
-base_value = "" if base is None else f"; the base {form.format(base)}"
+base_value = "" if (base := known.get(0)) is None else f"; the base {form.format(base)}"
+print(f"best       checkpoint-{best} by {name}: {form.format(known[best])}{base_value}; {link}")
 if base is not None and sign * known[best] >= sign * base:
-    print(f"NO CHECKPOINT IS BETTER THAN THE BASE by {name}: {value} at best, at step {best}"
-          f"{base_value}")
-else:
-    print(f"best       checkpoint-{best} by {name}: {value}{base_value}; {out / 'best'}")
+    print("NO CHECKPOINT IS BETTER THAN THE BASE")

@@ -2,20 +2,12 @@
 
 The trainer's code tokenises a prompt, which ends where speech begins, so the model gets inputs as
 in training. Generation uses the native class (V2) or v3.generate.
-
-    prompts = prepare(text_prompts([("1", "Good morning.")], normalize=True), tokenizer, ids, ...)
-    codes, ended_by = generate(native, prompts, ids, sampling(config, 30.0), seed, device)[0]
-    wave = decode(codec, codes)
 """
 import contextlib
 import io
-import json
 import os
 import re
-import struct
-import tempfile
 import textwrap
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,21 +15,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, StoppingCriteriaList
 
-from core import dist
-from core.checkpoint import write_atomically
+from core import adapters, dist
+from core.checkpoint import write_atomically, write_json
 from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
-from speech import weights
+from speech import judges, weights
 from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
 from speech.conversations import (SCENE, BadSample, Clip, Sample, Turn, audible_text,
                                   canonical_turns, mark_trained, normalise, normalise_requests,
                                   system_parts, trim_turn)
 from speech.dataset import TableBuilder, read_samples
-
-from core import adapters  # isort: skip      # after weights
-from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 BATCH = 8               # prompts that generate_all speaks together
@@ -50,44 +40,37 @@ PAUSE_S = 0.12          # silence between chunks of a long text
 @dataclass
 class Prompt:
     """Input of the model before it speaks."""
-    name: str               # stem of the output files
-    source: str             # its position in the user's files, for messages
     text: str               # text to be spoken
-    tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>; each row of codes is a token
-    audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
-    is_audio: np.ndarray    # (n,) bool, True at the positions of those codes
-    references: list        # those clips, if they are recordings
+    tokens: np.ndarray      # (t,) int64 up to <|audio_out_bos|>; a clip is one token
+    codes: list             # (T, 8) codes of each of these clips
+    voice: Clip | None      # the last of them that is a recording
     target: Clip | None     # the true recording, if the file has one
-    unexpanded: tuple = ()  # (tokens (t,) int64, a clip being one of them; [(T, 8) codes of clips])
+
+    def row(self, ids):
+        """Layout.assemble's dict: each row of codes is a token, nothing is trained."""
+        return ids.assemble(self.tokens, np.zeros(len(self.tokens), bool), self.codes)
 
 
-def read_prompts(path, normalize):
+def read_prompts(path, normalize, *voice):
     """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text
-    per line. normalize: normalise texts to speak. UserError lists every unusable prompt."""
+    per line, spoken in a voice: text_prompts. normalize: normalise texts to speak. UserError lists
+    every unusable prompt."""
     path, problems = Path(path), []
-    if path.suffix.lower() not in (".json", ".jsonl"):
-        return text_prompts(read_lines(path), normalize)
-    samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
+    if path.suffix.lower() in (".json", ".jsonl"):
+        samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
+    else:
+        require(path.suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
+                f"{path}: is a table; give one text per line, or ChatML")
+        lines = enumerate(read_text(path).splitlines(), 1)
+        samples = text_prompts([(f"{path} line {number}", line) for number, line in lines
+                                if line.strip()], normalize, *voice)
     require(not problems, problem_text(problems))
     require(samples, f"{path}: holds no prompts")
     return samples
 
 
-def read_lines(path):
-    """[(name, text)] of a file with one text per line; skips empty lines. Raises UserError."""
-    require(Path(path).suffix.lower() not in (".lst", ".list", ".csv", ".tsv", ".parquet"),
-            f"{path}: is a table; give one text per line, or ChatML (speech/convert.py makes it)")
-    lines = enumerate(read_text(path).splitlines(), 1)
-    texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
-    require(texts, f"{path}: holds no text")
-    return texts
-
-
-def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
-                 scene=None):
-    """[(name, text)] -> Samples, plain or in the voice of one reference clip. Raises UserError.
-    normalize: as in read_prompts. system: the system text of all; None chooses one per text, as in
-    training."""
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, scene=None):
+    """[(name, text)] -> Samples, plain or in the voice of a reference clip. Raises UserError."""
     reference, samples = [], []
     if reference_audio:
         clip = Clip(os.path.abspath(reference_audio))
@@ -96,12 +79,10 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
         reference += [Turn("assistant", [clip], None)]
     for name, text in named_texts:
         require(text.strip(), f"{name}: has no text to speak")
-        prompt, heard_in = system, scene
-        if not system:
-            prompt, heard_in = system_parts(text, scene, references=bool(reference))
-        prompt += "\n\n" + SCENE.format(heard_in) if heard_in else ""
+        system, heard_in = system_parts(text, scene, references=bool(reference))
+        system += "\n\n" + SCENE.format(heard_in) if heard_in else ""
         samples.append(Sample(name, [
-            Turn("system", [prompt.strip()], None), *reference,
+            Turn("system", [system.strip()], None), *reference,
             Turn("user", [normalise(text) if normalize else text.strip()], None),
             Turn("assistant", [Clip("")], None)]))
     return samples
@@ -109,8 +90,7 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
 def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken. Its last turn is the assistant's and ends with the
-    clip to generate: the sample's target clip, else Clip(""). Raises BadSample. normalize:
-    normalise the text to speak, and earlier texts as in training."""
+    clip to generate: the sample's target clip, else Clip(""). Raises BadSample."""
     turns, rewritten = canonical_turns(entry, paths)
     last_request = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns)
@@ -126,8 +106,7 @@ def canonical_prompt(name, entry, paths, normalize=False):
         raise BadSample("has no text to speak: no user text precedes the clip to generate")
     if normalize:
         if entry.get("start_index") is not None:
-            # a prompt needs no trained clip
-            with contextlib.suppress(BadSample):
+            with contextlib.suppress(BadSample):        # a prompt needs no trained clip
                 mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
         turns[-1].trained = True
         normalise_requests(turns)
@@ -141,9 +120,9 @@ def spoken_text(sample):
     return (answer.text or request).strip()
 
 
-def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
-    """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. numbers: for the
-    names (default: 0, 1, ...). UserError lists every prompt that is too long or has bad audio."""
+def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
+    """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. known: {path of a
+    Clip: its codes}. UserError lists every prompt that is too long or has bad audio."""
     builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
@@ -151,13 +130,15 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     for omission, count in sorted(builder.notices.items()):
         print(f"notice     {count} prompts {omission}")
     require(not problems, problem_text(problems))
-    for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
-        *references, target = (builder.clips[clip] for clip in builder.row("clips", i))
+    for i, sample in enumerate(samples):
+        *clips, target = (builder.clips[clip] for clip in builder.row("clips", i))
         tokens = builder.row("tokens", i).astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
-            for clip in references:
-                if clip not in codes:
+            for clip in clips:
+                if clip.path in known:
+                    codes[clip] = known[clip.path]
+                elif clip not in codes:
                     (result,) = decode_clips([clip])
                     if isinstance(result, str):
                         raise ValueError(result)
@@ -165,16 +146,14 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         except (ValueError, torch.OutOfMemoryError) as error:
             problems.append(f"{sample.name}: its audio {clip.path}: {error}")
             continue
-        reference_codes = [codes[clip] for clip in references]
-        row = ids.assemble(tokens, np.zeros(len(tokens), bool), reference_codes)
-        if (size := len(row["input_ids"])) > room:
+        voices = [clip for clip in clips if not clip.path.endswith(SAVED)]
+        prompts.append(Prompt(
+            spoken_text(sample), tokens, [codes[clip] for clip in clips],
+            voices[-1] if voices else None,
+            target if target.path and not target.path.endswith(SAVED) else None))
+        if (size := len(prompts[-1].row(ids)["input_ids"])) > room:
             problems.append(f"{sample.name}: {size} tokens; with the speech to come there is room "
                             f"for {max(0, room)}: shorten it, or allow fewer seconds of speech")
-        prompts.append(Prompt(
-            f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
-            row["is_audio"], [clip for clip in references if not clip.path.endswith(SAVED)],
-            target if target.path and not target.path.endswith(SAVED) else None,
-            (tokens, reference_codes)))
     require(not problems, problem_text(problems))
     return prompts
 
@@ -183,13 +162,13 @@ def prompt_batch(prompts, ids):
     """Arguments of native generate, int64 on the CPU: left-padded tokens, right-padded codes."""
     def pad(arrays, value, side):
         return pad_sequence(list(map(torch.as_tensor, arrays)), True, value, side)
-    tokens, codes = [p.tokens for p in prompts], [p.audio_ids for p in prompts]
+    rows = [prompt.row(ids) for prompt in prompts]
+    tokens, codes = ([row[key] for row in rows] for key in ("input_ids", "audio_ids"))
     batch = {"input_ids": pad(tokens, ids.pad, "left"),
-             "attention_mask": pad([np.ones(len(p), np.int64) for p in tokens], 0, "left")}
+             "attention_mask": pad(map(np.ones_like, tokens), 0, "left")}
     if any(map(len, codes)):        # without clips transformers accepts no audio arguments
-        mask = [np.ones(len(c), bool) for c in codes]
-        batch |= {"audio_input_ids": pad(codes, ids.stream_eos, "right"),
-                  "audio_input_ids_mask": pad(mask, False, "right")}
+        batch |= {"audio_input_ids": pad(codes, ids.stream_eos, "right"), "audio_input_ids_mask":
+                  pad([np.ones(len(c), bool) for c in codes], False, "right")}
     return batch
 
 
@@ -197,8 +176,8 @@ def prompt_batch(prompts, ids):
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
-    """Native model for generate, on the device, in eval mode. adapter: a PEFT folder or None; it
-    stays unmerged, in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
+    """Native model on the device, in eval mode. adapter: a PEFT folder or None; it stays unmerged,
+    in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
     native = net = module.empty_model(config, dtype, folder)
     parts, load = module.weight_parts(folder, config), weights.load_weights
@@ -223,40 +202,36 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
 
 def sampling(config, max_seconds, **draws):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling. UserError.
-
-    max_seconds: the longest speech. draws: {name of DRAW_FLAGS: value} instead of the model's
-    defaults. temperature 0 is greedy. ras_window: repetition-aware sampling draws a code again
-    from the untempered distribution if the last ras_window codes contain it twice; 0 is off."""
+    draws: {name of DRAW_FLAGS: value} instead of the model's defaults."""
     frames, module = max(1, round(max_seconds * FRAME_RATE)), weights.module(config)
     require(draws.keys() <= module.DRAWS.keys(), "--ras_window: not of Higgs TTS 3")
     draws = module.DRAWS | draws
     if weights.is_tts3(config.model_type):
         return module.Sampling(**draws, max_new_tokens=frames + config.num_codebooks - 1)
-    ras_window = draws.pop("ras_window")
+    if ras_window := draws.pop("ras_window"):
+        draws |= {"ras_win_len": ras_window, "ras_win_max_num_repeat": 2}
     if not draws["temperature"]:
-        settings = {"do_sample": False}
-    else:
-        settings = {"do_sample": True, **draws}
-        if ras_window:
-            settings |= {"ras_win_len": ras_window, "ras_win_max_num_repeat": 2}
-    return GenerationConfig(**settings, max_new_tokens=frames + config.num_codebooks + 1,
-                            eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+        draws = {}
+    return GenerationConfig(do_sample=bool(draws), **draws, eos_token_id=config.eos_token_id,
+                            max_new_tokens=frames + config.num_codebooks + 1,
+                            pad_token_id=config.pad_token_id)
 
 
 @torch.no_grad()
-def generate(native, prompts, ids, settings, seed, device, should_stop=lambda: False):
-    """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
-
-    native: the model with adapters, on the device, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch only, and do not change torch's random state. should_stop() is
-    called once per row; if it returns True, speech ends with ended_by "time"."""
+def generate(native, prompts, ids, settings, seed, device):
+    """[(codes (T, 8) int64, ended_by "eos" | "length")] of a batch of Prompts. settings: from
+    sampling(). The draws depend on seed and batch only, and do not change torch's random state. A
+    stop request to a trainer cuts the speech off."""
     if weights.is_tts3(native.config.model_type):
-        inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
-        spoken = weights.module(native.config).generate(native, inputs, settings, seed, should_stop)
+        rows = [prompt.row(ids) for prompt in prompts]
+        spoken = weights.module(native.config).generate(
+            native, [(row["input_ids"], row["is_audio"], row["audio_ids"]) for row in rows],
+            settings, seed, stop_requested)
         # a row cut off early may hold special codes; servers also decode those as code 0
         return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), ended_by)
                 for codes, ended_by in spoken]
-    stops = [lambda ids, scores, **_: torch.full((len(ids),), bool(should_stop()), device=device)]
+    stops = [lambda ids, scores, **_: torch.full(ids.shape[:1], bool(stop_requested()),
+                                                 device=device)]
     batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}
     prompt_rows = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
     # else unset values come from the model's settings
@@ -269,9 +244,9 @@ def generate(native, prompts, ids, settings, seed, device, should_stop=lambda: F
                                   stopping_criteria=StoppingCriteriaList(stops))
     finally:
         native.generation_config = saved_settings
-    clips, most = out.audio_sequences[:, prompt_rows:].cpu().numpy(), settings.max_new_tokens
-    spoken = [undelay(rows, ids, "length" if len(rows) >= most else "time") for rows in clips]
-    return [(codes[:most - ids.num_codebooks - 1], ended_by) for codes, ended_by in spoken]
+    frames = settings.max_new_tokens - ids.num_codebooks - 1
+    spoken = [undelay(rows, ids) for rows in out.audio_sequences[:, prompt_rows:].cpu().numpy()]
+    return [(codes[:frames], ended_by) for codes, ended_by in spoken]
 
 
 def generate_all(native, prompts, ids, settings, seed, device):
@@ -279,25 +254,24 @@ def generate_all(native, prompts, ids, settings, seed, device):
     spoken = []
     with torch.compiler.set_stance("force_eager"):      # each new length would recompile the layers
         for number, first in enumerate(range(0, len(prompts), BATCH)):
-            spoken += generate(native, prompts[first:first + BATCH], ids, settings, seed + number,
-                               device, stop_requested)
+            batch = prompts[first:first + BATCH]
+            spoken += generate(native, batch, ids, settings, seed + number, device)
             if stop_requested():
                 return None
     return spoken
 
 
-def undelay(rows, ids, cut_by):
-    """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or cut_by).
-
-    The inverse of labels.delay_rows. The end-of-stream of codebook 0 sets the length. Special ids
-    before it become the nearest code, as in transformers' processor."""
+def undelay(rows, ids):
+    """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or "length").
+    The end-of-stream of codebook 0 sets the length. Special ids before it become the nearest code,
+    as in transformers' processor."""
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
     first_end = np.flatnonzero(rows[:, 0] == ids.stream_eos)
     frames = len(rows) - ids.num_codebooks
     frames = max(0, min(frames, first_end[0] - 1) if len(first_end) else frames)
     codes = np.stack([rows[k + 1:k + 1 + frames, k] for k in range(ids.num_codebooks)], axis=1)
-    return codes.clip(0, ids.stream_bos - 1), "eos" if len(ended) else cut_by
+    return codes.clip(0, ids.stream_bos - 1), "eos" if len(ended) else "length"
 
 
 @torch.no_grad()
@@ -312,47 +286,33 @@ def decode(codec, codes):
 # ---- The best of several takes
 
 
-def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
+def speak(native, codec, ids, settings, prompts, seed, takes, listeners):
     """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes, ranked by
     end-of-stream, then CER, then speaker similarity. listeners: judges.Judges. Unless they measure
     speaker similarity, a take without errors ends the search."""
-    best, left = [None] * len(prompts), list(range(len(prompts)))      # best: (rank, result)
+    best, left = {}, list(range(len(prompts)))      # best: {number: (rank, result)}
     for take in range(takes):
+        if not left:
+            break
         batch = [prompts[i] for i in left]
         spoken = generate(native, batch, ids, settings, seed + take * STRIDE, codec.device)
         waves = [decode(codec, codes) for codes, _ in spoken]
-        judged = listen(batch, waves, listeners) if listeners else [{} for _ in batch]
+        likes = [clip and (clip.path, clip.offset, clip.duration)
+                 for clip in (prompt.voice or prompt.target for prompt in batch)]
+        texts = [prompt.text for prompt in batch]
+        judged = judges.measure(listeners, waves, SAMPLE_RATE, texts, likes)
         for i, (codes, ended_by), wave, facts in zip(left, spoken, waves, judged):
             bad = ended_by != "eos" or not len(codes)
             rank = bad, facts.get("cer") or 0.0, -(facts.get("speaker_similarity") or 0.0)
-            if best[i] is None or rank < best[i][0]:
+            if i not in best or rank < best[i][0]:
                 best[i] = rank, (codes, ended_by, wave, {**facts, "take": take})
-        left = [i for i in left if best[i][0][:2] != (False, 0.0) or listeners and listeners.embed]
-        if not left:
-            break
-    return [result for _, result in best]
-
-
-def listen(prompts, waves, listeners):
-    """[{fact: value}] that judges.Judges measure in each Prompt's wave. Speaker similarity is to
-    the voice to be cloned, else to the true recording."""
-    from speech import judges
-    facts, voices = [{} for _ in prompts], {}       # voices: {clip: embedding}; one may serve all
-    if listeners.hear:
-        texts = [audible_text(prompt.text) for prompt in prompts]
-        transcripts = listeners.hear(waves, SAMPLE_RATE, [p.name for p in prompts], [])
-        rates, _ = judges.word_rates(texts, transcripts, listeners.language)
-        facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
-    for prompt, wave, row in zip(prompts, waves, facts) if listeners.embed else ():
-        if clip := prompt.references[-1] if prompt.references else prompt.target:
-            row["speaker_similarity"] = judges.similarity(
-                wave, SAMPLE_RATE, (clip.path, clip.offset, clip.duration), listeners.embed, voices)
-    return facts
+        left = [i for i in left if listeners.embed or best[i][0][:2] != (False, 0.0)]
+    return [best[i][1] for i in range(len(prompts))]
 
 
 def good_rows(samples, records, max_cer, min_frames):
-    """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample of
-    read_prompts, with the codes of its take as the clip. records: contents of the JSON files."""
+    """[ChatML row] of takes that ended by themselves with a CER of at most max_cer: the Sample with
+    the codes of its take as the clip. records: contents of the JSON files."""
     def item(content):
         if isinstance(content, Clip):
             return {"type": "audio", "audio_url": content.path, "offset": content.offset,
@@ -421,52 +381,46 @@ def join(waves):
     return np.concatenate(pieces[:-1])
 
 
-def speak_chunks(prompts, most, reference, scene, prepare, say, listeners=None, write=None):
-    """[(codes, ended_by, wave, facts)] of Prompts whose texts split_text cuts into chunks.
+def speak_chunks(samples, most, prepare, say, listeners, write=None):
+    """[(codes, ended_by, wave, facts)] of text_prompts whose texts split_text cuts into chunks.
 
-    reference: (path, its text) for all chunks, or None: then the reference of a chunk is its
-    speaker's previous chunk. prepare(Samples, numbers) -> [Prompt]. say(Prompts, round) -> result
-    of speak(). write(wave so far): from open_stream(), for one text."""
-    texts, takes = [split_text(prompt.text, most) for prompt in prompts], [[] for _ in prompts]
-    last = {}       # {(prompt number, speaker): (path of the last chunk's codes, its text)}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(max(map(len, texts))):
-            current = [(i, *chunks[turn]) for i, chunks in enumerate(texts) if turn < len(chunks)]
-            samples = []
-            for i, speaker, chunk in current:
-                # a chunk of a dialogue keeps the dialogue's system text
-                system, heard_in = system_parts(prompts[i].text, scene, references=bool(reference))
-                samples += text_prompts([(prompts[i].source, chunk)], False,
-                                        *(reference or last.get((i, speaker)) or ()),
-                                        system=system, scene=heard_in)
-            batch = prepare(samples, [int(prompts[i].name) for i, *_ in current])
-            for (i, speaker, chunk), prompt, result in zip(current, batch, say(batch, turn)):
-                takes[i].append((prompt, *result))
-                codes = result[0]
-                if len(codes) >= 8:         # the shortest reference of TTS 3
-                    path = str(Path(folder) / f"{i}-{turn}.npy")
-                    save_codes(path, codes)
-                    last[i, speaker] = path, chunk
-                if write:
-                    write(join([wave for *_, wave, _ in takes[i]]))
+    A chunk has its text's system turn and reference; without a reference it continues its speaker's
+    previous chunk. prepare(Samples, known=) -> [Prompt]. say(Prompts, round) -> result of speak().
+    write(wave so far): from open_stream(), for one text."""
+    texts, takes = [split_text(spoken_text(sample), most) for sample in samples], {}
+    last, known = {}, {}        # last: {(sample number, speaker): turns of the last chunk}
+    for turn in range(max(map(len, texts))):
+        current = [(i, *chunks[turn]) for i, chunks in enumerate(texts) if turn < len(chunks)]
+        parts = []
+        for i, speaker, chunk in current:
+            system, *reference = samples[i].turns[:-2]
+            parts.append(Sample(samples[i].name, [
+                system, *(reference or last.get((i, speaker), ())),
+                Turn("user", [chunk.strip()], None), Turn("assistant", [Clip("")], None)]))
+        for (i, speaker, chunk), result in zip(current, say(prepare(parts, known=known), turn)):
+            takes.setdefault(i, []).append(result)
+            if len(result[0]) >= 8:         # the shortest reference of TTS 3
+                clip = Clip(f"{i}-{turn}{SAVED}")
+                known[clip.path] = result[0]
+                last[i, speaker] = Turn("user", [chunk], None), Turn("assistant", [clip], None)
+            if write:
+                write(join([wave for *_, wave, _ in takes[i]]))
     results = []
-    for spoken in takes:
-        chunk_prompts, codes, ends, waves, facts = zip(*spoken)
+    for i, chunks in enumerate(texts):
+        codes, ends, waves, facts = zip(*takes[i])
         record = dict(facts[-1])
-        if listeners and listeners.hear:
-            from speech import judges
+        if listeners.hear:
             record["heard"] = " ".join(row["heard"] for row in facts)
-            text = audible_text(" ".join(prompt.text for prompt in chunk_prompts))
-            record |= judges.word_rates([text], [record["heard"]], listeners.language)[0][0]
+            text = audible_text(" ".join(chunk.strip() for _, chunk in chunks))
+            record |= judges.word_rates([text], [record["heard"]], listeners.language)
         ended_by = next((end for end in ends if end != "eos"), "eos")
         results.append((np.concatenate(codes), ended_by, join(waves), record))
     return results
 
 
 def open_stream(path):
-    """Return write(wave so far) for --stream, which appends the new samples to a WAV file, or raw
-    to stdout ("-"). In a pipe the WAV header claims the largest length. UserError for a pipe
-    without a reader."""
+    """write(wave so far) for --stream: to a WAV file, appended to a pipe as WAV without a length,
+    or raw to stdout ("-"). UserError for a pipe without a reader."""
     raw, done = path == "-", 0
     try:        # without O_NONBLOCK, opening a pipe would wait for its reader
         number = 1 if raw else os.open(
@@ -476,19 +430,19 @@ def open_stream(path):
     os.set_blocking(number, True)
     file = open(number, "wb", closefd=False)
 
-    def header(size):
-        return struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", size + 36, b"WAVEfmt ", 16, 1, 1,
-                           SAMPLE_RATE, 2 * SAMPLE_RATE, 2, 16, b"data", size)
-
     def write(wave):
         nonlocal done
-        start = b"" if raw or done else header(2**32 - 38)
         with dist.error_names_file(path):
-            file.write(start + sound_bytes(wave[done:], "RAW"))
-            file.flush()
-            done = len(wave)
             if not raw and file.seekable():
-                os.pwrite(number, header(2 * done), 0)
+                file.seek(0)
+                file.write(sound_bytes(wave, "WAV"))
+            else:
+                if not (raw or done):       # a header with the largest lengths
+                    header = sound_bytes(wave[:0], "WAV")
+                    file.write(header[:4] + b"\xff" * 4 + header[8:40] + b"\xff" * 4)
+                file.write(sound_bytes(wave[done:], "RAW"))
+                done = len(wave)
+            file.flush()
     return write
 
 
@@ -509,84 +463,80 @@ def sound_bytes(wave, form):
     return sound.getvalue()
 
 
-def write_sample(folder, prompt, codes, ended_by, wave, with_codes=False, **facts):
-    """Write a spoken Prompt atomically: NAME.npy if with_codes, NAME.wav (24 kHz, 16 bit), then
-    NAME.json. Returns the JSON file's contents. UserError for a waveform that is not finite."""
-    path, clip, voice = Path(folder) / prompt.name, prompt.target, (prompt.references or [None])[-1]
+def write_sample(folder, number, prompt, codes, ended_by, wave, with_codes=False, **facts):
+    """Write NUMBER.npy if with_codes, NUMBER.wav (24 kHz, 16 bit), then NUMBER.json of a spoken
+    Prompt. Returns the JSON. UserError for a waveform that is not finite."""
+    path, clip, voice = Path(folder, f"{number:04d}"), prompt.target, prompt.voice
     require(np.isfinite(wave).all(),
             f"{path}.wav: the codec has made samples that are not finite numbers")
-    record = {"name": prompt.name, "text": prompt.text, "source": prompt.source,
-              "frames": len(codes), "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
+    record = {"name": path.name, "text": prompt.text, "frames": len(codes),
+              "seconds": len(codes) / FRAME_RATE, "ended_by": ended_by,
               "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
               "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
               "target_offset": clip and clip.offset, "target_seconds": clip and clip.duration,
               **facts}
-    text = json.dumps(record, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     if with_codes:
         write_atomically(f"{path}.npy", lambda path: save_codes(path, codes))
     write_atomically(f"{path}.wav", lambda path: path.write_bytes(sound_bytes(wave, "WAV")))
-    write_atomically(f"{path}.json", lambda path: path.write_text(text))
+    write_json(f"{path}.json", record)
     return record
 
 
-# ---- --sample_prompts: rank 0 speaks them at every validation while the others wait. The draws
-# have separate seeds, so sampling does not change the training.
+# ---- In training: rank 0 speaks, with separate seeds, so the training does not change
 
-MAX_PROMPTS = 64    # for a few prompts; generate_tts.py speaks any number
+
+def prepare_file(path, args, tokenizer, ids, codec_dir, room, world):
+    """prepare() of a prompt file on rank 0 -> the Prompts on every rank. args: the trainer's."""
+    def encode_prompts():
+        samples = read_prompts(path, args.normalize_text == "on")
+        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+        return prepare(samples, tokenizer, ids, codec, bandwidth, room)
+    return dist.rank0(world, encode_prompts)
+
+
+def use_on_rank0(world, model, autocast, function, *args):
+    """Result of function(*args) on rank 0, while its packed model has all weights and is in eval
+    mode. Collective: the others wait."""
+    model.eval()
+    with dist.gather_weights(model), autocast():
+        result = dist.rank0(world, function, *args)
+    model.train()
+    return result
 
 
 class Speaker:
-    """Speaks the prompts of a run."""
+    """Speaks --sample_prompts at every validation."""
 
     def __init__(self, args, tokenizer, ids, config, codec_dir, world):
-        """On every rank. args: the trainer's flags. Checks and encodes the prompts, so mistakes in
-        them show before training starts. Raises UserError."""
+        """On every rank. args: the trainer's flags. Encodes the prompts. Raises UserError."""
         self.args, self.ids, self.codec_dir, self.device = args, ids, codec_dir, world.device
         self.settings = sampling(config, args.sample_seconds)
-
-        def encode_prompts():
-            samples = read_prompts(args.sample_prompts, args.normalize_text == "on")
-            require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
-                    f"{len(samples)} prompts; at most {MAX_PROMPTS} (generate_tts.py has no limit)")
-            codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-            room = weights.module(config).positions(config) - self.settings.max_new_tokens
-            return prepare(samples, tokenizer, ids, codec, bandwidth, room)
-
-        self.prompts = dist.rank0(world, encode_prompts)
+        room = weights.module(config).positions(config) - self.settings.max_new_tokens
+        self.prompts = prepare_file(args.sample_prompts, args, tokenizer, ids, codec_dir, room,
+                                    world)
 
     def speak(self, world, model, step, log, autocast):
-        """Return {eval/...: float} of the prompts as spoken by model, a weights.module().packed.
-        Collective: rank 0 speaks and writes to log, the others wait."""
-        model.eval()
-        with dist.gather_weights(model), autocast():
-            values = dist.rank0(world, self.speak_all, model.base_model, step, log)
-        model.train()
-        return values
-
-    def speak_all(self, native, step, log):
-        """Speak and write every prompt -> {metric: float}; {} after a stop request, or if memory is
-        too small. native: unsharded weights, in eval mode."""
-        start = time.monotonic()
-        folder = Path(self.args.output_dir, f"samples/step-{step}")
-        try:
-            spoken = generate_all(native, self.prompts, self.ids, self.settings, self.args.seed,
-                                  self.device)
-            if spoken is None:
-                print(f"samples step {step:>6} | left out: asked to stop")
+        """{eval/...: float} of the prompts as spoken by a weights.module().packed; {} after a stop
+        request, or if memory is too small."""
+        def speak_all():
+            try:
+                spoken = generate_all(model.base_model, self.prompts, self.ids, self.settings,
+                                      self.args.seed, self.device)
+                if spoken is None:
+                    return {}
+                # building the codec draws random numbers, which must not change dropout
+                with torch.random.fork_rng(devices=[]):
+                    codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
+                waves = [decode(codec, codes) for codes, _ in spoken]
+            except torch.OutOfMemoryError:
+                print(f"samples step {step:>6} | left out: too little GPU memory")
                 return {}
-            # building the codec draws random numbers, which must not change dropout
-            with torch.random.fork_rng(devices=[]):
-                codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
-            waves = [decode(codec, codes) for codes, _ in spoken]
-        except torch.OutOfMemoryError:
-            print(f"samples step {step:>6} | left out: too little GPU memory; give fewer prompts")
-            return {}
-        total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
-        for prompt, (codes, ended_by), wave in zip(self.prompts, spoken, waves):
-            write_sample(folder, prompt, codes, ended_by, wave, step=step)
-            log.write_speech(step, f"samples/{prompt.name}", wave, SAMPLE_RATE)
-        stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
-        print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')}, {total:.1f} s in "
-              f"{time.monotonic() - start:.1f} s | stop rate {stopped:6.1%}")
-        return {"eval/stop_rate": stopped}
+            folder = f"{self.args.output_dir}/samples/step-{step}"
+            for i, (prompt, (codes, ended_by), wave) in enumerate(zip(self.prompts, spoken, waves)):
+                name = write_sample(folder, i, prompt, codes, ended_by, wave, step=step)["name"]
+                log.write_speech(step, f"samples/{name}", wave, SAMPLE_RATE)
+            stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
+            print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')}, {stopped:.1%} ended")
+            return {"eval/stop_rate": stopped}
+        return use_on_rank0(world, model, autocast, speak_all)

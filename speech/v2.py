@@ -8,12 +8,11 @@ waits.
 """
 import torch
 import torch.nn.functional as F
+from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling
 
 from core import kernels
 from speech import labels, weights
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
-
-from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
 LICENCE = None          # no notice needed
 TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on

@@ -25,14 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model,
+                          TopKLogitsWarper, TopPLogitsWarper)
 
 from core import kernels, tensor_io
 from core.cli import require
 from speech import labels, weights
 from speech.conversations import BadSample
-
-from transformers import (DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model,
-                          TopKLogitsWarper, TopPLogitsWarper)
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}

@@ -121,9 +121,9 @@ def test_the_output_of_generate_tts_is_read(waves, targets, speaker, tmp_path):
     soundfile.write(long, np.concatenate([waves[1], waves[0], waves[2]]), RATE, subtype="FLOAT")
     offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
     for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
-        prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
-                              [Clip(str(long), offset + seconds)] * (i == 2), target)
-        speak.write_sample(folder, prompt, np.zeros((25, 8)), "eos" if i else "length", waves[i])
+        prompt = speak.Prompt(TEXTS[i], None, None, Clip(str(long), offset + seconds) if i == 2 else None,
+                              target)
+        speak.write_sample(folder, i, prompt, np.zeros((25, 8)), "eos" if i else "length", waves[i])
     report = run(folder, "--speaker_model", speaker)
     assert values(report, "length_ratio") == [1, 1, None]
     assert values(report, "stop_rate") == [0, 1, 1]
@@ -131,11 +131,11 @@ def test_the_output_of_generate_tts_is_read(waves, targets, speaker, tmp_path):
 
 
 def test_speech_beyond_full_scale_is_clipped_and_nan_is_refused(tmp_path):
-    prompts = [speak.Prompt(f"000{i}", "here", "a", None, None, None, [], None) for i in range(2)]
-    speak.write_sample(tmp_path, prompts[0], [], "eos", np.float32([0.5, 1.5, -2, 1, -1]))
+    prompt = speak.Prompt("a", None, None, None, None)
+    speak.write_sample(tmp_path, 0, prompt, [], "eos", np.float32([0.5, 1.5, -2, 1, -1]))
     assert np.abs(soundfile.read(tmp_path / "0000.wav")[0] - [0.5, 1, -1, 1, -1]).max() < 1e-4
     with pytest.raises(UserError, match="0001.wav: the codec has made samples that are not finite"):
-        speak.write_sample(tmp_path, prompts[1], [], "eos", np.float32([0, np.nan]))
+        speak.write_sample(tmp_path, 1, prompt, [], "eos", np.float32([0, np.nan]))
     assert not list(tmp_path.glob("0001*"))
 
 

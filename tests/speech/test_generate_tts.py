@@ -89,11 +89,11 @@ def test_undelay_when_the_end_comes_askew(voice):
     rows[7, 0] = ids.stream_eos
     rows[5, 5] = ids.stream_bos                 # and a special id inside the speech
     rows[9, 5] = ids.stream_eos
-    got, ended = speak.undelay(rows, ids, "length")
+    got, ended = speak.undelay(rows, ids)
     expected = codes[:6].copy()
     expected[3, 5] = 1023
     assert ended == "eos" and np.array_equal(got, expected)
-    none, ended = speak.undelay(delay_rows(codes[:0], ids.stream_bos, ids.stream_eos), ids, "length")
+    none, ended = speak.undelay(delay_rows(codes[:0], ids.stream_bos, ids.stream_eos), ids)
     assert none.shape == (0, 8) and ended == "eos" and len(speak.decode(voice[3], none)) == 0
 
 
@@ -103,7 +103,7 @@ def test_waveform_equals_that_of_the_processor(tiny, voice):
     codes = np.random.default_rng(0).integers(0, 1024, (12, 8))
     rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
     expected = processor.batch_decode(torch.from_numpy(rows)[None])[0]
-    wave = speak.decode(codec, speak.undelay(rows, ids, "length")[0])
+    wave = speak.decode(codec, speak.undelay(rows, ids)[0])
     assert wave.shape == (12 * 960,) and np.abs(wave).max() > 0
     assert np.allclose(wave, expected.numpy(), atol=1e-6)
 

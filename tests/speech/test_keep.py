@@ -105,7 +105,7 @@ def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_pa
     """From saved codes: the codes of the reference come first, and only the speech is trained."""
     ids, (reference, answer) = data[0], (spoken.codes_of(spoken.clip(name, 11)).astype(np.int16) for name in ("a", "b"))
     tokens = np.array([7, ids.audio_placeholder_id, 8, 9])
-    prompt = speak.Prompt("0", "", "", tokens, reference, tokens == 7, [], None, (tokens, [reference]))
+    prompt = speak.Prompt("", tokens, [reference], None, None)
     args = SimpleNamespace(output_dir=tmp_path, keep="", keep_weight=1, keep_every=1, seed=0, max_tokens_per_batch=0,
                            per_device_train_batch_size=1)
     np.savez(tmp_path / keep.FILE, fingerprint="f", codes_0=answer)

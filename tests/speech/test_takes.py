@@ -2,7 +2,6 @@
 import json
 import os
 import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +9,9 @@ import soundfile
 import torch
 
 from core.dist import World
-from speech import judges, speak, v2
+from speech import judges, speak, v2, v3
 from speech.codes import CodeReader, Encoding, ensure_codes, load_codec, plan_codes
-from speech.conversations import Clip
+from speech.conversations import Clip, Turn
 from speech.dataset import TableBuilder, read_samples
 from speech.labels import delay_rows
 from speech.speak import load_model
@@ -28,22 +27,22 @@ TEXTS = ["five nine three seven four.", "one one eight zero.", "six two four nin
 
 @pytest.fixture(scope="module")
 def voice():
-    """(native model that speaks digits, TokenIds, codec, settings, prepare(samples, numbers))."""
+    """(native model that speaks digits, TokenIds, codec, settings, prepare(samples))."""
     config = config_of(VOICE / "model")
     native = load_model(VOICE / "model", config, None, torch.float32, CPU)
     tokenizer = v2.load_tokenizer(VOICE / "model")
     ids = v2.token_ids(tokenizer, native.config)
     codec, bandwidth = load_codec(VOICE / "codec", CPU, 8)
 
-    def prepare(samples, numbers):
-        return speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000, numbers)
+    def prepare(samples, known=()):
+        return speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000, known)
     return native, ids, codec, speak.sampling(native.config, 4.0, temperature=1.0, ras_window=0), prepare
 
 
 def test_speech_that_does_not_end_is_spoken_again(voice, monkeypatch):
     """Without a judge, until it ends or no take is left."""
     native, ids, codec, settings, prepare = voice
-    prompts, asked = prepare(speak.text_prompts([(text, text) for text in TEXTS], False), None), []
+    prompts, asked = prepare(speak.text_prompts([(text, text) for text in TEXTS], False)), []
     ends = {TEXTS[0]: ["eos"], TEXTS[1]: ["length", "length", "eos"], TEXTS[2]: ["length"] * 4}
 
     def scripted(native, some, ids, settings, seed, device):
@@ -59,15 +58,15 @@ def test_speech_that_does_not_end_is_spoken_again(voice, monkeypatch):
 def test_the_best_understood_of_the_ended_takes_is_kept(voice, monkeypatch):
     """Similarity decides between equal ones. Without it, a take without errors ends the search."""
     native, ids, codec, settings, prepare = voice
-    prompts = prepare(speak.text_prompts([(text, text) for text in TEXTS[:1]], False), None)
+    prompts = prepare(speak.text_prompts([(text, text) for text in TEXTS[:1]], False))
     heard, likes = ["one", TEXTS[0], TEXTS[0], "two two two two"], [0.9, 0.2, 0.7, 1.0]
     for embed, best in ((None, 1), (True, 2)):
         number, takes = iter(range(9)), []
         monkeypatch.setattr(speak, "generate", lambda *_, number=number: [(np.full((9, 8), next(number)), "eos")])
         monkeypatch.setattr(speak, "decode", lambda codec, codes, takes=takes: takes.append(int(codes[0, 0])))
-        monkeypatch.setattr(speak, "listen", lambda some, waves, by, takes=takes: [
-            judges.word_rates([TEXTS[0]], [heard[takes[-1]]])[0][0] | {"speaker_similarity": likes[takes[-1]]}])
-        judge = judges.Judges(None, embed, False, None)
+        monkeypatch.setattr(judges, "measure", lambda *_, takes=takes: [
+            judges.word_rates([TEXTS[0]], [heard[takes[-1]]]) | {"speaker_similarity": likes[takes[-1]]}])
+        judge = judges.Judges(None, embed, None)
         (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judge)
         assert facts["take"] == codes[0, 0] == best and len(takes) == (4 if embed else 2)
 
@@ -85,20 +84,21 @@ def test_the_prompt_of_each_part_has_the_codes_of_the_part_before(voice):
     native, ids, codec, settings, prepare = voice
     seen = []
 
-    def noted(samples, numbers):
-        seen.append(prepare(samples, numbers))
+    def noted(samples, known):
+        seen.append(prepare(samples, known))
         return seen[-1]
     def say(prompts, turn):
-        return speak.speak(native, codec, ids, settings, prompts, turn)
-    prompts = prepare(speak.text_prompts([("a", "one two. three."), ("b", "four.")], False), None)
-    first, second = speak.speak_chunks(prompts, 9, None, None, noted, say)
-    assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].audio_ids)
+        return speak.speak(native, codec, ids, settings, prompts, turn, 1, judges.load_judges())
+    samples = speak.text_prompts([("a", "one two. three."), ("b", "four.")], False)
+    first, second = speak.speak_chunks(samples, 9, noted, say, judges.load_judges())
+    assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].row(ids)["audio_ids"])
     codes, ended_by, wave, _ = first
-    heard = len(seen[1][0].audio_ids) - 9       # frames of the first part
-    assert np.array_equal(seen[1][0].audio_ids, delay_rows(codes[:heard], ids.stream_bos, ids.stream_eos))
+    audio_ids = seen[1][0].row(ids)["audio_ids"]
+    heard = len(audio_ids) - 9       # frames of the first part
+    assert np.array_equal(audio_ids, delay_rows(codes[:heard], ids.stream_bos, ids.stream_eos))
     assert 8 <= heard < len(codes) and ended_by == "eos"
     assert len(wave) == 960 * len(codes) + round(speak.PAUSE_S * 24000) and len(second[0])
-    assert seen[1][0].references == []
+    assert seen[1][0].voice is None
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -120,13 +120,23 @@ def test_a_part_continues_the_last_part_of_its_speaker():
 
     def say(prompts, turn):
         return [(np.full((9, 8), turn), "eos", np.zeros(9 * 960, np.float32), {})]
-    def noted(samples, numbers):
-        asked.extend([int(np.load(clip.path)[0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
+    def noted(samples, known):
+        asked.extend([int(known[clip.path][0, 0]) for turn in sample.turns for clip in turn.clips[:1] if clip.path]
                      for sample in samples)
-        return [SimpleNamespace(text="") for _ in samples]
     text = "[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four."
-    speak.speak_chunks([SimpleNamespace(name="0000", source="a", text=text)], 9, None, None, noted, say)
+    speak.speak_chunks(speak.text_prompts([("a", text)], False), 9, noted, say, judges.load_judges())
     assert asked == [[], [], [0], [1]]
+
+
+def test_tts_3_continues_codes_too(model3):
+    """Its references are padded if they are sound."""
+    samples, codes = speak.text_prompts([("a", "Two.")], False), np.arange(80).reshape(10, 8)
+    reference = [Turn("user", ["One."], None), Turn("assistant", [Clip("0-0.npy")], None)]
+    samples[0].turns[1:1] = reference
+    tokenizer = v3.load_tokenizer(model3)
+    ids = v3.token_ids(tokenizer, v3.read_config(config_of(model3)))
+    prompt, = speak.prepare(samples, tokenizer, ids, None, None, 1000, {"0-0.npy": codes})
+    assert np.array_equal(prompt.codes, [codes])
 
 
 @pytest.mark.slow
@@ -210,7 +220,7 @@ def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
     for i, codes in enumerate(spoken):
         speak.save_codes(tmp_path / f"{i:04d}.npy", codes)
     best = write_best(tmp_path, samples, records(*[(0.0, "eos")] * 3))
-    problems, prompts = [], voice[-1](samples, None)
+    problems, prompts = [], voice[-1](samples)
     builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1])
     builder.add(list(read_samples(best, problems, normalize=True)), problems)
     clips = list(builder.clips)
@@ -225,7 +235,7 @@ def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
         tokens = builder.row("tokens", i).astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == voice[1].audio_placeholder_id)[-1]]
         row = voice[1].assemble(tokens, np.zeros(len(tokens), bool), codes[:-1])
-        assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
+        assert all(np.array_equal(row[key], prompt.row(voice[1])[key]) for key in ("input_ids", "audio_ids"))
 
 
 def test_training_normalises_a_take_only_if_speaking_did(tmp_path):
