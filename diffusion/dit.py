@@ -167,6 +167,10 @@ class Past:
         return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
 
 
+def cross_entropies(logits, labels):
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
 class Network(nn.Module):
     """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
@@ -201,10 +205,7 @@ class Network(nn.Module):
 
     def row_losses(self, hidden, labels):
         """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
-        logits = self._logits(hidden)
-        if kernels.can_fuse(logits):
-            return kernels.cross_entropies(logits, labels)
-        return F.cross_entropy(logits.float(), labels, reduction="none")
+        return kernels.kernel(cross_entropies, self._logits(hidden), labels)
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows, in chunks."""
@@ -232,7 +233,9 @@ class Network(nn.Module):
 
 def modulate(norm, x, shift, scale):
     """norm(x) * (1 + scale) + shift, like x (..., H). norm: nn.LayerNorm; shift, scale (H,)."""
-    return kernels.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
+    weight = norm.weight.float() * (1 + scale)
+    with torch.autocast(x.device.type, enabled=False):      # autocast would return float32
+        return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), shift.to(x.dtype), 1e-5)
 
 
 def modulations(modulation, condition, number):

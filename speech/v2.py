@@ -99,7 +99,6 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         normed = Permute.apply(normed, p.seq_index, p.order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in kernels.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
-        # looked up at call time: kernels.use changes it
         q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))      # (1, heads, S, D)
         out, _ = kernels.packed_attention(attn, q, k, v, None, cu_seq_lens_q=p.cu_seqlens,
