@@ -111,10 +111,12 @@ class LiveBytes(TorchDispatchMode):
 
     def kernel(self, function, *args):
         """Replaces kernels.kernel: a compiled function allocates only its results."""
-        self.in_kernel = True
-        out = FakeKernel.apply(function, *args)
-        self.in_kernel = False
-        return self.note(out)
+        def uncounted(*inputs):
+            self.in_kernel = True
+            out = function(*inputs)
+            self.in_kernel = False
+            return out
+        return self.note(FakeKernel.apply(uncounted, *args))
 
     def begin(self, stage, tensors):
         """Enter a stage as soon as the first of these tensors has a gradient."""
