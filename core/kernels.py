@@ -50,9 +50,8 @@ def compiles(kind):
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
-        why = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
-        notice(f"torch.compile fails here ({one_line(why, 80)}), so nothing is compiled; it needs "
-               f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
+        why = getattr(error, "inner_exception", error)
+        notice(f"torch.compile fails here ({one_line(why, 80)}); it needs gcc, g++ and Python.h")
         return False
     return True
 

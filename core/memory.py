@@ -8,6 +8,7 @@ cuBLAS and NCCL are added. Fragmentation is not modelled.
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import shutil
 import weakref
@@ -96,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         return out if self.in_kernel else self.note(out)
 
     def note(self, results):
-        """Count new tensors among an operator's results until they are freed; returns results."""
+        """Count new tensors among results until they are freed; returns results."""
         for tensor in tree_leaves(results):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.sizes:
@@ -126,24 +127,20 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FakeKernel(torch.autograd.Function):
-    """Replaces a GPU kernel: saves its inputs, a number per row and, of attention, the output."""
+    """Replaces a GPU kernel: saves its inputs, a number per row and, of attention, the output.
+    function: None if the output is like the first input."""
 
     @staticmethod
     def forward(ctx, function, *inputs):
-        out, rows = function(*inputs), inputs[0].shape[:-1]
-        attention_out = out if len(inputs) == 3 else None
-        ctx.save_for_backward(*inputs, inputs[0].new_empty(rows, dtype=torch.float32),
-                              attention_out)
+        out = function(*inputs) if function else torch.empty_like(inputs[0])
+        numbers = inputs[0].new_empty(inputs[0].shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(*inputs, numbers, out if len(inputs) == 3 else None)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         return None, *(torch.empty_like(t) if needed else None
                        for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:]))
-
-
-def like_first(x, *_):
-    return torch.empty_like(x)
 
 
 def varlen(q, k, v, *_):
@@ -161,7 +158,7 @@ def gpu_kernels(live, more):
         for owner, name, function in (
                 (kernels, "can_fuse", lambda x: True), (kernels, "kernel", live.kernel),
                 (kernels, "rms_norm",
-                 lambda x, weight, _: FakeKernel.apply(like_first, x, weight.to(x.dtype))),
+                 lambda x, weight, _: FakeKernel.apply(None, x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
                 (kernels, "_attention_by_document", varlen), *more):
             stack.enter_context(mock.patch.object(owner, name, function))
@@ -324,19 +321,16 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
 
+    named = "gradient_accumulation_steps" in args.named
+
     def setups():
-        ways = list_ways(args, setup)
-        for way in ways:
-            for budget in budgets:
-                if way is not ways[-1] and budget < min(LARGE, budgets[0]):
-                    continue
-                accumulation = setup.gradient_accumulation_steps
-                named = "gradient_accumulation_steps" in args.named
-                if args.global_batch_size and budget and not named:
-                    packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
-                    accumulation = max(1, round(packs / ranks))
-                yield way._replace(max_tokens_per_batch=budget,
-                                   gradient_accumulation_steps=accumulation)
+        *faster, last = list_ways(args, setup)
+        large = [budget for budget in budgets if budget >= min(LARGE, budgets[0])]
+        for way, budget in *itertools.product(faster, large), *((last, b) for b in budgets):
+            if args.global_batch_size and budget and not named:
+                packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
+                way = way._replace(gradient_accumulation_steps=max(1, round(packs / ranks)))
+            yield way._replace(max_tokens_per_batch=budget)
     choose(args, world, ranks, setups(),
            lambda setup: memory_of(setup, order_of(setup.max_tokens_per_batch)))
 
