@@ -130,8 +130,7 @@ def sparse_attention(q, k, v, mask):
 
 def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D). The first `queries`
-    tokens use mask. The others attend to each other by clean_mask, or are left out if it is None.
-    """
+    tokens use mask. The others attend to each other by clean_mask, or are left out without."""
     first = q if queries == q.shape[2] else q[:, :, :queries]    # slicing costs a backward pass
     if isinstance(mask, BlockMask):
         out = sparse_attention(first, k, v, mask)
@@ -308,8 +307,7 @@ class DiT(Network):
         for linear in [self.head, self.modulation, *(layer.modulation for layer in self.layers)]:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
-        if recompute:
-            kernels.set_mode(self, self.layers, recompute)
+        kernels.set_mode(self, self.layers, recompute)
 
     def condition(self):
         """(cond_size,) embedding of noise level 0, whose cosines are 1 and sines 0."""
@@ -331,7 +329,7 @@ class DiT(Network):
         for layer in self.layers:
             is_last = layer is self.layers[-1]
             inputs = x, condition, cos, sin, *masks[is_last], past
-            x = self.call(layer, *inputs) if self.call and self.training else layer(*inputs)
+            x = self.call(layer, *inputs) if self.training else layer(*inputs)
         return x
 
     def head_inputs(self, hidden):
