@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from core import checkpoint, dist, json_files, kernels, tensor_io
+from core import dist, json_files, kernels, tensor_io
 from core.cli import UserError, require
 
 FULL_MARK = ".modules_to_save."             # in the names of modules that are trained without LoRA
@@ -26,8 +26,8 @@ MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's magnitudes
 # that sets another one (modules_to_save, bias, a field of a newer PEFT) would be computed wrongly.
 FIELDS = set("""r lora_alpha target_modules exclude_modules use_rslora use_dora rank_pattern
     alpha_pattern layers_to_transform layers_pattern init_lora_weights lora_dropout eva_config
-    peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
-    qalora_group_size megatron_core runtime_config""".split())
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    runtime_config""".split())
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change the base as well
 
 
@@ -154,7 +154,7 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
     for name in names or [targets]:     # targets may be only commas
         require(any(f".{other}".endswith(f".{name}") for other in linear),
                 f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out "
-                f"of: {', '.join(endings) or 'none, this model has no linear layers'}")
+                f"of: {', '.join(endings)}")
     settings = {"task_type": "CAUSAL_LM", "use_rslora": rslora, "use_dora": dora, **settings}
     return attach(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, bias="none",
                                     target_modules=names, **settings), base_name)
@@ -179,11 +179,7 @@ def add_saved_lora(model, folder, whole=()):
     """Wrap a model in the adapters of a PEFT folder, without loading weights; PEFT's own forward
     computes them. whole: modules that modules_to_save may name. UserError for other settings."""
     path = Path(folder).absolute() / "adapter_config.json"
-    if not path.is_file():
-        checkpoints = [pair for parent in (path.parent, path.parents[1])
-                       for pair in checkpoint.list_checkpoints(parent)]
-        hint = f"; the newest checkpoint is {checkpoints[-1][1]}" if checkpoints else ""
-        raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
+    require(path.is_file(), f"--adapter {folder}: no such folder, or no {path.name} in it")
     saved, usual = json_files.read_object(path), LoraConfig()
     unsupported = [name for name, value in saved.items()
                    if name not in FIELDS and value and value != getattr(usual, name, None)]

@@ -121,6 +121,8 @@ def new_folder(output_dir, flag="--output_dir"):
     try:
         building.mkdir(parents=True)
         yield building
+        for path in [*building.iterdir(), building]:
+            fsync(path)
         building.rename(final)
     except OSError as error:
         raise UserError(f"{flag} {output_dir}: cannot be written ({error})")

@@ -1,10 +1,8 @@
-"""Fast layers: fused operations, attention inside packed documents, recomputation of layers.
+"""Layers on a GPU: norm, SwiGLU, attention inside packed documents, recomputation.
 
-In transformers a norm launches 8 kernels forward and 12 backward, a rotary embedding 5 and 8 for
-each of q and k, a SwiGLU 2 and 4. Each is a pass over memory as wide as the layer. Here a norm is
-torch's own kernel; the others, and cross-entropy, are one kernel in each direction, which
-torch.compile builds from a short function. They round once, at the end, and keep only their inputs.
-On a CPU, and in compiled layers, which are fused anyway, transformers' code runs.
+torch.compile fuses layers. Where they run eagerly, a norm is torch's own kernel, one launch instead
+of transformers' eight, and kernel() compiles a short function: SwiGLU, cross-entropy. It keeps only
+its inputs for the backward pass. On a CPU, and in compiled layers, transformers' code runs.
 
 Recomputation: "all" keeps a layer's input and computes the layer again. "selective" also keeps the
 outputs of attention (not FlexAttention) and of products, except the wide outputs of adapters, which
@@ -13,7 +11,6 @@ are cheap to compute again. Gradients are bit-equal.
 import functools
 import importlib.util
 import inspect
-import sys
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +22,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 from core.cli import UserError, notice, one_line
 
-# A class or function of transformers is replaced only if its source code contains these lines
+# A class of transformers is replaced only if its source code contains these lines
 NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)"""
-HALVES = "x1 = x[..., : x.shape[-1] // 2]"
-ROTATED = """q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed"""
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.Scaler
 RECOMPILE = 32      # shapes that a function is compiled for; then dynamo silently runs it eagerly
@@ -57,9 +50,8 @@ def compiles(kind):
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
-        why = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
-        notice(f"torch.compile fails here ({one_line(why, 80)}), so nothing is compiled; it needs "
-               f"a {'C++' if kind == 'cpu' else 'C'} compiler and Python.h")
+        why = getattr(error, "inner_exception", error)
+        notice(f"torch.compile fails here ({one_line(why, 80)}); it needs gcc, g++ and Python.h")
         return False
     return True
 
@@ -91,8 +83,8 @@ def use_flash3():
 
 
 def kernel(function, *args):
-    """function(*args), compiled into one kernel on a GPU."""
-    compiled = args[0].is_cuda and has_triton() and compiles("cuda")
+    """function(*args), on a GPU compiled, forward and backward."""
+    compiled = can_fuse(args[0]) and has_triton() and compiles("cuda")
     return (_compiled(function) if compiled else function)(*args)
 
 
@@ -128,90 +120,19 @@ def outputs(x, *layers):
     return together(x, *layers) if together else [layer(x) for layer in layers]
 
 
-class _Fused(torch.autograd.Function):
-    """kernels: (forward, backward), which return tuples. forward(*inputs) gives the output first.
-    backward(gradient, *inputs[first_saved:], *other results): gradients of the first inputs."""
-
-    @staticmethod
-    def forward(ctx, kernels, first_saved, *inputs):
-        out, *others = kernel(kernels[0], *inputs)
-        ctx.save_for_backward(*inputs[first_saved:], *others)
-        ctx.gradients, ctx.inputs = kernels[1], len(inputs)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        gradients = kernel(ctx.gradients, grad, *ctx.saved_tensors)
-        return None, None, *gradients, *[None] * (ctx.inputs - len(gradients))
-
-
-def swiglu_kernel(gate, up):
-    return ((F.silu(gate.float()) * up.float()).to(up.dtype),)
-
-
-def swiglu_gradient_kernel(grad, gate, up):
-    wide, grad = gate.float(), grad.float()
-    sigmoid = wide.sigmoid()
-    return ((grad * up.float() * sigmoid * (1 + wide * (1 - sigmoid))).to(gate.dtype),
-            (grad * wide * sigmoid).to(up.dtype))
-
-
 def swiglu(gate, up):
-    """silu(gate) * up, all of one shape."""
-    if torch.compiler.is_compiling():
-        return F.silu(gate) * up
-    return _Fused.apply((swiglu_kernel, swiglu_gradient_kernel), 0, gate, up)
-
-
-def rotate_kernel(x, cos, sin):
-    (a, b), (cos_a, cos_b), (sin_a, sin_b) = (t.float().chunk(2, dim=-1) for t in (x, cos, sin))
-    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], dim=-1).to(x.dtype),
-
-
-def rotate_gradient_kernel(grad, cos, sin):
-    (a, b), (cos_a, cos_b), (sin_a, sin_b) = (t.float().chunk(2, dim=-1) for t in (grad, cos, sin))
-    return torch.cat([a * cos_a + b * sin_b, b * cos_b - a * sin_a], dim=-1).to(grad.dtype),
-
-
-def rotate(x, cos, sin):
-    """Rotary embedding of the halves of x (..., D), in x's dtype; cos, sin (..., D) broadcast."""
-    return _Fused.apply((rotate_kernel, rotate_gradient_kernel), 1, x, cos, sin)
-
-
-def layer_norm(x, weight, bias, eps):
-    """Layer norm of x (..., H) with weight and bias (H,), in x's dtype. Sums are fp32."""
-    with torch.autocast(x.device.type, enabled=False):      # autocast would return fp32
-        return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)
-
-
-def cross_entropies_kernel(logits, labels):
-    wide = logits.float()
-    log_sum = wide.logsumexp(-1)
-    return log_sum - wide.gather(-1, labels[:, None])[:, 0], log_sum
-
-
-def cross_entropies_gradient_kernel(grad, logits, labels, log_sum):
-    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
-    probabilities = (logits.float() - log_sum[:, None]).exp()
-    return ((grad[:, None] * (probabilities - is_label.float())).to(logits.dtype),)
-
-
-def cross_entropies(logits, labels):
-    """Cross-entropies (R,) float32 of logits (R, V), which may be -inf, and labels (R,) int64."""
-    kernels = cross_entropies_kernel, cross_entropies_gradient_kernel
-    return _Fused.apply(kernels, 0, logits, labels)
+    return F.silu(gate) * up
 
 
 # ---- transformers' models
 
 
 def use(model):
-    """Replace layers of a transformers model by the ones here where its code is known; returns it.
-    Rotary embeddings are functions of transformers' modules, replaced for all models of a type."""
+    """Replace norms and MLPs of a transformers model whose code is known; returns it."""
     use_flash3()
     samples = torch.linspace(-1, 1, 9, device="cpu")
     for layer in model.modules():
-        kind, module = type(layer), sys.modules[type(layer).__module__]
+        kind = type(layer)
         if not kind.__module__.startswith("transformers."):
             continue
         if NORM in code_of(kind):
@@ -219,10 +140,6 @@ def use(model):
         elif SWIGLU in code_of(kind) and torch.equal(layer.act_fn(samples), F.silu(samples)):
             # also in compiled layers: adapters of gate and up are computed together
             layer.__class__ = subclass_with(kind, mlp_forward, True)
-        original = getattr(module, "apply_rotary_pos_emb", None)
-        if (original and not hasattr(original, "original") and ROTATED in code_of(original)
-                and HALVES in code_of(module.rotate_half)):
-            module.apply_rotary_pos_emb = wrap_rotary(original)
     return model
 
 
@@ -234,7 +151,7 @@ def norm_forward(norm, x):
 
 
 def mlp_forward(mlp, x):
-    return mlp.down_proj(swiglu(*outputs(x, mlp.gate_proj, mlp.up_proj)))
+    return mlp.down_proj(kernel(swiglu, *outputs(x, mlp.gate_proj, mlp.up_proj)))
 
 
 @functools.cache
@@ -244,18 +161,6 @@ def subclass_with(kind, forward, compiled_too=False):
         fast = can_fuse(x) or compiled_too and x.is_cuda
         return forward(self, x) if fast else kind.forward(self, x)
     return type(kind.__name__, (kind,), {"forward": choose_forward, "__module__": kind.__module__})
-
-
-def wrap_rotary(original):
-    """A module's apply_rotary_pos_emb that calls rotate() on a GPU."""
-    @functools.wraps(original)
-    def apply_rotary(q, k, cos, sin, unsqueeze_dim=1):
-        if not can_fuse(q) or cos.shape[-1] != q.shape[-1]:       # only a part of each head rotates
-            return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-    apply_rotary.original = original
-    return apply_rotary
 
 
 # ---- Attention inside each packed document

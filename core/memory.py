@@ -8,6 +8,7 @@ cuBLAS and NCCL are added. Fragmentation is not modelled.
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import shutil
 import weakref
@@ -66,7 +67,7 @@ class Setup(NamedTuple):
 
 
 def setup_of(args, ranks):
-    """Setup of a trainer's flags, of which not every trainer has all. ranks: how many train."""
+    """Setup of a trainer's flags, of which not every trainer has all."""
     flags = {name: getattr(args, name) for name in Setup._fields if name in args}
     return Setup(**flags | {"ranks": ranks, "bf16": args.bf16 or getattr(args, "fp16", False)})
 
@@ -96,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         return out if self.in_kernel else self.note(out)
 
     def note(self, results):
-        """Count new tensors among an operator's results until they are freed; returns results."""
+        """Count new tensors among results until they are freed; returns results."""
         for tensor in tree_leaves(results):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.sizes:
@@ -110,11 +111,13 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def kernel(self, function, *args):
-        """Replaces kernels.kernel: one GPU kernel allocates only its results."""
-        self.in_kernel = True
-        out = function(*args)
-        self.in_kernel = False
-        return self.note(out)
+        """Replaces kernels.kernel: a compiled function allocates only its results."""
+        def uncounted(*inputs):
+            self.in_kernel = True
+            out = function(*inputs)
+            self.in_kernel = False
+            return out
+        return self.note(FakeKernel.apply(uncounted, *args))
 
     def begin(self, stage, tensors):
         """Enter a stage as soon as the first of these tensors has a gradient."""
@@ -124,19 +127,20 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FakeKernel(torch.autograd.Function):
-    """Replaces a GPU kernel: saves its inputs, a number per row and, of attention, the output."""
+    """Replaces a GPU kernel: saves its inputs, a number per row and, of attention, the output.
+    function: None if the output is like the first input."""
 
     @staticmethod
-    def forward(ctx, x, *others):
-        out = torch.empty_like(x)
-        ctx.inputs = 1 + len(others)
-        ctx.save_for_backward(x, *others, x.new_empty(x.shape[:-1], dtype=torch.float32),
-                              out if others[0].ndim == x.ndim else None)
+    def forward(ctx, function, *inputs):
+        out = function(*inputs) if function else torch.empty_like(inputs[0])
+        numbers = inputs[0].new_empty(inputs[0].shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(*inputs, numbers, out if len(inputs) == 3 else None)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:ctx.inputs])
+        return None, *(torch.empty_like(t) if needed else None
+                       for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:]))
 
 
 def varlen(q, k, v, *_):
@@ -153,7 +157,8 @@ def gpu_kernels(live, more):
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
                 (kernels, "can_fuse", lambda x: True), (kernels, "kernel", live.kernel),
-                (kernels, "rms_norm", lambda x, weight, _: FakeKernel.apply(x, weight.to(x.dtype))),
+                (kernels, "rms_norm",
+                 lambda x, weight, _: FakeKernel.apply(None, x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
                 (kernels, "_attention_by_document", varlen), *more):
             stack.enter_context(mock.patch.object(owner, name, function))
@@ -287,14 +292,14 @@ EPOCH_STEPS = 10    # least optimizer steps of an epoch, if no flag gives the si
 
 def list_ways(args, setup):
     """Setups with every recomputation and sharding that the flags allow, the fastest first."""
-    modes, flags = [None, "selective", "all"], vars(args)
+    modes, kinds = [None, "selective", "all"], ["ddp", "fsdp"]
     if args.compile is True:        # "selective" cannot look into a compiled layer
         modes.remove("selective")
     if "gradient_checkpointing" in args.named:
         modes = [setup.gradient_checkpointing]
-    fixed = setup.ranks == 1 or "parallel" in args.named or any(
-        flags.get(name) for name in ("fp16", "float8", "base_dtype"))       # these need ddp
-    kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
+    needs_ddp = any(getattr(args, name, None) for name in ("fp16", "float8", "base_dtype"))
+    if needs_ddp or setup.ranks == 1 or "parallel" in args.named:
+        kinds = [setup.parallel]
     return [setup._replace(gradient_checkpointing=mode, parallel=kind)
             for mode in modes for kind in kinds]
 
@@ -316,17 +321,17 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
 
-    def with_packs(way, budget):
-        accumulation = setup.gradient_accumulation_steps
-        if args.global_batch_size and budget and "gradient_accumulation_steps" not in args.named:
-            packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
-            accumulation = max(1, round(packs / ranks))
-        return way._replace(max_tokens_per_batch=budget, gradient_accumulation_steps=accumulation)
+    named = "gradient_accumulation_steps" in args.named
 
-    *faster, last = list_ways(args, setup)
-    large = [budget for budget in budgets if budget >= min(LARGE, budgets[0])]
-    tried = [(way, budget) for way in faster for budget in large] + [(last, b) for b in budgets]
-    choose(args, world, ranks, (with_packs(*pair) for pair in tried),
+    def setups():
+        *faster, last = list_ways(args, setup)
+        large = [budget for budget in budgets if budget >= min(LARGE, budgets[0])]
+        for way, budget in *itertools.product(faster, large), *((last, b) for b in budgets):
+            if args.global_batch_size and budget and not named:
+                packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
+                way = way._replace(gradient_accumulation_steps=max(1, round(packs / ranks)))
+            yield way._replace(max_tokens_per_batch=budget)
+    choose(args, world, ranks, setups(),
            lambda setup: memory_of(setup, order_of(setup.max_tokens_per_batch)))
 
 
@@ -343,8 +348,8 @@ def choose(args, world, ranks, setups, memory_of):
         if args.dry_run is None:
             check_memory(needed, args)
         flags = {flag: getattr(setup, flag) for flag in FLAGS if flag in args}
-        packs = ranks * setup.gradient_accumulation_steps
-        return flags | {"packs_per_step": packs}, size(needed.peak)
+        flags["packs_per_step"] = ranks * setup.gradient_accumulation_steps
+        return flags, size(needed.peak)
     flags, reason = dist.rank0(world, choose_flags)
     vars(args).update(flags)
     if world.is_main:
@@ -391,9 +396,7 @@ def fits(needed, args):
 
 def check_memory(needed, args):
     require(fits(needed, args), f"memory: about {size(needed.peak)} needed on each GPU, which has "
-            f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: --auto, "
-            "--bf16 (T4, V100: --fp16), --use_lora, then --base_dtype nf4 (pip install "
-            "bitsandbytes), shorter samples, more GPUs, --parallel fsdp --cpu_offload")
+            f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; try --auto or --use_lora")
 
 
 def check_disk(path, needed, purpose):

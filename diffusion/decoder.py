@@ -25,8 +25,7 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
     """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D) -> (B, S, heads, D),
-    None. block_masks: dit.masks_of; in the last layer clean tokens get zeros, as they are unused.
-    """
+    None. block_masks: dit.masks_of; in the last layer the unused clean tokens get zeros."""
     is_last = module.layer_idx == module.config.num_hidden_layers - 1
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     out = dit.attend(query.to(value.dtype), key.to(value.dtype), value, *block_masks[is_last])
@@ -121,8 +120,7 @@ class Decoder(dit.Network):
                 if not parameter.requires_grad:
                     parameter.data = parameter.data.to(getattr(torch, config.lora["dtype"]))
             self.mask_row = nn.Parameter(torch.zeros(config.native.hidden_size))
-        if recompute:
-            kernels.set_mode(self, self.layers, recompute)
+        kernels.set_mode(self, self.layers, recompute)
 
     embed = property(lambda self: self.model.embed_tokens)
     layers = property(lambda self: self.model.layers)

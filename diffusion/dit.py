@@ -130,8 +130,7 @@ def sparse_attention(q, k, v, mask):
 
 def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D). The first `queries`
-    tokens use mask. The others attend to each other by clean_mask, or are left out if it is None.
-    """
+    tokens use mask. The others attend to each other by clean_mask, or are left out without."""
     first = q if queries == q.shape[2] else q[:, :, :queries]    # slicing costs a backward pass
     if isinstance(mask, BlockMask):
         out = sparse_attention(first, k, v, mask)
@@ -165,6 +164,10 @@ class Past:
     def update(self, keys, values, layer, *_, **__):
         self.new.append((keys, values))
         return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
+
+
+def cross_entropies(logits, labels):
+    return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
 class Network(nn.Module):
@@ -201,10 +204,7 @@ class Network(nn.Module):
 
     def row_losses(self, hidden, labels):
         """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
-        logits = self._logits(hidden)
-        if kernels.can_fuse(logits):
-            return kernels.cross_entropies(logits, labels)
-        return F.cross_entropy(logits.float(), labels, reduction="none")
+        return kernels.kernel(cross_entropies, self._logits(hidden), labels)
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows, in chunks."""
@@ -232,7 +232,9 @@ class Network(nn.Module):
 
 def modulate(norm, x, shift, scale):
     """norm(x) * (1 + scale) + shift, like x (..., H). norm: nn.LayerNorm; shift, scale (H,)."""
-    return kernels.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
+    weight = norm.weight.float() * (1 + scale)
+    with torch.autocast(x.device.type, enabled=False):      # autocast would return float32
+        return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), shift.to(x.dtype), 1e-5)
 
 
 def modulations(modulation, condition, number):
@@ -305,8 +307,7 @@ class DiT(Network):
         for linear in [self.head, self.modulation, *(layer.modulation for layer in self.layers)]:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
-        if recompute:
-            kernels.set_mode(self, self.layers, recompute)
+        kernels.set_mode(self, self.layers, recompute)
 
     def condition(self):
         """(cond_size,) embedding of noise level 0, whose cosines are 1 and sines 0."""
@@ -328,7 +329,7 @@ class DiT(Network):
         for layer in self.layers:
             is_last = layer is self.layers[-1]
             inputs = x, condition, cos, sin, *masks[is_last], past
-            x = self.call(layer, *inputs) if self.call and self.training else layer(*inputs)
+            x = self.call(layer, *inputs) if self.training else layer(*inputs)
         return x
 
     def head_inputs(self, hidden):

@@ -31,8 +31,8 @@ def step_of(config, backend):
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
-    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(q, k, v)
-    return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+    return memory.Step(model, lambda model: model.layers, loss, average=True, kernels=((
+        dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(None, q, k, v)),))
 
 
 def plan_memory(args, world, ranks, config, rows, order=None, left=0):

@@ -85,8 +85,7 @@ class PackedLM(nn.Module):
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
         self.sums, self.frozen = 5 if prompted else 3, {}       # number of Sums of forward
         kernels.use(self.native)
-        if recompute:
-            kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
+        kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
         rows = logits // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # whole tiles of matrix products
 

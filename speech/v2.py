@@ -88,7 +88,6 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         normed = Permute.apply(normed, seq_index, order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in kernels.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
-        # looked up at call time: kernels.use changes it
         q, k = modeling.apply_rotary_pos_emb(q, k, cos, sin)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))      # (1, heads, S, D)
         out, _ = kernels.packed_attention(attn, q, k, v, None, cu_seq_lens_q=cu_seqlens,

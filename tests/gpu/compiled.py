@@ -33,6 +33,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from core import kernels
+from diffusion import dit
 
 SM90 = GPUTarget("cuda", 90, 32)
 H100 = types.SimpleNamespace(
@@ -43,7 +44,7 @@ H100 = types.SimpleNamespace(
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 SOURCES = []    # Python with Triton kernels of each compiled graph
 ROWS = (8192, 8064, 5120)       # tokens of three packs
-WIDTH, HEADS, HEAD = 8192, 24, 128
+WIDTH, WORDS = 8192, 50304
 
 
 class Driver:
@@ -57,8 +58,15 @@ class Driver:
 
 
 def inner_compile(module, inputs, **_):
-    """Inductor's steps up to code generation; the returned function runs the graph on fake tensors."""
+    """Inductor's steps up to code generation for a GPU; the returned function runs the graph on fake CPU tensors,
+    since a torch without CUDA has no autograd on others."""
     traced = copy.deepcopy(module)
+    with torch._guards.detect_fake_mode(inputs):
+        inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0")
+                  if isinstance(x, torch.Tensor) else x for x in inputs]
+    for node in module.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = node.kwargs | {"device": torch.device("cuda:0")}
     with torch.no_grad():
         mode = compile_fx.fake_tensor_prop(module, inputs)
     compile_fx._recursive_record_original_output_strides(module)
@@ -96,7 +104,7 @@ def patch():
     triton_helpers.set_driver_to_gpu = lambda: None
     joint_graph.lazy_init = post_grad.lazy_init = lambda *_, **__: None
     torch._inductor.config.joint_graph_constant_folding = False
-    kernels.compiles = lambda kind: True
+    kernels.compiles = kernels.can_fuse = lambda _: True
     whole = compile_fx.compile_fx
     compile_fx.compile_fx = lambda graph, inputs, **more: whole(
         graph, inputs, **more | {"inner_compile": inner_compile})
@@ -122,19 +130,12 @@ def assemble(name, source):
 
 
 def tensor(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="cuda")
+    return torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
 
 
-def rotated(rows):
-    """x, cos, sin as kernels.rotate gets them, at Higgs' shape."""
-    return tensor(rows, HEADS, HEAD), tensor(rows, 1, HEAD), tensor(rows, 1, HEAD)
-
-
-ARGUMENTS = {       # {kernel of kernels.py: its arguments by number of rows}
-    kernels.swiglu_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(2)],
-    kernels.swiglu_gradient_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(3)],
-    kernels.rotate_kernel: rotated,
-    kernels.rotate_gradient_kernel: rotated}
+ARGUMENTS = {       # {compiled function: its arguments by number of rows}
+    kernels.swiglu: lambda rows: [tensor(rows, WIDTH) for _ in range(2)],
+    dit.cross_entropies: lambda rows: [tensor(rows, WORDS), tensor(rows, dtype=torch.int64)]}
 
 
 def report(function, suffix=""):
@@ -144,7 +145,7 @@ def report(function, suffix=""):
     SOURCES.clear()
     with FAKE:
         for rows in ROWS:
-            kernels.kernel(function, *ARGUMENTS[function](rows))
+            kernels.kernel(function, *ARGUMENTS[function](rows)).sum().backward()
     assembled = [assemble(name, source) for text in SOURCES for name, source in re.findall(
         r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", text, re.S)]
     print(json.dumps({"case": function.__name__ + suffix, "graphs": len(SOURCES),
@@ -157,4 +158,4 @@ if __name__ == "__main__":
         report(function)
     # the planted fault
     kernels._compiled = lambda function: torch.compile(function, dynamic=True)
-    report(kernels.swiglu_kernel, ", every size symbolic")
+    report(kernels.swiglu, ", every size symbolic")

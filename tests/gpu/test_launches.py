@@ -18,7 +18,7 @@ from tests.helpers.small_speech import small_model
 FREE = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "split", "split_with_sizes", "select", "unsqueeze",
         "squeeze", "alias", "detach", "empty", "empty_like", "new_empty", "as_strided", "permute", "unbind", "reshape",
         "empty_strided", "new_empty_strided", "lift_fresh", "device"}
-LAUNCHES = {"V2": 88, "V2, all linear": 160, "chats": 120}       # of a layer, norms aside
+LAUNCHES = {"V2": 108, "V2, all linear": 180, "chats": 140}       # of a layer, norms aside
 
 
 class Launches(TorchDispatchMode):
@@ -30,9 +30,9 @@ class Launches(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
     def kernel(self, function, *args):
-        """Replaces kernels.kernel."""
-        self.count, self.in_kernel = self.count + 1, True
-        out = function(*args)
+        """Replaces kernels.kernel: one launch in each direction."""
+        self.count, self.in_kernel = self.count + 2, True
+        out = memory.FakeKernel.apply(function, *args)
         self.in_kernel = False
         return out
 
