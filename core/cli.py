@@ -409,7 +409,9 @@ def check_trainer(args, world_size, parser):
         usual = getattr(args, name, None) == parser.get_default(name)
         require(usual or args.use_lora, f"--{name} needs --use_lora")
     most = max(cpus_per_rank(), parser.get_default("num_workers"))
-    args.num_workers = min(args.num_workers, most)
+    if args.num_workers > most and args.dry_run is None:
+        notice(f"--num_workers {args.num_workers}: {most} a rank, of {usable_cpus()} CPUs")
+        args.num_workers = most
 
 
 def check_parallel(args, world_size):
