@@ -33,7 +33,8 @@ SPEAK = "python speech/generate_tts.py --model_path BASE --audio_tokenizer_path 
 BLOCK = "python diffusion/train_bd3lm.py --tokenizer . --model_size nano --problems_per_batch 4 --max_length 96"
 BEFORE = {      # {page: commands that make the files it names}
     "docs/speaking.md": [f"{SPEECH} --use_lora --output_dir out", f"{SPEECH} --output_dir full",
-                         f"{SPEAK} --output_dir samples", "cp -r samples samples_base", "cp -r samples samples_trained"],
+                         f"{SPEAK} --output_dir samples",
+                         *(f"cp -r samples samples_{name}" for name in ("base", "trained"))],
     "docs/reliability.md": [f"{SPEECH} --output_dir out", "cp -r out out_a", "cp -r out out_b"],
     "docs/diffusion.md": [
         f"{BLOCK} --train_data_file train.jsonl --output_dir outputs/gsm8k_h200",

@@ -3,7 +3,6 @@ time limit, an error and scancel. A requeued run ends with the bits of an undist
 """
 import contextlib
 import fcntl
-import functools
 import os
 import re
 import shutil
@@ -113,16 +112,6 @@ def cluster():
             monkeypatch.undo()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pool, tiny, tmp_path_factory):
-    """undisturbed() -> final weights of a run of two ranks without Slurm; all other runs must equal them."""
-    @functools.cache
-    def weights():
-        run = train_forked(pool, tiny, tmp_path_factory.mktemp("undisturbed") / "out", *FLAGS, ranks=2)
-        return load_file(run.output_dir / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
-    return weights
-
-
 @pytest.fixture
 def submit(cluster, tiny, tmp_path):
     """submit(*flags, sbatch=(), **settings) -> Job of a two-node training run; cancelled at the end of the test."""
@@ -139,17 +128,11 @@ def submit(cluster, tiny, tmp_path):
     wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes", every=0.2)
 
 
-def assert_undisturbed(job, undisturbed):
-    weights = load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
-    assert weights.keys() == undisturbed().keys()
-    assert all(torch.equal(weights[name], undisturbed()[name]) for name in weights)
-
-
 def resumed_at(job):
     return [int(step) for step in re.findall(r"^start +step (\d+)", job.log, re.M)]
 
 
-def test_time_limit_saves_and_requeues_and_then_a_node_is_lost(submit, cluster, undisturbed):
+def test_time_limit_saves_and_requeues_and_then_a_node_is_lost(submit, cluster, pool, tiny, tmp_path):
     """The node is back before Slurm notices: srun gives up after --wait, and the launcher requeues the job."""
     # gloo may not end a stopped rank whose peer died (docs/dropped.md): then --collective_timeout ends it
     job = submit("--collective_timeout", 180, SRUN_WAIT="10", sbatch=["--time=60", "--signal=B:USR1@590"])  # min, s
@@ -162,7 +145,7 @@ def test_time_limit_saves_and_requeues_and_then_a_node_is_lost(submit, cluster, 
     assert {rank[2:] for rank in ranks} == {("0", "2")} and len(ranks) == 2
     job.freeze_after(10)
     job.limit(10)       # minutes; Slurm looks at time limits every 30 s, and warns
-    undisturbed()       # meanwhile
+    whole = train_forked(pool, tiny, tmp_path / "whole", *FLAGS, ranks=2)       # meanwhile, without Slurm
     wait_until(lambda: "USR1: asking what runs to save and stop" in job.log, "Slurm's warning")
     job.limit(60)
     job.signal_trainers(signal.SIGCONT)
@@ -188,7 +171,10 @@ def test_time_limit_saves_and_requeues_and_then_a_node_is_lost(submit, cluster, 
     logs = [(job.out / "node_logs" / f"{job.id}-{node}.log").read_text() for node in ("n1", "n2")]
     assert sum("done       step" in text for text in logs) == 1         # in the log of the node with rank 0
     assert not (job.out / "requeue").exists()
-    assert_undisturbed(job, undisturbed)        # a rank with a wrong shard of the data would change them
+    weights, expected = (load_file(out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+                         for out in (job.out, whole.output_dir))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)      # also changed by a wrong data shard
 
 
 def test_cancelled_and_failed_jobs_leave_no_process_and_are_not_requeued(submit, tmp_path, light):
