@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # two busy cores: more threads make a tiny step 40 times slower
-os.environ |= {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}   # ranks: fewer page faults
+os.environ |= {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}   # fewer page faults
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a model may break torch's pool in a fork
 
 import pytest

@@ -1,4 +1,4 @@
-"""Imports of a run of train_v2_ddp.py, done once before ranks are forked; classes whose source core/kernels.py reads."""
+"""Imports of a run of train_v2_ddp.py, done once before ranks are forked, and sources that core/kernels.py reads."""
 import functools
 import importlib
 import inspect
