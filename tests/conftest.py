@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # two busy cores: more threads make a tiny step 40 times slower
+os.environ |= {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}   # fewer page faults
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a model may break torch's pool in a fork
 
 import pytest
@@ -17,17 +18,15 @@ import torch
 
 from tests.helpers.fork_server import ForkServer
 from tests.helpers.pool import Pool
-from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_command
+from tests.helpers.trainer import Tiny, mount, train_forked
 
 torch.set_num_threads(1)
 gc.disable()    # until all tests are collected
 SHARED_PYTHON = "SHARED_FORK_SERVER_PYTHON"     # set by xdist's controller for its workers
 
-LONGEST = ("slurm", "recovery", "guides", "decoder", "fsdp", "minimal", "train_sft", "reproducible", "launchers",
-           "train_bd3lm", "learns", "kernels", "quantized", "plan", "docs", "train_v2_ddp", "create_data", "keep",
-           "lifetime", "generate_tts", "bad_input", "judge_demo", "versions", "distill_demo", "loaded",
-           "first_voice", "divergence")     # test files by total time, the slowest first
+LONGEST = ("slurm", "recovery", "guides", "fsdp", "reproducible", "learns", "decoder", "train_sft", "minimal", "docs",
+           "kernels", "plan", "train_bd3lm", "launchers", "pick_checkpoint", "generate_tts", "keep", "quantized",
+           "judge_demo", "versions", "divergence", "loaded", "first_voice")      # test files by total time
 
 
 def pytest_configure(config):
@@ -138,24 +137,8 @@ def quick(quick_python):
 
 
 @pytest.fixture
-def train(tiny, tmp_path):
-    """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py and returns a Run.
-
-    It starts like a user's run, with seconds of imports; python=quick_python skips them. See also `forked`.
-    """
-    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=PATIENCE_S, python=sys.executable):
-        output_dir = tmp_path / name
-        done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks, python=python), cwd=tmp_path,
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,
-                              env={**os.environ, "PYTHON_EXEC": python, **(env or {})})
-        assert not ok or done.returncode == 0, done.stdout[-4000:]
-        return Run(done.returncode, done.stdout, output_dir)
-    return run
-
-
-@pytest.fixture
 def forked(pool, tiny, tmp_path):
-    """As `train`, but its ranks are forked from a process that has done the imports."""
+    """forked(*flags, ranks=1, name="out", env=None, ok=True) trains without the time of imports; returns a Run."""
     def run(*flags, name="out", **options):
         return train_forked(pool, tiny, tmp_path / name, *flags, cwd=tmp_path, **options)
     return run

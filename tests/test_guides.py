@@ -30,11 +30,12 @@ from tests.test_docs import TEXTS, fences
 LABELS = ("en", "fr", "de")
 SPEECH = "python train_v2_ddp.py --model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json"
 SPEAK = "python speech/generate_tts.py --model_path BASE --audio_tokenizer_path CODEC --prompts lines.txt"
-BLOCK = "python diffusion/train_bd3lm.py --tokenizer . --model_size tiny --problems_per_batch 4 --max_length 96"
+BLOCK = "python diffusion/train_bd3lm.py --tokenizer . --model_size nano --problems_per_batch 4 --max_length 96"
 BEFORE = {      # {page: commands that make the files it names}
     "docs/speaking.md": [f"{SPEECH} --use_lora --output_dir out", f"{SPEECH} --output_dir full",
-                         *(f"{SPEAK} --output_dir {name}" for name in ("samples", "samples_base", "samples_trained"))],
-    "docs/reliability.md": [f"{SPEECH} --output_dir {name}" for name in ("out", "out_a", "out_b")],
+                         f"{SPEAK} --output_dir samples",
+                         *(f"cp -r samples samples_{name}" for name in ("base", "trained"))],
+    "docs/reliability.md": [f"{SPEECH} --output_dir out", "cp -r out out_a", "cp -r out out_b"],
     "docs/diffusion.md": [
         f"{BLOCK} --train_data_file train.jsonl --output_dir outputs/gsm8k_h200",
         "python diffusion/train_bd3lm.py --system chat --init_from STUDENT --train_data_file held_out.jsonl "
@@ -49,8 +50,8 @@ SWAPS = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-aud
 SHORT = {       # {script: flags that are added to a command}
     "train_v2_ddp.py": "--max_steps 2 --num_workers 0 --report_to none",
     "distill/train_sft.py": "--max_steps 2 --num_workers 0 --report_to none --validation_split 0.2 --group_size 1",
-    "diffusion/train_bd3lm.py": "--max_steps 2 --num_workers 0 --report_to none",
-    "speech/generate_tts.py": "--max_seconds 0.4", "speech/pick_checkpoint.py": "--max_seconds 0.4",
+    "diffusion/train_bd3lm.py": "--max_steps 2 --num_workers 0 --report_to none --eval_repeats 1",
+    "speech/generate_tts.py": "--max_seconds 0.2", "speech/pick_checkpoint.py": "--max_seconds 0.2",
     "diffusion/sample_bd3lm.py": "--limit 2"}
 GATES = {"--check_fell", "--min_closed"}        # exit status 1: after two steps nothing is learnt
 # {flag or value: package that it needs, or files that only the Hub has}
@@ -128,9 +129,10 @@ def write_speech(path, pitch, seconds=1):
     soundfile.write(path, wave.astype(np.float32), 24000)
 
 
-@pytest.fixture
-def workspace(tiny, tmp_path):
+@pytest.fixture(scope="module")
+def files(tiny, tmp_path_factory):
     """A folder with links to the repository's files, and tiny versions of all files that the guides name."""
+    tmp_path = tmp_path_factory.mktemp("files")
     for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")), *ROOT.glob("*.py")):
         (tmp_path / source.name).symlink_to(source)
     tiny.codes.mkdir(exist_ok=True)
@@ -166,12 +168,18 @@ def workspace(tiny, tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def workspace(files, tmp_path):
+    return shutil.copytree(files, tmp_path, symlinks=True, dirs_exist_ok=True)
+
+
 def filled(words, workspace, url):
     script, flags = script_of(words)
     flags = [SWAPS.get(flag, flag).replace("http://localhost:8000/v1", url) for flag in flags]
     flags = [str(max((workspace / flag).parent.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])))
              if "checkpoint-" in flag else flag for flag in flags]
-    flags += SHORT.get(script, "").split() + ["--sample_seconds", "1"] * ("--sample_prompts" in flags)
+    flags += SHORT.get(script, "").split() + ["--sample_seconds", "0.2"] * ("--sample_prompts" in flags)
+    flags += ["--best_of", "2"] * ("--best_of" in flags)
     if script == "train_v2_ddp.py" and "prepared" not in flags:
         flags += ["--code_cache", "codes"]      # clips are encoded once
     if script == "distill/create_data.py" and "--base_url" not in flags:
@@ -197,6 +205,9 @@ def test_commands_of_a_page_run(page, workspace, quick_python):
                 check_launcher(Command(page, settings, words, shlex.join(words)), workspace)
                 continue
             if words[0] in ("whisper", "mkdir"):        # whisper is another package; test_house.py makes the copies
+                continue
+            if words[0] == "cp":
+                shutil.copytree(workspace / words[2], workspace / words[3], symlinks=True)
                 continue
             assert script_of(words), f"{page}: no rule covers {words}"
             if any(flag in words and not find_spec(package) for flag, package in ABSENT.items()):

@@ -18,7 +18,7 @@ SHORT = ["--max_steps", "2", "--learning_rate", "1e-2", "--lr_scheduler", "const
 @pytest.fixture(scope="module")
 def student(tmp_path_factory):
     folder = tmp_path_factory.mktemp("student")
-    chats.student(folder / "qwen")
+    chats.student(folder / "qwen", num_hidden_layers=1)
     chats.write(folder / "chats.jsonl", chats.conversations(24))
     return folder
 

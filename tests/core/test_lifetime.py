@@ -87,19 +87,39 @@ def test_a_signal_during_the_imports_asks_for_requeue(start, tiny, tmp_path):
     assert (tmp_path / "out" / "requeue").read_text() == f"{why}\n"
 
 
+# a trainer whose process may be a fork of fork_server.py: it writes its number
+NAMED = f"""
+import os, pathlib, runpy, sys
+sys.path[0] = {str(ROOT)!r}
+pathlib.Path(sys.argv[0] + os.environ.get("RANK", "0")).write_text(str(os.getpid()))
+runpy.run_path(sys.path[0] + "/train_v2_ddp.py", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def train(start, tiny, quick_python, tmp_path):
+    """train(*flags, ranks) -> (process, process numbers of the ranks); the first steps are done."""
+    def run(*flags, ranks=1):
+        (script := tmp_path / "train.py").write_text(NAMED)
+        words = trainer_command(tiny, tmp_path / "out", "--use_lora", "--num_train_epochs", 1000, *flags, ranks=ranks,
+                                python=quick_python)
+        job = start(*(script if word.endswith("train_v2_ddp.py") else word for word in words), PYTHON_EXEC=quick_python)
+        wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)
+        return job, [int(Path(f"{script}{rank}").read_text()) for rank in range(ranks)]
+    return run
+
+
 @pytest.mark.slow
-def test_signals_do_not_end_a_new_loader(start, tiny, tmp_path):
+def test_signals_do_not_end_a_new_loader(train, tmp_path):
     """Each validation forks a loader process. It gets SIGTERM repeatedly from its start on."""
     out = tmp_path / "out"
-    job = start(*trainer_command(tiny, out, "--use_lora", "--num_train_epochs", 1000, "--eval_steps", 4,
-                                 "--validation_split", 0.2))
-    wait_until(lambda: (out / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)
-    before = children(job.pid)
-    while not (new := children(job.pid) - before):
+    job, (trainer,) = train("--eval_steps", 4, "--validation_split", 0.2)
+    before = children(trainer)
+    while not (new := children(trainer) - before):
         assert job.poll() is None, job.log.read_text()
     loader, end = new.pop(), time.monotonic() + 1
     with contextlib.suppress(ProcessLookupError):
-        os.kill(job.pid, signal.SIGTERM)
+        os.kill(trainer, signal.SIGTERM)
         while time.monotonic() < end:
             os.kill(loader, signal.SIGTERM)
     assert job.wait() == 0, job.log.read_text()
@@ -108,23 +128,12 @@ def test_signals_do_not_end_a_new_loader(start, tiny, tmp_path):
     assert "Traceback" not in job.log.read_text()
 
 
-def rank_of(job, rank):
-    for pid in children(job.pid):
-        with contextlib.suppress(OSError):
-            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                return pid
-    raise AssertionError(f"no rank {rank}\n{job.log.read_text()}")
-
-
 @pytest.mark.slow
-def test_a_rank_whose_peer_was_killed_prints_nothing(start, tiny, tmp_path):
+def test_a_rank_whose_peer_was_killed_prints_nothing(train):
     """torchrun names the dead rank and sends SIGTERM to the other before that one notices the loss."""
-    job = start(*trainer_command(tiny, tmp_path / "out", "--use_lora", "--num_train_epochs", 1000, "--disable_eval",
-                                 ranks=2))
-    wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)
-    innocent = rank_of(job, 0)
+    job, (innocent, other) = train("--disable_eval", ranks=2)
     os.kill(innocent, signal.SIGSTOP)
-    os.kill(rank_of(job, 1), signal.SIGKILL)
+    os.kill(other, signal.SIGKILL)
 
     def asked():
         pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{innocent}/status").read_text(), re.M)[1]

@@ -105,6 +105,7 @@ def work(streams, words, folder, environment, ignored):
     for number in PASSED:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
+    os.fsync = lambda file: None    # tests kill processes, not machines
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr

@@ -9,13 +9,14 @@ PATIENCE_S = 600    # without any sign of progress; a working process makes prog
 def wait_until(ready, event, alive=None, progress=None, seconds=PATIENCE_S, every=0.02):
     """Wait until ready() is true; returns its value. event: for the message. alive: False if ready() cannot come true.
     progress: its value must change within `seconds`; without it, ready() must be true within them."""
-    seen, end = None, time.monotonic() + seconds
+    seen, end, began = None, time.monotonic() + seconds, time.process_time()
     while not (value := ready()):
         if progress is not None and (now := progress()) != seen:
             seen, end = now, time.monotonic() + seconds
         assert alive is None or alive() or ready(), f"no {event}, and the process has ended\n{str(seen)[-4000:]}"
         assert time.monotonic() < end, f"no {event}, and no progress in {seconds} s\n{str(seen)[-4000:]}"
-        time.sleep(every)
+        time.sleep(max(every, 9 * (time.process_time() - began)))      # a look takes no CPU from what it waits for
+        began = time.process_time()
     return value
 
 
