@@ -7,8 +7,9 @@ import torch
 
 from core import memory as plans
 from core import metrics
+from data import PackedBatch
 from speech.codes import FRAME_RATE
-from speech.labels import PackedBatch, step_work
+from speech.labels import step_work
 
 SHARE = 0.7     # of the matrix rate that a step reaches by count
 

@@ -110,7 +110,7 @@ class PackedHiggs(labels.PackedBase):
             layer.__class__ = PackedDecoderLayer
 
     def hidden_states(self, batch):
-        """Final hidden states (S, H) in modality order of a labels.PackedBatch."""
+        """Final hidden states (S, H) in modality order of a data.PackedBatch."""
         model = self.base_model.model
         order = torch.cat([batch.text_pos, batch.audio_pos])
         n_text = len(batch.text_pos)

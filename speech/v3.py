@@ -260,7 +260,7 @@ class PackedHiggs3(labels.PackedBase):
     layers = staticmethod(layers)
 
     def hidden_states(self, batch):
-        """Final hidden states (S, H) in sequence order of a labels.PackedBatch."""
+        """Final hidden states (S, H) in sequence order of a data.PackedBatch."""
         base = self.base_model
         text = base.body.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
         text = text.to(kernels.stream_dtype(text))
