@@ -88,7 +88,7 @@ def find_problems(builder, codes, least, most):
     codes: ClipCodes. least, most: seconds of a clip."""
     where, (clips, offsets) = codes.where, builder.used_clips()
     target = last_clips(clips, offsets)
-    facts = builder.facts.array()
+    facts = builder.array("facts")
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
