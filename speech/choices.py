@@ -80,10 +80,6 @@ def pack_text(args):
 # ---- Flags of several scripts
 
 
-def codec(p):
-    p.flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
-
-
 def base_dtype(p, help):
     p.flag("--base_dtype", None, f"{help} (default: as in the adapter's run)",
            choices=("bf16", "nf4"))
@@ -99,8 +95,7 @@ def check_base_dtype(args):
 
 
 def judges(p):
-    p.flag("--asr_model", None, "recogniser for word errors: folder or hub name of a transformers "
-           "model, or pocketsphinx")
+    p.flag("--asr_model", None, "recogniser: pocketsphinx, or folder or hub name for transformers")
     p.flag("--asr_command", None, "recogniser as a command: it gets paths of wav files as last "
            "arguments and prints a line of text for each")
     p.flag("--language", None, "language code, for Whisper and for comparing texts; en unifies "

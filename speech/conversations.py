@@ -134,8 +134,7 @@ class Paths:
                         f"{self.base}")
 
     def look_up(self, name):
-        """Absolute path of a file, also of one that Windows or macOS spells otherwise; "" if there
-        is none."""
+        """Absolute path of a file, as Windows or macOS may spell it, too; "" if there is none."""
         spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
             unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
         paths = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings

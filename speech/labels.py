@@ -254,15 +254,13 @@ def loss_report(sums, text_weight, prefix, all_ends=False):
 
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
-    """The training loss from sums over targets and their global numbers; tensors or floats. audio:
-    K sums, one per codebook. text: one sum."""
+    """The training loss from K audio sums and a text sum over targets, and their global numbers."""
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
 def divergence(model, batch):
-    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells,
-    for --keep. model: a PackedBase with adapters. The base is the same model with adapters switched
-    off, without gradient and dropout."""
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
+    model: a PackedBase. The base is the same, without its adapters, gradient and dropout."""
     from core import adapters
     training = model.training
     model.eval()

@@ -72,10 +72,8 @@ def choose(args, world, ranks, model, data):
 
 
 def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
-    """Print the plan of a run; UserError if GPU or disk are too small.
-
-    model: empty, as trained. order: PackOrder. lines: about steps, intervals, start. left: steps to
-    go."""
+    """Print the plan of a run; UserError if GPU or disk are too small. model: empty, as trained.
+    order: PackOrder. lines: about steps, intervals, start. left: steps to go."""
     table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
     new = table.where[:, 0] < 0     # clips that are not encoded
     frames = table.where[new, 2].sum()

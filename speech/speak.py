@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist
 from core.checkpoint import write_atomically, write_json
-from core.cli import UserError, plural, problem_text, require
+from core.cli import plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import judges, weights
@@ -52,9 +52,8 @@ class Prompt:
 
 
 def read_prompts(path, normalize, *voice):
-    """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text
-    per line, spoken in a voice: text_prompts. normalize: normalise texts to speak. UserError lists
-    every unusable prompt."""
+    """Samples of a prompt file: ChatML (the target clip is optional), or a text per line for
+    text_prompts. normalize: the texts to speak. UserError lists every unusable prompt."""
     path, problems = Path(path), []
     if path.suffix.lower() in (".json", ".jsonl"):
         samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
@@ -262,9 +261,8 @@ def generate_all(native, prompts, ids, settings, seed, device):
 
 
 def undelay(rows, ids):
-    """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or "length").
-    The end-of-stream of codebook 0 sets the length. Special ids before it become the nearest code,
-    as in transformers' processor."""
+    """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or "length"). As
+    in transformers, codebook 0 sets the length, and special ids become the nearest code."""
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
     first_end = np.flatnonzero(rows[:, 0] == ids.stream_eos)
@@ -419,29 +417,20 @@ def speak_chunks(samples, most, prepare, say, listeners, write=None):
 
 
 def open_stream(path):
-    """write(wave so far) for --stream: to a WAV file, appended to a pipe as WAV without a length,
-    or raw to stdout ("-"). UserError for a pipe without a reader."""
-    raw, done = path == "-", 0
-    try:        # without O_NONBLOCK, opening a pipe would wait for its reader
-        number = 1 if raw else os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        raise UserError(f"--stream {path}: {error.strerror}; of a pipe, start the reader first")
-    os.set_blocking(number, True)
-    file = open(number, "wb", closefd=False)
+    """write(wave so far) for --stream: to a WAV file, or its new part raw to stdout ("-")."""
+    done = 0
+    with dist.error_names_file(path):
+        file = open(1, "wb", closefd=False) if path == "-" else open(path, "wb")
 
     def write(wave):
         nonlocal done
         with dist.error_names_file(path):
-            if not raw and file.seekable():
-                file.seek(0)
-                file.write(sound_bytes(wave, "WAV"))
-            else:
-                if not (raw or done):       # a header with the largest lengths
-                    header = sound_bytes(wave[:0], "WAV")
-                    file.write(header[:4] + b"\xff" * 4 + header[8:40] + b"\xff" * 4)
+            if path == "-":
                 file.write(sound_bytes(wave[done:], "RAW"))
                 done = len(wave)
+            else:
+                file.seek(0)
+                file.write(sound_bytes(wave, "WAV"))
             file.flush()
     return write
 
@@ -496,8 +485,7 @@ def prepare_file(path, args, tokenizer, ids, codec_dir, room, world):
 
 
 def use_on_rank0(world, model, autocast, function, *args):
-    """Result of function(*args) on rank 0, while its packed model has all weights and is in eval
-    mode. Collective: the others wait."""
+    """Result of function(*args) on rank 0, with all weights and in eval mode. Collective."""
     model.eval()
     with dist.gather_weights(model), autocast():
         result = dist.rank0(world, function, *args)
@@ -517,8 +505,7 @@ class Speaker:
                                     world)
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts as spoken by a weights.module().packed; {} after a stop
-        request, or if memory is too small."""
+        """{eval/...: float} of the prompts; {} after a stop request, or if memory is too small."""
         def speak_all():
             try:
                 spoken = generate_all(model.base_model, self.prompts, self.ids, self.settings,

@@ -2,6 +2,7 @@
 import copy
 import io
 import json
+import os
 
 import numpy as np
 import pytest
@@ -267,6 +268,8 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     assert "noise.wav: is not readable audio" in refuse("--text", "a", *voice, "b")
     assert "--reference_audio and --reference_text go together" in refuse("--text", "a", *voice, "  ")
     assert "texts.csv: is a table" in refuse("--prompts", written(tmp_path / "texts.csv", ["a"]))
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe: is not a plain file" in refuse("--text", "a", "--split_text", 3, "--stream", tmp_path / "pipe")
     np.save(tmp_path / "bad.npy", np.full((9, 8), 1024))        # also when a second prompt reads them again
     codes = {"role": "assistant", "content": {"type": "audio", "audio_url": "bad.npy"}}
     rows = [{"messages": [{"role": "user", "content": "b"}, codes, {"role": "user", "content": "a"}]}] * 2

@@ -1,7 +1,5 @@
 """--best_of keeps the best take, --split_text joins parts of a text, --max_cer selects takes for training."""
 import json
-import os
-import subprocess
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from speech.dataset import TableBuilder, read_samples
 from speech.labels import delay_rows
 from speech.speak import load_model
 from tests.helpers.checkpoints import config_of
-from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
@@ -139,28 +136,16 @@ def test_tts_3_continues_codes_too(model3):
     assert np.array_equal(prompt.codes, [codes])
 
 
-@pytest.mark.slow
-def test_a_pipe_is_written_while_it_is_read(tmp_path, quick_python):
-    """It holds a WAV file without a length. A missing reader, or one that ends early, gives one line."""
-    pipe, copy = tmp_path / "now.wav", tmp_path / "copy.wav"
-    os.mkfifo(pipe)
-    words = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--output_dir",
-             tmp_path / "out", "--audio_tokenizer_path", VOICE / "codec", "--stream", pipe, "--text",
-             "one two. three four.", "--split_text", 9, "--ras_window", 0, "--max_seconds", 2, "--overwrite"]
-
-    def generate():
-        return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE_S)
-    alone = generate()
-    assert alone.returncode == 1 and f"error: --stream {pipe}: No such device" in alone.stderr
-    with open(copy, "wb") as out, subprocess.Popen(["cat", pipe], stdout=out):
-        assert generate().returncode == 0
-    samples = np.frombuffer(copy.read_bytes()[44:], "<i2")
-    assert copy.read_bytes()[:4] == b"RIFF" and soundfile.info(copy).samplerate == 24000 and samples.any()
-    assert np.array_equal(samples, soundfile.read(tmp_path / "out" / "0000.wav", dtype="int16")[0])
-    with subprocess.Popen(["head", "-c", "9", pipe], stdout=subprocess.DEVNULL):
-        left = generate()
-    assert left.returncode == 1 and left.stderr.count("error: ") == 1 and "Traceback" not in left.stderr
-    assert f"{pipe} cannot be read or written (Broken pipe)" in left.stderr
+def test_a_stream_has_each_part_at_once(tmp_path, capfdbinary):
+    """As a whole WAV file, or as the new raw samples on stdout."""
+    wave = np.linspace(-0.5, 0.5, 4800, dtype=np.float32)
+    to_file, to_stdout = speak.open_stream(str(tmp_path / "now.wav")), speak.open_stream("-")
+    for n in (2400, 4800):
+        to_file(wave[:n])
+        to_stdout(wave[:n])
+        samples, rate = soundfile.read(tmp_path / "now.wav", dtype="int16")
+        assert rate == 24000 and np.allclose(samples, wave[:n] * 32768, atol=1)
+        assert capfdbinary.readouterr().out == samples[n - 2400:].tobytes()
 
 
 @pytest.mark.parametrize("array, why", [
