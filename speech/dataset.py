@@ -252,12 +252,6 @@ class TableBuilder:
         """Place of sample i in the user's files."""
         return self.row("names", i).tobytes().decode()
 
-    def add(self, samples, problems):
-        """Tokenise Samples; unusable ones are added to the list `problems`."""
-        chunk = self.chunk(samples)
-        problems += chunk["refused"]
-        self.append(chunk)
-
     def chunk(self, entries, file="", drop=()):
         """Arguments of append(): {column: values, or for LISTS' offsets the lengths}, and "refused"
         and "notes", [Problem] of unusable and usable samples. entries: Samples and Problems of a

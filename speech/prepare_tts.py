@@ -25,8 +25,7 @@ ERRORS = (*CHECKS, *SOUND_ERRORS)
 
 p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
 flag = p.flag
-flag("--model_path", None, "Higgs-Audio V2 folder or hub name, native or 2025 format; its "
-     "tokenizer is used", required=True)
+flag("--model_path", None, "model whose tokenizer is used, folder or hub name", required=True)
 flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 choices.data(p)

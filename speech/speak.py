@@ -122,10 +122,12 @@ def spoken_text(sample):
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
     """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. known: {path of a
     Clip: its codes}. UserError lists every prompt that is too long or has bad audio."""
-    builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
+    builder, prompts, codes = TableBuilder(tokenizer, ids), [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
-    builder.add(samples, problems)
+    chunk = builder.chunk(samples)
+    builder.append(chunk)
+    problems = chunk["refused"]
     for omission, count in sorted(builder.notices.items()):
         print(f"notice     {count} prompts {omission}")
     require(not problems, problem_text(problems))

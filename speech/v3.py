@@ -161,7 +161,6 @@ class Ids(labels.Layout):
 
 def undelay(rows):
     """(T + K - 1, K) rows -> (T, K) codes; (0, K) for fewer than K rows."""
-    rows = torch.as_tensor(rows)
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
