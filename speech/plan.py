@@ -1,5 +1,6 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -7,7 +8,6 @@ import torch
 
 from core import memory as plans
 from core import metrics
-from data import PackedBatch
 from speech.codes import FRAME_RATE
 from speech.labels import step_work
 
@@ -39,12 +39,12 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, codebooks = text + audio, model.base_model.config.num_codebooks
-    batch = PackedBatch(
+    batch = SimpleNamespace(        # what a model reads of a data.PackedBatch
         input_ids=numbers(rows), position_ids=numbers(rows), cu_seqlens=numbers(2).int(),
         audio_ids=numbers(audio, codebooks), audio_pos=numbers(audio), text_pos=numbers(text),
         seq_index=numbers(rows), audio_rows=numbers(audio_rows),
         audio_targets=numbers(audio_rows, codebooks), text_rows=numbers(text_rows),
-        text_targets=numbers(text_rows), longest=rows, seqlens=(rows,), samples=(), counts={})
+        text_targets=numbers(text_rows), longest=rows, seqlens=(rows,))
     if keep:
         return model(batch, keep=True).sum()
     return sum(losses.sum() for losses in model(batch)[:2])     # of audio and text
