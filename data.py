@@ -7,7 +7,7 @@ delay pattern, labels (shifted by one) and every index the GPU needs. No worker 
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint, ensure_codes
 from speech.conversations import Reading
 from speech.dataset import (PREPARED, audio_numbers, find_bad_audio, is_prepared, last_clips,
                             new_builder, problem_of, read_all, tokenizer_fingerprint)
-from speech.labels import IGNORE, PackedBatch
+from speech.labels import IGNORE
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
 
@@ -195,6 +195,29 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
 
 
 # ---- Batches
+
+
+@dataclass
+class PackedBatch(packing.Batch):
+    """B samples on one flat axis of S tokens, A of them audio rows. Tensors are int64 unless noted.
+
+    V2 keeps hidden states in modality order (text rows first, then audio rows), so that each FFN
+    works on one contiguous slice; attention permutes to sequence order and back."""
+    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
+    position_ids: torch.Tensor      # (S,) position within its sample
+    cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
+    audio_ids: torch.Tensor         # (A, 8) delayed codes
+    audio_pos: torch.Tensor         # (A,) sequence positions of audio rows
+    text_pos: torch.Tensor          # (S - A,) sequence positions of text rows
+    seq_index: torch.Tensor         # (S,) modality-order row of each sequence position
+    audio_rows: torch.Tensor        # (R,) modality-order rows that predict audio
+    audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
+    text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
+    text_targets: torch.Tensor      # (Q,)
+    longest: int                    # longest sample, rounded up to a multiple of 128
+    seqlens: tuple                  # B python ints: sample lengths, for attention sample by sample
+    samples: tuple                  # sample numbers in the table, for error messages
+    counts: dict                    # ints: tokens, samples, padding, audio_targets, text_targets
 
 
 class SpeechSamples:

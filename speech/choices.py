@@ -80,10 +80,6 @@ def pack_text(args):
 # ---- Flags of several scripts
 
 
-def codec(p):
-    p.flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
-
-
 def base_dtype(p, help):
     p.flag("--base_dtype", None, f"{help} (default: as in the adapter's run)",
            choices=("bf16", "nf4"))
@@ -99,14 +95,12 @@ def check_base_dtype(args):
 
 
 def judges(p):
-    p.flag("--asr_model", None, "recogniser for word errors: folder or hub name of a transformers "
-           "model, or pocketsphinx")
+    p.flag("--asr_model", None, "recogniser: pocketsphinx, or folder or hub name for transformers")
     p.flag("--asr_command", None, "recogniser as a command: it gets paths of wav files as last "
            "arguments and prints a line of text for each")
     p.flag("--language", None, "language code, for Whisper and for comparing texts; en unifies "
            "numbers and contractions (default: Whisper detects it, plain rules)")
-    p.flag("--speaker_model", None, "encoder for speaker similarity: folder or hub name of a "
-           "transformers x-vector model, such as WavLM's")
+    p.flag("--speaker_model", None, "x-vector model for speaker similarity: folder or hub name")
 
 
 def check_judges(args):
@@ -120,21 +114,18 @@ def check_judges(args):
 
 def data(p):
     flag = p.flag
-    flag("--train_data_file", None, "data in any format of docs/data.md; several are mixed; the "
-         "weight is the number of passes over one per epoch (default: 1)", nargs="+",
-         metavar="PATH[:WEIGHT]")
+    flag("--train_data_file", None, "data in any format of docs/data.md, mixed; the weight is the "
+         "number of passes per epoch (default: 1)", nargs="+", metavar="PATH[:WEIGHT]")
     flag("--train_data_dir", None, "the same for folders: of prepare_tts.py, with metadata.json, "
          "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
-    flag("--columns", "", "columns of a table by name, or by number if it has no header: "
-         "audio=clip,text=caption; also speaker, language, ref_audio and others in docs/data.md",
-         metavar="MEANING=NAME,...")
+    flag("--columns", "", "columns of a table by name, or by number without a header: audio=clip,"
+         "text=caption; others are in docs/data.md", metavar="MEANING=NAME,...")
     flag("--task_type", "single_speaker_smart_voice", "prompt form for samples that name none; "
          "not for ChatML, which has prompts", choices=TASK_TYPES)
-    flag("--normalize_text", None, "normalise punctuation and sound tags of texts to speak as "
-         "boson-ai's inference does; the checkpoint keeps the setting for speaking (default: on "
-         "for Higgs-Audio V2, off for Higgs TTS 3)", choices=ON_OFF)
+    flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference "
+         "does (default: on for Higgs-Audio V2, off for Higgs TTS 3)", choices=ON_OFF)
     flag("--reference", "given", "clip before the text, to clone: given by the data, another clip "
          "of the same speaker, or none; not for ChatML", choices=REFERENCES)
     flag("--reference_share", 1.0,

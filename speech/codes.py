@@ -118,12 +118,10 @@ def open_sound(file):
         with soundfile.SoundFile(file) as sound:
             guessed = sound.format == "MP3" and not MP3_LENGTH.search(head)
             if guessed or sound.frames == 2**63 - 1:
-                raise ValueError("does not say how long it is, as programs write into a pipe; "
-                                 "write it again: ffmpeg -i FILE NEW")
+                raise ValueError("does not say how long it is; write it again: ffmpeg -i FILE NEW")
             yield sound
     except soundfile.SoundFileError as error:
-        raise ValueError(f"is not readable audio ({error}); wav, flac, mp3 and ogg are read; "
-                         "convert others: ffmpeg -i FILE NEW.flac")
+        raise ValueError(f"is not readable audio ({error}); convert it: ffmpeg -i FILE NEW.flac")
 
 
 def read_codes(file):
@@ -136,8 +134,7 @@ def read_codes(file):
     except Exception as error:      # numpy raises many kinds
         raise ValueError(f"cannot be read ({error})")
     if not valid:
-        raise ValueError(f"not (frames, codebooks) whole numbers from 0 to {CODES - 1}, as "
-                         "--save_codes writes them")
+        raise ValueError(f"not (frames, codebooks) whole numbers from 0 to {CODES - 1}")
     return codes.astype(np.int16)
 
 

@@ -130,12 +130,10 @@ class Paths:
         if path := self.look_up(name):
             return path
         tried = ", ".join(dict.fromkeys(os.path.join(folder, name) for folder in self.folders))
-        raise BadSample(f"audio file {name!r} not found; tried {tried}; write paths relative to "
-                        f"{self.base}")
+        raise BadSample(f"audio file {name!r} not found; tried {tried}")
 
     def look_up(self, name):
-        """Absolute path of a file, also of one that Windows or macOS spells otherwise; "" if there
-        is none."""
+        """Absolute path of a file, as Windows or macOS may spell it, too; "" if there is none."""
         spellings = dict.fromkeys([name, name.replace("\\", "/"), *(
             unicodedata.normalize(form, name) for form in ("NFC", "NFD"))])
         paths = dict.fromkeys(os.path.join(folder, spelling) for spelling in spellings

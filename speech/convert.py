@@ -80,8 +80,7 @@ def find_columns(names, columns):
 
 
 def rows_of(path, entries, columns):
-    """Rows of entries; UserError if the first ones have no audio, no text, or no column that
-    --columns names."""
+    """Rows of entries; UserError if the first have no audio, no text, or no column of --columns."""
     entries = iter(entries)
     head = list(itertools.islice(entries, LOOK))
     names = list(dict.fromkeys(name for _, entry in head if isinstance(entry, dict)
@@ -89,10 +88,8 @@ def rows_of(path, entries, columns):
     meanings = find_columns(names, columns)
     text = "text_file" if "text_file" in meanings else "text"
     for meaning in ("audio", text, *columns) if head and "messages" not in names else ():
-        require(meaning in meanings, f"{path}: has no column of {meaning}; its columns are "
-                f"{', '.join(str(name)[:40] for name in names[:20])}; known names are "
-                f"{columns.get(meaning, KNOWN[meaning]).replace(' ', ', ')}; name yours: "
-                f"--columns {meaning}=NAME")
+        require(meaning in meanings, f"{path}: has no column of {meaning} among "
+                f"{', '.join(str(name)[:40] for name in names[:20])}: --columns {meaning}=NAME")
 
     def row_of(entry):
         if not isinstance(entry, dict) or is_chatml(entry):
@@ -112,8 +109,7 @@ def swift_row(entry, row):
                          for role in ("assistant", "user"))
     spoken, heard = ("".join(texts).count("<audio>") for texts in (answers, requests))
     if spoken > 1 or heard or len(clips) != 1 or not answers:
-        return BadSample(f"{heard + spoken} <audio> and {len(clips)} audios, not one spoken clip; "
-                         "those of the user are speech to understand")
+        return BadSample(f"{heard + spoken} <audio> and {len(clips)} audios, not one spoken clip")
     references = entry.get("ref_audios") or row.get("ref_audio")
     text = answers[-1].replace("<audio>", "").strip() or (requests or [""])[-1]
     return row | {"audio": clips[0], "text": text,
@@ -145,8 +141,7 @@ def split_line(line, separator, has_header=True):
 
 
 def read_table(path, separator, has_header):
-    """[(line number, fields)] of a table. In CSV with a header a field in quotes may go over
-    several lines."""
+    """[(line number, fields)] of a table. A field in quotes may have lines in CSV with a header."""
     lines, rows, line = lines_of(path), [], 1
     if has_header and separator == ",":
         reader = csv.reader((line + "\n" for line in lines), strict=True, skipinitialspace=True)
@@ -362,8 +357,7 @@ def read_columns(path):
 
 
 def read_tar(path):
-    """Entries of a WebDataset shard: a sample is files that follow each other, whose names agree up
-    to the last dot."""
+    """Entries of a WebDataset shard: neighbours whose names agree up to the last dot are one."""
     with tarfile.open(path, mode="r:") as tar:
         files = ((member.name, tar.extractfile(member).read()) for member in tar
                  if member.isfile() and not os.path.basename(member.name).startswith("."))
@@ -479,8 +473,7 @@ def open_source(name, columns):
     if path.is_dir():
         return open_folder(path, columns)
     files = [path] if path.exists() else sorted(map(Path, glob.glob(str(name))))
-    require(files, f"{name}: there is no such file or folder; download data of a URL or the "
-            "Hub first: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER")
+    require(files, f"{name}: there is no such file or folder; download data of the Hub first")
     return files[0] if len(files) == 1 else path, open_files(files, columns)
 
 
@@ -747,8 +740,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     texts = Counter(row["text"] for row in table)
     for text, n in texts.most_common(1):
         require(len(table) < 8 or n <= len(table) / 2, f"{path}: {n} of {len(table)} texts are "
-                f"equal, {text[:60]!r}: hardly the spoken words; name the column: "
-                "--columns text=NAME")
+                f"equal, {text[:60]!r}: name another column: --columns text=NAME")
         phonemic = sum(len(IPA.findall(text)) >= 0.1 * len(text) for text in texts)
         require(phonemic <= len(texts) / 2, f"{path}: its texts are phonemes, such as {text[:60]!r}"
                 ", which Higgs-Audio does not read; give the texts they were made from")

@@ -186,9 +186,8 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
 
 @contextlib.contextmanager
 def new_builder(world, tokenizer, ids, output_dir):
-    """Context with (TableBuilder of a new table, the list of its clips); None, [] on ranks > 0. At
-    its end earlier tables are deleted, after an error the new one, unless prepared.json names it.
-    """
+    """Context with (TableBuilder, list of its clips); None, [] on ranks > 0. At its end earlier
+    tables are deleted, after an error the new one, unless prepared.json names it."""
     if not world.is_main:
         yield None, []
         return
@@ -253,12 +252,6 @@ class TableBuilder:
         """Place of sample i in the user's files."""
         return self.row("names", i).tobytes().decode()
 
-    def add(self, samples, problems):
-        """Tokenise Samples; unusable ones are added to the list `problems`."""
-        chunk = self.chunk(samples)
-        problems += chunk["refused"]
-        self.append(chunk)
-
     def chunk(self, entries, file="", drop=()):
         """Arguments of append(): {column: values, or for LISTS' offsets the lengths}, and "refused"
         and "notes", [Problem] of unusable and usable samples. entries: Samples and Problems of a
@@ -322,13 +315,9 @@ class TableBuilder:
             column.append(values[name])
         self.notices.update(chunk["notices"])
 
-    def used_clips(self):
-        """((m,) clip numbers of all samples, (n + 1,) offsets of each sample in that array)."""
-        return self.array("clips"), self.array("clip_offsets")
-
     def samples_with(self, clips):
         """[(sample number, the first of `clips` in it)] of the samples that use one of `clips`."""
-        used, offsets = self.used_clips()
+        used, offsets = self.array("clips"), self.array("clip_offsets")
         uses = np.flatnonzero(np.isin(used, clips))
         samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
         return list(zip(samples.tolist(), used[uses[first]].tolist()))
@@ -339,7 +328,7 @@ class TableBuilder:
         cache_folder: absolute, or relative to `folder`. shards, where: from codes.ensure_codes;
         where is (n_clips, 4) int64, in the order of `clips`. Samples that are left out, or have a
         clip of 0 frames (without codes), are not `audible`."""
-        (used, offsets), trained = self.used_clips(), self.array("trained")
+        used, offsets, trained = map(self.array, ("clips", "clip_offsets", "trained"))
         frames, tokens = where[used, 2], np.diff(self.array("token_offsets"))
         rows = self.ids.rows(frames, trained) - 1       # besides the placeholder
         columns = {
@@ -360,7 +349,7 @@ def find_bad_audio(builder, codes):
     """[Problem] of samples with a clip without codes in ClipCodes. A trained clip that is too short
     for the model loses its codes."""
     errors, where, least = codes.errors, codes.where, builder.ids.min_frames
-    for clip in np.unique(builder.used_clips()[0][builder.array("trained")]).tolist():
+    for clip in np.unique(builder.array("clips")[builder.array("trained")]).tolist():
         if 0 < where[clip, 2] < least:
             errors[clip] = (
                 f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
@@ -371,8 +360,7 @@ def find_bad_audio(builder, codes):
 
 
 def last_clips(clips, offsets):
-    """(n,) the value in `clips` of each sample's last clip; offsets: (n + 1,) index of each
-    sample's first."""
+    """(n,) the value in `clips` of each sample's last clip. offsets: (n + 1,) of the first ones."""
     return clips[np.maximum(offsets[1:], 1) - 1]
 
 

@@ -56,8 +56,7 @@ HZ = 24000
 
 
 def read_samples(folder):
-    """[(a clip's file, its JSON, target, voice: arguments of read_audio or None)] of a folder.
-    UserError lists all unusable samples."""
+    """[(file, its JSON, target, voice: arguments of read_audio or None)] of a folder. UserError."""
     folder, samples, problems = Path(folder), [], []
     for audio in sorted(folder.glob("*.wav")):
         path = audio.with_suffix(".json")
@@ -87,8 +86,7 @@ def find_audio(facts, role, path):
 
 
 def evaluate(folder, samples, by, settings):
-    """evaluation.json of a folder, as a dict. by: judges.Judges. settings: {flag: value}, noted in
-    the file."""
+    """evaluation.json of a folder, as a dict. by: judges.Judges. settings: {flag: value}, noted."""
     waves = [judges.read_audio(audio) for audio, *_ in samples]
     texts = [facts.get("text") or "" for _, facts, *_ in samples]
     measured = judges.measure(by, waves, HZ, texts, [
@@ -127,8 +125,7 @@ folders = {folder: read_samples(folder) for folder in args.folders}
 texts = [{audio.stem: normalise(facts.get("text") or "") for audio, facts, *_ in samples}
          for samples in folders.values()]
 for folder, spoken in zip(folders, texts):
-    require(spoken == texts[0], f"{folder} and {args.folders[0]} have other prompts: generate both "
-            "from one list")
+    require(spoken == texts[0], f"{folder} has other prompts than {args.folders[0]}")
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.language,
                         args.batch_size, args.device)

@@ -25,7 +25,7 @@ flag, switch = p.flag, p.switch
 # model
 flag("--model_path", None, "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native "
      "or 2025 format) or Higgs TTS 3", required=True)
-choices.codec(p)
+flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--adapter", None, "folder with adapter_model.safetensors, applied to --model_path")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 flag("--dtype", "auto", "base's dtype; adapters stay float32; auto: bfloat16 on a GPU, "
@@ -42,8 +42,7 @@ flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai
 # how
 flag("--temperature", None, "0 = greedy (default: 1, TTS 3: 0.8)", type=float)
 flag("--top_k", None, "draw from this many codes, 0 = all (default: 50, TTS 3: 30)", type=int)
-flag("--top_p", None, "draw from codes of this total probability (default: 0.95, TTS 3: 0.8)",
-     type=float)
+flag("--top_p", None, "draw from this total probability (default: 0.95, TTS 3: 0.8)", type=float)
 flag("--ras_window", None, "V2: a code that occurs twice in this many rows is drawn again, 0 = off "
      "(default: 7)", type=int)
 flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and reported")
@@ -69,8 +68,7 @@ def check_flags(args, world_size):
     require(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith(choices.CHATML)
     for name in ("reference_audio", "reference_text", "scene", "split_text"):
-        require(not (chatml and getattr(args, name)), f"--{name} is for texts and lines, not for "
-                "ChatML prompts, which say themselves whose voice they take")
+        require(not (chatml and getattr(args, name)), f"--{name} is not for ChatML prompts")
     args.reference_text = (args.reference_text or "").strip() or None
     require(args.reference_audio or not args.reference_text,
             "--reference_text is the transcript of --reference_audio")
@@ -114,26 +112,13 @@ from speech.codes import FRAME_RATE, load_codec
 
 
 def earlier_results():
-    """Claim the output folder and return an earlier run's files in it. UserError if there are any
-    without --overwrite."""
+    """Claim the output folder and return its old files. UserError for them without --overwrite."""
     checkpoint.claim_output(args.output_dir)
     old = [path for path in Path(args.output_dir).iterdir() if path.name == BEST
            or path.suffix in (".wav", ".json", ".npy") and path.stem.isdigit()]
     require(args.overwrite or not old, f"--output_dir {args.output_dir} holds an earlier run's "
             f"results ({len(old)} files): give another folder, or --overwrite")
     return old
-
-
-def read_texts():
-    voice = args.reference_audio, args.reference_text, args.scene
-    texts = [(f"--text {text!r}", text) for text in args.text or ()]
-    samples = (speak.read_prompts(args.prompts, normalize, *voice) if args.prompts else
-               speak.text_prompts(texts, normalize, *voice))
-    for sample in samples if args.split_text and args.reference_audio else ():
-        chunks = speak.split_text(speak.spoken_text(sample), args.split_text)
-        require(len({speaker for speaker, _ in chunks}) == 1,
-                f"{sample.name}: its speakers would all get --reference_audio's voice")
-    return samples
 
 
 world = dist.init()
@@ -149,7 +134,14 @@ require(args.reference_text or not args.reference_audio or tts3,
         "--reference_audio and --reference_text go together")
 normalize, why = conversations.setting_to_speak(
     args.normalize_text or ("off" if tts3 else None), folder, args.adapter)
-samples = read_texts()
+voice = args.reference_audio, args.reference_text, args.scene
+texts = [(f"--text {text!r}", text) for text in args.text or ()]
+samples = (speak.read_prompts(args.prompts, normalize, *voice) if args.prompts else
+           speak.text_prompts(texts, normalize, *voice))
+for sample in samples if args.split_text and args.reference_audio else ():
+    chunks = speak.split_text(speak.spoken_text(sample), args.split_text)
+    require(len({speaker for speaker, _ in chunks}) == 1,
+            f"{sample.name}: its speakers would all get --reference_audio's voice")
 read = {Path(clip.path).resolve() for sample in samples for turn in sample.turns
         for clip in turn.clips} | {Path(args.prompts or "").resolve()}
 overwritten = read & {Path(file).resolve() for file in (*old, args.stream or "-")}
@@ -201,8 +193,7 @@ for first, prompts in batches.items():
         else:
             results = say(seed, prompts)
     except torch.OutOfMemoryError:
-        raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower "
-                        "--batch_size or --max_seconds")
+        raise UserError(f"too little GPU memory for {len(prompts)} prompts: lower --batch_size")
     total = sum(len(codes) for codes, *_ in results) / FRAME_RATE
     rtf = (time.monotonic() - start) / total if total else None
     for number, (prompt, (codes, ended_by, wave, facts)) in enumerate(zip(prompts, results), first):

@@ -178,8 +178,7 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8)
 
 
 def load_x_vectors(path, device):
-    """embed(wave at RATE) -> unit (D,) float64 by a transformers x-vector model, one clip at a
-    time: padding would change its group norms."""
+    """embed(wave at RATE) -> unit (D,) float64 by an x-vector model of transformers, unpadded."""
     model, extractor, _ = load_model("--speaker_model", path, device, "AutoModelForAudioXVector",
                                      ("classifier.", "objective."))
 

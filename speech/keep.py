@@ -95,8 +95,7 @@ class Keeper:
         return codes
 
     def packs(self, step, world):
-        """[[row numbers]] of a step on all ranks, ordered by micro-step as in packing.py;
-        [] if none is due."""
+        """[[row numbers]] of a step on all ranks, in packing.py's order; [] if none is due."""
         turn, steps_since = divmod(step, self.args.keep_every)
         if steps_since:
             return []

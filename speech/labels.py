@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from core import kernels, packing
+from core import kernels
 from core.cli import require
 from core.metrics import duration
 from speech.codes import FRAME_RATE
@@ -171,29 +171,6 @@ def delay_labels(codes, eos, all_ends=False):
     return labels
 
 
-@dataclass
-class PackedBatch(packing.Batch):
-    """B samples on one flat axis of S tokens, A of them audio rows. Tensors are int64 unless noted.
-
-    V2 keeps hidden states in modality order (text rows first, then audio rows), so that each FFN
-    works on one contiguous slice; attention permutes to sequence order and back."""
-    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
-    position_ids: torch.Tensor      # (S,) position within its sample
-    cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
-    audio_ids: torch.Tensor         # (A, 8) delayed codes
-    audio_pos: torch.Tensor         # (A,) sequence positions of audio rows
-    text_pos: torch.Tensor          # (S - A,) sequence positions of text rows
-    seq_index: torch.Tensor         # (S,) modality-order row of each sequence position
-    audio_rows: torch.Tensor        # (R,) modality-order rows that predict audio
-    audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
-    text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
-    text_targets: torch.Tensor      # (Q,)
-    longest: int                    # longest sample, rounded up to a multiple of 128
-    seqlens: tuple                  # B python ints: sample lengths, for attention sample by sample
-    samples: tuple                  # sample numbers in the table, for error messages
-    counts: dict                    # ints: tokens, samples, padding, audio_targets, text_targets
-
-
 # ---- Loss, the same for V2 and TTS 3
 
 
@@ -222,7 +199,7 @@ class PackedBase(torch.nn.Module):
         return torch.zeros((), device=hidden.device)
 
     def forward(self, batch, keep=False):
-        """(audio (K,), text (), ends (5,)) of a labels.PackedBatch: fp32 sums over its targets.
+        """(audio (K,), text (), ends (5,)) of a data.PackedBatch: fp32 sums over its targets.
 
         audio: cross-entropy per codebook; text: cross-entropy. ends (detached): of all
         end-of-stream targets the cross-entropy, the number predicted and the number; then, of
@@ -277,15 +254,13 @@ def loss_report(sums, text_weight, prefix, all_ends=False):
 
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
-    """The training loss from sums over targets and their global numbers; tensors or floats. audio:
-    K sums, one per codebook. text: one sum."""
+    """The training loss from K audio sums and a text sum over targets, and their global numbers."""
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
 def divergence(model, batch):
-    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells,
-    for --keep. model: a PackedBase with adapters. The base is the same model with adapters switched
-    off, without gradient and dropout."""
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
+    model: a PackedBase. The base is the same, without its adapters, gradient and dropout."""
     from core import adapters
     training = model.training
     model.eval()

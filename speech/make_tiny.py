@@ -239,16 +239,6 @@ def make_speech(out_dir, clips, speakers):
     return speech
 
 
-def make_dataset(out_dir, speech):
-    """Write OUT_DIR/train.json. The reference of a clip is the speaker's next clip."""
-    samples = []
-    for number, target in enumerate(speech):
-        reference = next(clip for clip in speech[number + 1:] + speech[:number]
-                         if clip["speaker"] == target["speaker"])
-        samples.append(voice_cloning_sample(f"sample_{number:08d}", reference, target))
-    Path(out_dir, "train.json").write_text(json.dumps(samples, indent=1) + "\n")
-
-
 def voice_cloning_sample(name, reference, target):
     """A ChatML sample (a dict): hear the reference clip, speak the target's text in its voice."""
     def text(content):
@@ -272,7 +262,12 @@ def voice_cloning_sample(name, reference, target):
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    make_dataset(args.out_dir, make_speech(args.out_dir, args.clips, args.speakers))
+    speech, samples = make_speech(args.out_dir, args.clips, args.speakers), []
+    for number, target in enumerate(speech):        # the reference is the speaker's next clip
+        reference = next(clip for clip in speech[number + 1:] + speech[:number]
+                         if clip["speaker"] == target["speaker"])
+        samples.append(voice_cloning_sample(f"sample_{number:08d}", reference, target))
+    (args.out_dir / "train.json").write_text(json.dumps(samples, indent=1) + "\n")
     codec = make_codec(args.out_dir)
     if args.higgs3:
         make_model3(args.out_dir, codec)

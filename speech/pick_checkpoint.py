@@ -34,8 +34,7 @@ p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
 p.flag("--by", "wer", "deciding metric; of equal checkpoints the earlier wins", choices=MEASURES)
 choices.judges(p)
 p.switch("--follow", "wait for new checkpoints until the run ends")
-p.flag("--patience", 0, "--follow: end the run after this many checkpoints without a better one, "
-       "0 = never")
+p.flag("--patience", 0, "--follow: end after this many checkpoints without a better one, 0 = never")
 p.flag("--max_seconds", 15.0, "longest speech per prompt")
 p.flag("--batch_size", 4, "prompts spoken together")
 p.flag("--seed", 42, "seed of the sampling, the same for each checkpoint")
@@ -59,6 +58,7 @@ import hashlib
 import json
 import subprocess
 import time
+from functools import partial
 
 from core import checkpoint, json_files, metrics
 from speech import judges
@@ -102,10 +102,6 @@ def is_running():
         return True
 
 
-def link_best(step):
-    checkpoint.write_atomically(link, lambda path: path.symlink_to(f"checkpoint-{step}"))
-
-
 settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
             args.asr_command, args.language, args.speaker_model, args.max_seconds, args.seed]
 picked = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
@@ -127,7 +123,7 @@ while following:
         stale += 1
         if best is None or sign * known[step] < sign * known[best]:
             best, stale = step, 0
-            link_best(step)
+            checkpoint.write_atomically(link, partial(Path.symlink_to, target=f"checkpoint-{step}"))
         if args.patience and stale >= args.patience and is_running():
             (out / "stop").touch()
             print(f"stop       nothing better in {cli.plural(stale, 'checkpoint')}: the run ends")

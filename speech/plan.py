@@ -1,5 +1,6 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from core import memory as plans
 from core import metrics
 from speech.codes import FRAME_RATE
-from speech.labels import PackedBatch, step_work
+from speech.labels import step_work
 
 SHARE = 0.7     # of the matrix rate that a step reaches by count
 
@@ -38,12 +39,12 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, codebooks = text + audio, model.base_model.config.num_codebooks
-    batch = PackedBatch(
+    batch = SimpleNamespace(        # what a model reads of a data.PackedBatch
         input_ids=numbers(rows), position_ids=numbers(rows), cu_seqlens=numbers(2).int(),
         audio_ids=numbers(audio, codebooks), audio_pos=numbers(audio), text_pos=numbers(text),
         seq_index=numbers(rows), audio_rows=numbers(audio_rows),
         audio_targets=numbers(audio_rows, codebooks), text_rows=numbers(text_rows),
-        text_targets=numbers(text_rows), longest=rows, seqlens=(rows,), samples=(), counts={})
+        text_targets=numbers(text_rows), longest=rows, seqlens=(rows,))
     if keep:
         return model(batch, keep=True).sum()
     return sum(losses.sum() for losses in model(batch)[:2])     # of audio and text
@@ -71,10 +72,8 @@ def choose(args, world, ranks, model, data):
 
 
 def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
-    """Print the plan of a run; UserError if GPU or disk are too small.
-
-    model: empty, as trained. order: PackOrder. lines: about steps, intervals, start. left: steps to
-    go."""
+    """Print the plan of a run; UserError if GPU or disk are too small. model: empty, as trained.
+    order: PackOrder. lines: about steps, intervals, start. left: steps to go."""
     table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
     new = table.where[:, 0] < 0     # clips that are not encoded
     frames = table.where[new, 2].sum()

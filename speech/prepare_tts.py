@@ -25,9 +25,8 @@ ERRORS = (*CHECKS, *SOUND_ERRORS)
 
 p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
 flag = p.flag
-flag("--model_path", None, "Higgs-Audio V2 folder or hub name, native or 2025 format; its "
-     "tokenizer is used", required=True)
-choices.codec(p)
+flag("--model_path", None, "model whose tokenizer is used, folder or hub name", required=True)
+flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 choices.data(p)
 flag("--seed", 42, "seed for choosing references and the samples that have one")
@@ -38,8 +37,7 @@ flag("--drop_bad", None, f"drop samples with errors ({', '.join(ERRORS)}) instea
      f"those with the given warnings: {', '.join(WARNINGS)}", nargs="*", metavar="CHECK")
 # output
 flag("--output_dir", "./prepared", "folder to write; shared by all nodes")
-flag("--code_cache", None, "folder of encoded audio, shareable between runs (default: "
-     "OUTPUT_DIR/codes)")
+flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--preprocess_num_proc", min(8, usable_cpus()), "processes that read and tokenise, or decode "
      "audio, per node; 0 = in this one")
 flag("--wait_timeout", 21600, "seconds to wait for the other processes")
@@ -53,8 +51,7 @@ def check_flags(args, world_size):
     cli.at_least_one(args, "wait_timeout")
     require(args.min_clip_seconds < args.max_clip_seconds,
             "--min_clip_seconds must be below --max_clip_seconds")
-    require(args.max_clip_seconds <= LONGEST_CLIP_S, "--max_clip_seconds "
-            f"{args.max_clip_seconds:g}: at most {LONGEST_CLIP_S}, which the codec sees whole")
+    require(args.max_clip_seconds <= LONGEST_CLIP_S, f"--max_clip_seconds exceeds {LONGEST_CLIP_S}")
     names = [name for word in args.drop_bad or () for name in word.split(",") if name]
     for name in names:
         require(name in (*ERRORS, *WARNINGS), f"--drop_bad {name}: no such check; there are "
@@ -86,9 +83,9 @@ ENOUGH = 20                 # least samples of a language, for quartiles
 def find_problems(builder, codes, least, most):
     """[Problem] of samples; samples with an unencoded clip are skipped. builder: TableBuilder.
     codes: ClipCodes. least, most: seconds of a clip."""
-    where, (clips, offsets) = codes.where, builder.used_clips()
+    where = codes.where
+    clips, offsets, facts = map(builder.array, ("clips", "clip_offsets", "facts"))
     target = last_clips(clips, offsets)
-    facts = builder.array("facts")
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -163,7 +160,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         left_out[[p.sample for p in of_samples if p.sample is not None and p.check in drop]] = True
         require(not left_out.all(),
                 f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
-        frames = codes.where[last_clips(*builder.used_clips()), 2]
+        clips = last_clips(*map(builder.array, ("clips", "clip_offsets")))
+        frames = codes.where[clips, 2]
         report = {
             "samples": int((~left_out).sum()), "dropped": int(left_out.sum()) + refused,
             "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),

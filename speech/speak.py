@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist
 from core.checkpoint import write_atomically, write_json
-from core.cli import UserError, plural, problem_text, require
+from core.cli import plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import judges, weights
@@ -52,9 +52,8 @@ class Prompt:
 
 
 def read_prompts(path, normalize, *voice):
-    """Samples of a prompt file: ChatML (.json, .jsonl; the target clip is optional), or one text
-    per line, spoken in a voice: text_prompts. normalize: normalise texts to speak. UserError lists
-    every unusable prompt."""
+    """Samples of a prompt file: ChatML (the target clip is optional), or a text per line for
+    text_prompts. normalize: the texts to speak. UserError lists every unusable prompt."""
     path, problems = Path(path), []
     if path.suffix.lower() in (".json", ".jsonl"):
         samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
@@ -123,10 +122,12 @@ def spoken_text(sample):
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
     """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. known: {path of a
     Clip: its codes}. UserError lists every prompt that is too long or has bad audio."""
-    builder, problems, prompts, codes = TableBuilder(tokenizer, ids), [], [], {}
+    builder, prompts, codes = TableBuilder(tokenizer, ids), [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
-    builder.add(samples, problems)
+    chunk = builder.chunk(samples)
+    builder.append(chunk)
+    problems = chunk["refused"]
     for omission, count in sorted(builder.notices.items()):
         print(f"notice     {count} prompts {omission}")
     require(not problems, problem_text(problems))
@@ -262,9 +263,8 @@ def generate_all(native, prompts, ids, settings, seed, device):
 
 
 def undelay(rows, ids):
-    """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or "length").
-    The end-of-stream of codebook 0 sets the length. Special ids before it become the nearest code,
-    as in transformers' processor."""
+    """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or "length"). As
+    in transformers, codebook 0 sets the length, and special ids become the nearest code."""
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
     first_end = np.flatnonzero(rows[:, 0] == ids.stream_eos)
@@ -496,8 +496,7 @@ def prepare_file(path, args, tokenizer, ids, codec_dir, room, world):
 
 
 def use_on_rank0(world, model, autocast, function, *args):
-    """Result of function(*args) on rank 0, while its packed model has all weights and is in eval
-    mode. Collective: the others wait."""
+    """Result of function(*args) on rank 0, with all weights and in eval mode. Collective."""
     model.eval()
     with dist.gather_weights(model), autocast():
         result = dist.rank0(world, function, *args)
@@ -517,8 +516,7 @@ class Speaker:
                                     world)
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts as spoken by a weights.module().packed; {} after a stop
-        request, or if memory is too small."""
+        """{eval/...: float} of the prompts; {} after a stop request, or if memory is too small."""
         def speak_all():
             try:
                 spoken = generate_all(model.base_model, self.prompts, self.ids, self.settings,

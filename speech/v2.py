@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling
 
 from core import kernels
-from speech import labels, weights
-from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
+from speech import labels
+# for weights.module(), with the code below
+from speech.labels import IGNORE, token_ids  # noqa: F401
+from speech.weights import (empty_model, load_tokenizer, native_config,  # noqa: F401
+                            reset_buffers, save_config, weight_parts)
 
 LICENCE = None          # no notice needed
 TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
@@ -23,12 +26,9 @@ WHOLE_MODULES = ()      # modules that an adapter may contain in full
 # sampling settings of the released model
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7}
 
-# ---- What weights.module() promises: these names, token_ids, and those defined below
+# ---- The interface of weights.module(), with the imported names
 
-load_tokenizer, read_config, save_config = (
-    weights.load_tokenizer, weights.native_config, weights.save_config)
-empty_model, weight_parts, reset_buffers = (
-    weights.empty_model, weights.weight_parts, weights.reset_buffers)
+read_config = native_config
 
 
 def text_setting(wanted):
@@ -110,7 +110,7 @@ class PackedHiggs(labels.PackedBase):
             layer.__class__ = PackedDecoderLayer
 
     def hidden_states(self, batch):
-        """Final hidden states (S, H) in modality order of a labels.PackedBatch."""
+        """Final hidden states (S, H) in modality order of a data.PackedBatch."""
         model = self.base_model.model
         order = torch.cat([batch.text_pos, batch.audio_pos])
         n_text = len(batch.text_pos)
@@ -145,9 +145,8 @@ loss_report = labels.loss_report
 
 
 def freeze_unreachable(model, text_loss_weight):
-    """Without a text loss, freeze the text head and the last layer's text FFN. No loss depends on
-    them, as audio is predicted from audio rows only, so they need no weight decay and no optimizer
-    state."""
+    """Without a text loss, freeze the text head and the last layer's text FFN: no loss depends on
+    them, as audio is predicted from audio rows only."""
     last = f"layers.{model.config.num_hidden_layers - 1}."
     unreachable = (f"{last}mlp.", f"{last}post_attention_layernorm.", "text_lm_head")
     for name, parameter in model.named_parameters():

@@ -161,7 +161,6 @@ class Ids(labels.Layout):
 
 def undelay(rows):
     """(T + K - 1, K) rows -> (T, K) codes; (0, K) for fewer than K rows."""
-    rows = torch.as_tensor(rows)
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
@@ -232,8 +231,7 @@ def read_config(config):
 
 
 class Higgs3(nn.Module):
-    """Qwen3 body and the audio table. Layer parameters have the published names; NAMES has the
-    others."""
+    """Qwen3 body and audio table. Layers have the published names; NAMES has the others."""
 
     def __init__(self, config):
         """config: of read_config."""
@@ -260,7 +258,7 @@ class PackedHiggs3(labels.PackedBase):
     layers = staticmethod(layers)
 
     def hidden_states(self, batch):
-        """Final hidden states (S, H) in sequence order of a labels.PackedBatch."""
+        """Final hidden states (S, H) in sequence order of a data.PackedBatch."""
         base = self.base_model
         text = base.body.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
         text = text.to(kernels.stream_dtype(text))
@@ -285,8 +283,7 @@ loss_report = partial(labels.loss_report, all_ends=True)
 
 
 def empty_model(config_dict, dtype, folder=None):
-    """Higgs3 on the meta device: names, shapes and dtypes, no memory. Call reset_buffers later.
-    config_dict: of config.json."""
+    """Higgs3 on the meta device, of a config.json dict. Call reset_buffers later."""
     config = read_config(config_dict)
     with torch.device("meta"):
         model = Higgs3(config).to(dtype)
@@ -383,11 +380,10 @@ def embed_prompt(model, input_ids, is_audio, ref_rows):
 
 @torch.no_grad()
 def generate(model, prompts, sampling, seed, should_stop=lambda: False):
-    """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
+    """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length")] of a batch of prompts.
 
     prompts: [(input_ids, is_audio, ref_rows or None)]. should_stop() is called once per row; True
-    ends all speech. The draws of a prompt depend on seed and its index in the batch, not on other
-    prompts."""
+    ends all speech. A prompt's draws depend on seed and its index, not on other prompts."""
     device, config = model.audio_embedding.weight.device, model.config
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
     n, inputs = len(embedded), pad_sequence(embedded, batch_first=True, padding_side="left")
@@ -415,6 +411,5 @@ def generate(model, prompts, sampling, seed, should_stop=lambda: False):
             positions = positions[:, -1:] + 1
     finally:
         model.body.set_attn_implementation(training_attention)
-    return [(undelay(torch.stack(rows)), "eos" if end is not None and len(rows) > end else
-             "length" if len(rows) == sampling.max_new_tokens else "time")
+    return [(undelay(torch.stack(rows)), "eos" if end is not None and len(rows) > end else "length")
             for rows, end in zip(spoken, ends)]

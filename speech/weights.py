@@ -72,8 +72,7 @@ def is_tts3(model_type):
 
 
 def module(config):
-    """speech.v3 or speech.v2, which have the same interface. config: config.json as a dict, or the
-    result of read_config."""
+    """speech.v3 or speech.v2. config: config.json as a dict, or the result of read_config."""
     kind = config["model_type"] if isinstance(config, dict) else config.model_type
     return import_module("speech.v3" if is_tts3(kind) else "speech.v2")    # both import this file
 
@@ -145,11 +144,8 @@ def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remot
 
 
 def empty_model(config_dict, dtype, folder=None):
-    """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
-
-    config_dict: from config.json. folder: its generation_config.json is used if it is a native
-    one. The 2025 one has an end token that speech never emits, so generate would run to its
-    limit."""
+    """Native model with its text head on the meta device, of a config.json dict. folder: its
+    generation_config.json is used if native: of the 2025 one, speech never emits the end token."""
     config = native_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)

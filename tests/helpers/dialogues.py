@@ -39,9 +39,10 @@ CONVERSATIONS = [
 
 def table_of(conversations, tokenizer, ids, folder, codes_of=codes_of):
     """A Table of conversations whose clips have random codes, through the trainer's own writer and reader."""
-    builder, problems = TableBuilder(tokenizer, ids, folder / "table"), []
-    builder.add([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)], problems)
-    assert not problems
+    builder = TableBuilder(tokenizer, ids, folder / "table")
+    chunk = builder.chunk([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)])
+    assert not chunk["refused"]
+    builder.append(chunk)
     folder.mkdir(exist_ok=True)
     codes = [codes_of(c) for c in builder.clips]
     frames = np.array([len(c) for c in codes], np.int64)

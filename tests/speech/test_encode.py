@@ -90,7 +90,7 @@ def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels
 
 
 @pytest.mark.parametrize("content, cut, message", [
-    (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised.*wav, flac, mp3 and ogg are read"),
+    (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised.*convert it: ffmpeg -i FILE NEW.flac"),
     (np.zeros(900), (None, None), "is too short: 0.037 s; a clip needs 0.04 s"),
     (np.array([0.1, np.nan] * 4800), (None, None), "peaks at nan"),
     (np.zeros(24000), (1.5, None), "is too short: 0.000 s"),

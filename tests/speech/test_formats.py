@@ -176,7 +176,7 @@ REFUSED = {         # {name: (files, source to read, pattern of the error)}
     "two splits": ({f"{split}/metadata.csv": "file_name,text\na.wav,Hi.\n" for split in ("train", "test")}, "",
                    "give one: .*/test/metadata.csv, .*/train/metadata.csv"),
     "unknown column": ({"m.jsonl": '{"audio": "a.wav", "caption": "Hi."}\n'}, "m.jsonl",
-                       "no column of text; its columns are audio, caption; .*transcript, .*--columns text=NAME"),
+                       "no column of text among audio, caption: --columns text=NAME"),
     "wrong --columns": ({"m.jsonl": '{"audio": "a.wav", "text": "Hi."}\n'}, "m.jsonl", "no column of scene"),
     "a command": ({"k/wav.scp": "u1 sox a.wav -t wav - |\n", "k/text": "u1 Hi.\n"}, "k", "u1 is a command"),
     "no texts": ({"x/c.wav": "", "x/notes.csv": "name,size\nc,1\n"}, "x", "has audio, such as c.wav, but .*c.srt"),

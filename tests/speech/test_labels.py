@@ -79,9 +79,10 @@ BY_HAND = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGener
 
 def stream(sample, tokenizer, ids):
     """(token ids, labelled) of one sample before its clips are expanded."""
-    builder, problems = TableBuilder(tokenizer, ids), []
-    builder.add([sample], problems)
-    assert not problems
+    builder = TableBuilder(tokenizer, ids)
+    chunk = builder.chunk([sample])
+    assert not chunk["refused"]
+    builder.append(chunk)
     return builder.row("tokens", 0).tolist(), builder.array("labelled").tolist()
 
 

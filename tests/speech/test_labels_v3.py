@@ -83,11 +83,12 @@ def test_structural_tokens_are_forbidden_in_texts_and_tags_are_not(ids3, tokeniz
 
 def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
     texts = ["<|emotion:elation|>Hi.", "<|emotion:elaton|>Hi.", "<|emotion:elaton|>Ho <|laugh|>.", "2 <| 3 |> 1"]
-    builder, problems = TableBuilder(tokenizer3, ids3, tmp_path / "t"), []
-    builder.add([sample_of(("user", text, False), ("assistant", A, True)) for text in texts], problems)
+    builder = TableBuilder(tokenizer3, ids3, tmp_path / "t")
+    chunk = builder.chunk([sample_of(("user", text, False), ("assistant", A, True)) for text in texts])
+    builder.append(chunk)
     reason = "which is not a control tag of this model: it is read aloud"
     assert builder.notices == {f"hold <|emotion:elaton|>, {reason}": 2, f"hold <|laugh|>, {reason}": 1,
-                                f"hold <| 3 |>, {reason}": 1} and not problems
+                                f"hold <| 3 |>, {reason}": 1} and not chunk["refused"]
 
 
 def test_a_message_of_several_clips_or_without_text_is_refused(ids3):

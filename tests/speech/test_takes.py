@@ -222,10 +222,11 @@ def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
     best = write_best(tmp_path, samples, records(*[(0.0, "eos")] * 3))
     problems, prompts = [], voice[-1](samples)
     builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1])
-    builder.add(list(read_samples(best, problems, normalize=True)), problems)
+    chunk = builder.chunk(list(read_samples(best, problems, normalize=True)))
+    builder.append(chunk)
     clips = list(builder.clips)
     how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
-    assert not problems and [len(builder.row("clips", i)) for i in range(3)] == [1, 2, 1]
+    assert not problems + chunk["refused"] and [len(builder.row("clips", i)) for i in range(3)] == [1, 2, 1]
     assert plan_codes(clips, how)[2][:, 2].tolist() == [9, 10, 10, 11]
     folder, shards, where, *_ = ensure_codes(WORLD, clips, how)
     reader = CodeReader(folder, shards)

@@ -32,7 +32,7 @@ def test_delay_and_labels_are_those_written_by_hand():
     b, e = BOC, EOC
     codes = torch.tensor([[10, 20, 30, 40], [11, 21, 31, 41], [12, 22, 32, 42]])
     rows = [[10, b, b, b], [11, 20, b, b], [12, 21, 30, b], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
-    assert higgs3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
+    assert higgs3.delay(codes).tolist() == rows and v3.undelay(torch.tensor(rows)).tolist() == codes.tolist()
     labels = [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
     assert [[row[k] for k in range(4) if higgs3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)] == labels
     trained = np.array([False, False, True])
