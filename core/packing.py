@@ -8,9 +8,9 @@ last step is filled with empty packs of zero weight, so every rank runs the same
 """
 import bisect
 import functools
+import itertools
 import os
 import signal
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,12 +90,10 @@ class PackOrder:
         self.numbers = np.arange(n) if numbers is None else numbers
         if tokens_per_pack:     # by the seed alone, as packing is too slow to repeat in every epoch
             order = np.random.default_rng((seed, 0)).permutation(n)
-            samples, offsets = array("q"), array("q", [0])
-            for pack in best_fit(self.lengths, order, tokens_per_pack):
-                samples.extend(pack)
-                offsets.append(len(samples))
-            self._bins = np.asarray(samples), np.asarray(offsets)
-        self.packs_per_epoch = len(offsets) - 1 if tokens_per_pack else -(-n // samples_per_pack)
+            packs = list(best_fit(self.lengths, order, tokens_per_pack))
+            samples = np.fromiter(itertools.chain.from_iterable(packs), np.int64)
+            self._bins = samples, np.cumsum([0, *map(len, packs)])
+        self.packs_per_epoch = len(packs) if tokens_per_pack else -(-n // samples_per_pack)
 
     def _plan(self, epoch):
         """EpochPlan of an epoch; it does not depend on which epochs were planned before."""
