@@ -219,9 +219,8 @@ def fake_copy(step, count, dtype=None):
 
 
 def reduce_gradients(trained, layers, setup):
-    """Reduce gradients as FSDP2 does. Once a layer has all its gradients, they are summed in an
-    fp32 buffer, which lives until the next layer's. This rank's shard of them is kept;
-    estimate() counts shards that accumulate or go to the host."""
+    """Reduce gradients as FSDP2 does: a layer's are summed in an fp32 buffer, which lives until the
+    next layer's; this rank's shard is kept, or counted by estimate()."""
     units = [set(layer.parameters()) & set(trained) for layer in layers]
     units.append(set(trained).difference(*units))
     buffers, shards = [], []

@@ -88,10 +88,8 @@ class StepTimer:
 
 
 class MetricsLog:
-    """Writes a run's metrics, on rank 0.
-
-    Lines of metrics.jsonl and TensorBoard points after resumed_step, which a crash has undone, are
-    dropped first, so no step is there twice."""
+    """Writes a run's metrics, on rank 0. Lines of metrics.jsonl and TensorBoard points after
+    resumed_step, which a crash has undone, are dropped first, so no step is there twice."""
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
                  eval_due=False):
@@ -196,5 +194,4 @@ def verdict(rows):
 
 
 def verdict_line(clauses):
-    """Line of a verdict that scripts print last."""
     return f"verdict    {'; '.join(clauses)}"

@@ -144,10 +144,8 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
 
 
 def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
-    """(optimizer steps per epoch, optimizer step at which the run ends).
-
-    per_step: packs of all ranks. max_steps: replaces `epochs` if above 0. position: {"step",
-    "epoch", "first"} of the checkpoint to start from."""
+    """(optimizer steps per epoch, optimizer step at which the run ends). per_step: packs of all
+    ranks. max_steps: replaces `epochs` if above 0. position: {"step", "epoch", "first"} now."""
     steps_per_epoch = -(-packs_per_epoch // per_step)
     # the rest of the current epoch, then whole ones
     left = -(-max(0, packs_per_epoch - position["first"]) // per_step)
@@ -261,10 +259,8 @@ class _Share(IterableDataset):      # the parts that one loader process makes
 
 
 def parallel_map_ordered(share, processes, take):
-    """Call take(part) for each part of a sequence, in order. processes: how many make parts.
-
-    share(first, step): generator of the parts first, first + step, ... They must hold no tensors,
-    which would need /dev/shm."""
+    """Call take(part) for each part of a sequence, in order; `processes` make them. share(first,
+    step): generator of the parts first, first + step, ... without tensors (they need /dev/shm)."""
     parts = share(0, 1)
     if processes:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads die in a fork
