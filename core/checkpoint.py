@@ -325,8 +325,7 @@ def find_newest(output_dir, resume):
                 f"(step {later}); move them away or give another one")
         return path, state
     # starting over could overwrite checkpoints that can still be repaired
-    require(not listed, f"{output_dir}: every checkpoint is damaged; to start over, give another "
-                        "--output_dir or move them away")
+    require(not listed, f"{output_dir}: every checkpoint is damaged; give another --output_dir")
     return None, {}
 
 

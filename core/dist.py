@@ -236,9 +236,9 @@ def compile_layers(layers, **options):
 
 def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False,
           shard_size=0):
-    """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay. Call it
-    before weights are loaded and the optimizer is built. bf16: compute dtype; weights keep theirs.
-    shard_size: under HSDP, the number of neighbouring ranks that share a copy of the model."""
+    """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay. Call
+    it before weights are loaded and the optimizer is built. bf16: compute dtype; weights keep
+    theirs. shard_size: under HSDP, the number of neighbouring ranks that share a copy."""
     shape = (world.size // shard_size, shard_size) if shard_size else (world.size,)
     mesh = init_device_mesh(world.device.type, shape,
                             mesh_dim_names=("replicate", "shard")[-len(shape):])

@@ -104,9 +104,11 @@ def open_tensors(paths):
 
 
 def files_of(folder, stem):
-    """STEM.safetensors of a folder, or its parts STEM-00001-of-00008.safetensors."""
+    """STEM.safetensors of a folder, or its parts STEM-00001-of-00008.safetensors. UserError."""
     whole = Path(folder) / f"{stem}.safetensors"
-    return [whole] if whole.exists() else sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))
+    parts = sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))
+    require(whole.exists() or parts, f"{folder}: holds no {stem}.safetensors, nor its parts")
+    return [whole] if whole.exists() else parts
 
 
 def shape_of(slices):
