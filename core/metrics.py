@@ -162,6 +162,9 @@ def curve(rows, name):
                   if isinstance(row.get(name), (int, float)) and math.isfinite(row[name]))
 
 
+# ---- Verdict
+
+
 def percent(share):
     """0.98 -> "98 %", 0.925 -> "92.5 %". Rounding never gives 0 % or 100 %."""
     shown = min(99.9, max(0.1, share * 100)) if 0 < share < 1 else share * 100

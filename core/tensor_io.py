@@ -55,6 +55,9 @@ def full_tensor(tensor):
     return whole[:tensor.shape[0]]
 
 
+# ---- Reading
+
+
 def find_folder(name, flag):
     """Folder of a model, a hub name's downloaded. UserError."""
     if Path(name).is_dir():
@@ -164,6 +167,9 @@ def load(world, folder, stem, tensors):
     for name, tensor in tensors.items():
         read_rows(f"{folder}: {name}", tensor.detach(), slices[name])
     barrier(world)      # a slow disk may take longer than a gradient collective's limit
+
+
+# ---- Writing
 
 
 @torch.no_grad()
