@@ -12,6 +12,7 @@ import itertools
 import os
 import signal
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -52,22 +53,19 @@ def best_fit(lengths, order, budget):
         window = order[start:start + 4096]
         # longest first, so that short samples fill the gaps
         window = window[np.argsort(-lengths[window], kind="stable")]
-        # free: remaining tokens, ascending. open_bins: the bin of each of these.
-        bins, free, open_bins = [], [], []
+        bins, free = [], []     # free: (remaining tokens, number of the pack), ascending by tokens
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
             # the fullest pack that still has room, or a new one
-            position = bisect.bisect_left(free, n)
+            position = bisect.bisect_left(free, n, key=itemgetter(0))
             if position < len(free):
-                room, b = free.pop(position) - n, open_bins.pop(position)
+                room, b = free.pop(position)
                 bins[b].append(i)
             else:
-                room, b = budget - n, len(bins)
+                room, b = budget, len(bins)
                 bins.append([i])
-            position = bisect.bisect_left(free, room)       # keeps `free` sorted
-            free.insert(position, room)
-            open_bins.insert(position, b)
+            bisect.insort_left(free, (room - n, b), key=itemgetter(0))
         yield from bins
 
 
