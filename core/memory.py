@@ -26,8 +26,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, count_ranks, plural, require
+from core import checkpoint, dist, kernels, metrics
+from core.cli import count_ranks, plural, require
 from core.packing import PackOrder
 
 GIB = 2**30
@@ -358,14 +358,8 @@ def choose(args, world, ranks, setups, memory_of):
 
 def read_choice(args, ranks):
     """{flag: value} that --auto chose for the run that is resumed, or {}."""
-    folders, earlier = [path for _, path in checkpoint.list_checkpoints(args.output_dir)], {}
-    if args.resume not in ("auto", "none"):
-        folders = [Path(args.resume)]
-    # not verified: these flags are the same in all checkpoints of a run
-    for folder in reversed(folders):
-        with contextlib.suppress(UserError, KeyError):      # damaged: the one before counts
-            earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
-            break
+    _, state = checkpoint.find_newest(args.output_dir, args.resume)
+    earlier = state.get("args", {})
     flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - args.named}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in args.named:
