@@ -476,8 +476,7 @@ def check_drop_bad(args, checks):
 
 def set_intervals(args, total_steps, before, validates, **own):
     """Derive intervals that no flag sets from the length of the run; return a line about them.
-    before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
-    steps}, other defaults. validates: False if there is nothing to validate."""
+    before: flags of the checkpoint to resume, or {}. own: {flag: steps}, other defaults."""
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}
     for flag, steps in usual.items():

@@ -403,9 +403,8 @@ def check_disk(path, needed, purpose):
 
 
 def largest_pack(order, rows, budget=0, columns=1):
-    """Numbers of rows of each kind: the first `columns` kinds as in the largest pack, each other
-    kind at its most in any pack. rows: (samples, kinds). A pack's size is the sum over its first
-    `columns` kinds; padding to the budget is of the first kind."""
+    """Numbers of rows of each kind in the pack with the largest sum over its first `columns` kinds;
+    others at their most in any pack. rows: (samples, kinds). The first kind fills the budget."""
     packs = order.sums(rows)
     packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1:columns].sum(1))
     largest = packs[packs[:, :columns].sum(1).argmax(), :columns]

@@ -1,5 +1,4 @@
-"""Packs of samples in the same order for every world size, loader processes that make batches of
-them, and columns on disk for millions of samples.
+"""Packs of samples in the same order for every world size, their loaders, and columns on disk.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
@@ -70,12 +69,11 @@ def best_fit(lengths, order, budget):
 
 
 class PackOrder:
-    """Deterministic packs of every epoch.
-
-    lengths: (n,) tokens per sample. numbers: (n,) numbers of these samples in a larger table, which
-    rank_packs and window() return (default: 0 to n - 1). With tokens_per_pack the seed fixes which
-    samples share a pack, and each epoch shuffles the packs. Otherwise each epoch draws the samples
-    of a pack, of similar lengths with group_by_length, or in the table's order without shuffle."""
+    """Deterministic packs of every epoch. lengths: (n,) tokens per sample. numbers: (n,) numbers of
+    these samples in a larger table, which rank_packs and window() return. With tokens_per_pack the
+    seed fixes which samples share a pack, and each epoch shuffles the packs. Otherwise each epoch
+    draws the samples of a pack: of similar lengths with group_by_length, in the table's order
+    without shuffle."""
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):

@@ -175,10 +175,9 @@ def load(world, folder, stem, tensors):
 @torch.no_grad()
 def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
     """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
-
     Collective, with the same names on every rank. Rank 0 writes plain tensors; if `spread`, sharded
     ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
-    hold it. Training may continue: write(path) writes a copy."""
+    hold it."""
     share, owners, numels = {}, {}, [0] * world.size    # {name: tensor}, {name: rank}, loads
     waiting, gathered = {}, 0       # tensors to copy, and bytes gathered since the last copy
 
