@@ -229,11 +229,10 @@ def adapter_weights(model):
     return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
 
 
+@torch.no_grad()
 def init_adapters(model, seed):
     """Fill new adapters, the same for any sharding: A as PEFT does (Kaiming uniform), B with zeros,
     DoRA's magnitudes and modules_to_save from the base's weights, which must be loaded."""
-    def local(tensor):      # this rank's shard
-        return getattr(tensor, "_local_tensor", tensor).detach()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
         if ".lora_A." in name or ".lora_B." in name:
@@ -244,10 +243,10 @@ def init_adapters(model, seed):
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
             for parameter, base in zip(whole.parameters(), module.original_module.parameters()):
-                local(parameter).copy_(local(base))
+                tensor_io.local_rows(parameter)[0].copy_(tensor_io.local_rows(base)[0])
         for magnitude in getattr(module, MAGNITUDE, {}).values():
-            rows = local(module.base_layer.weight)      # shards have the same rows
-            local(magnitude.weight).copy_(torch.linalg.norm(rows.float(), dim=1))
+            rows, _ = tensor_io.local_rows(module.base_layer.weight)    # shards have the same rows
+            tensor_io.local_rows(magnitude.weight)[0].copy_(torch.linalg.norm(rows.float(), dim=1))
 
 
 def save_config(model, folder):

@@ -1,9 +1,8 @@
 """Checkpoints: atomic, written in the background, with everything that exact resume needs.
 
-OUTPUT_DIR/checkpoint-STEP/ holds the adapter or model, trainer_state/ (optimizer, random states of
-every rank, position in the data) and manifest.json, which is written last and has the SHA-256 of
-every file. The folder is built under a .tmp name, synced and renamed, so a kill at any instant
-leaves all older checkpoints intact.
+OUTPUT_DIR/checkpoint-STEP/ holds the adapter or model, trainer_state/ and manifest.json, which is
+written last and has the SHA-256 of every file. The folder is built under a .tmp name, synced and
+renamed, so a kill at any instant leaves all older checkpoints intact.
 """
 import contextlib
 import fcntl
@@ -30,7 +29,7 @@ from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
-# Only files and folders with these whole names, left by a killed process, are deleted.
+# whole names of files and folders that a killed process leaves; no others are deleted
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 
@@ -67,12 +66,10 @@ def write_atomically(path, write):
 
 
 def write_text(path, text):
-    """Write a text in UTF-8, atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_json(path, value):
-    """Write a value as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -143,10 +140,8 @@ os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.value
 
 
 def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
-    """Lock a folder until the returned file is closed, or the process ends.
-
-    UserError that names the flag if another process still holds the lock after wait_s seconds.
-    waiting: called meanwhile."""
+    """Lock a folder until the returned file is closed, or the process ends. UserError if another
+    process still holds the lock after wait_s seconds. waiting: called meanwhile."""
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
         _held[path].close()
@@ -214,10 +209,9 @@ class CheckpointManager:
              split=lambda name, tensor: {name: tensor}):
         """Copy everything off the device and start writing checkpoint-STEP. Collective.
 
-        weights: {name: parameter}, plain or sharded, for STEM.safetensors; take them after
-        dist.reshard(model), or FSDP2 gives the gathered ones. save_config(folder): writes the small
-        files at once, on rank 0. state: JSON-able; rotation keeps the checkpoint of "best_step".
-        files: {relative path: write(path)} of more files. split: as in tensor_io.stage."""
+        weights: {name: parameter} for STEM.safetensors, taken after dist.reshard(model).
+        save_config(folder): writes the small files at once, on rank 0. state: JSON-able, with
+        "best_step". files: {relative path: write(path)} of more. split: as in tensor_io.stage."""
         self.wait()     # one at a time: two would hold twice the copies in host memory
         building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
 
@@ -331,8 +325,7 @@ def find_newest(output_dir, resume):
                 f"(step {later}); move them away or give another one")
         return path, state
     # starting over could overwrite checkpoints that can still be repaired
-    require(not listed, f"{output_dir}: every checkpoint is damaged; to start over, give another "
-                        "--output_dir or move them away")
+    require(not listed, f"{output_dir}: every checkpoint is damaged; give another --output_dir")
     return None, {}
 
 

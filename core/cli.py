@@ -3,7 +3,6 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
-import contextlib
 import faulthandler
 import importlib.util
 import json
@@ -69,13 +68,9 @@ def one_line(text, limit=500):
 
 
 def print_error(text):
-    """Print why this process exits; later lines are indented. torchrun repeats the last line."""
+    """Print why this process exits; later lines are indented."""
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": report}))
 
 
 def report_error(kind, error, trace):
@@ -89,15 +84,6 @@ def report_error(kind, error, trace):
     else:
         lines = traceback.format_exception(kind, error, trace)
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
-
-
-def fail(message, status=1):
-    """Exit with one line of error, printed by rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0":
-        print_error(f"error: {message}")
-    else:
-        time.sleep(5)       # while rank 0 reports the same mistake
-    sys.exit(status)
 
 
 def notice(text):
@@ -210,7 +196,11 @@ def parse(parser, check=None, argv=None):
         if check:
             check(args, count_ranks(args))
     except UserError as error:
-        fail(error, status)
+        if os.environ.get("RANK", "0") == "0":
+            print_error(f"error: {error}")
+        else:
+            time.sleep(5)       # while rank 0 reports the same mistake
+        sys.exit(status)
     if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
         sys.exit(0)
     planned = getattr(args, "dry_run", False)       # False: no trainer; None: a run; else GPUs
@@ -486,8 +476,7 @@ def check_drop_bad(args, checks):
 
 def set_intervals(args, total_steps, before, validates, **own):
     """Derive intervals that no flag sets from the length of the run; return a line about them.
-    before: flags of the checkpoint to resume, or {}: a resumed run keeps its intervals. own: {flag:
-    steps}, other defaults. validates: False if there is nothing to validate."""
+    before: flags of the checkpoint to resume, or {}. own: {flag: steps}, other defaults."""
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps)), **own}
     for flag, steps in usual.items():

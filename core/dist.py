@@ -58,11 +58,9 @@ class World:
 
 
 def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
-    """Join the process group that torchrun describes -> World.
-
-    timeout_s: limit of a gradient collective. wait_timeout_s: limit of a wait in rank0(),
-    all_gather() or barrier(). fsdp: a single process also gets a process group. cpu_offload:
-    collectives also take CPU tensors. UserError if ranks outnumber GPUs."""
+    """Join the process group that torchrun describes -> World. timeout_s, wait_timeout_s: limits of
+    the two groups. fsdp: a single process also gets a process group. cpu_offload: collectives also
+    take CPU tensors. UserError if ranks outnumber GPUs."""
     global _world
     world = _world = single_process()
     world.rank, world.size, world.local_rank, world.local_size = (
@@ -238,11 +236,9 @@ def compile_layers(layers, **options):
 
 def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False,
           shard_size=0):
-    """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay.
-
-    Call it before weights are loaded and the optimizer is built. Every rank must build the same
-    model: nothing is broadcast. bf16: compute dtype; weights keep theirs. shard_size: under
-    HSDP, the number of neighbouring ranks that share a copy of the model; 0: all ranks do."""
+    """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay. Call
+    it before weights are loaded and the optimizer is built. bf16: compute dtype; weights keep
+    theirs. shard_size: under HSDP, the number of neighbouring ranks that share a copy."""
     shape = (world.size // shard_size, shard_size) if shard_size else (world.size,)
     mesh = init_device_mesh(world.device.type, shape,
                             mesh_dim_names=("replicate", "shard")[-len(shape):])

@@ -10,7 +10,6 @@ from core.cli import UserError, first_line, require, require_package
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
 NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8 (Excel: -f UTF-16)"
-SKIPPED = object()      # replaces an entry that is not wanted
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
 
@@ -72,18 +71,16 @@ def read_object(path):
 def read_entries(path):
     """(unit, read) of a file of JSONL, a JSON list or one sample. UserError with line and column.
 
-    read(wanted) yields (number from 0, value). unit: "line" if numbers count lines of JSONL, else
-    "sample". JSONL is read line by line, and lines for which wanted(number) is false become
-    SKIPPED. A list is read as a whole, once."""
+    read(wanted) yields (number from 0, value) of the numbers for which wanted(number) is true.
+    unit: "line" if numbers count lines of JSONL, which is read line by line, else "sample"."""
     def read_lines(wanted):
         with open_file(path) as file:
             for number, line in enumerate(file):
-                if line.strip(BLANK):
+                if line.strip(BLANK) and wanted(number):
                     try:
-                        value = loads(line) if wanted(number) else SKIPPED
+                        yield number, loads(line)
                     except ValueError as error:
                         raise UserError(f"{path} line {number + 1}: {error}")
-                    yield number, value
 
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
@@ -93,7 +90,7 @@ def read_entries(path):
     data = [data] if isinstance(data, dict) and "messages" in data else data
     require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
             "samples with 'messages'")
-    return "sample", lambda wanted: enumerate(data)
+    return "sample", lambda wanted: (entry for entry in enumerate(data) if wanted(entry[0]))
 
 
 # ---- Tables

@@ -26,8 +26,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import checkpoint, dist, json_files, kernels, metrics
-from core.cli import UserError, count_ranks, plural, require
+from core import checkpoint, dist, kernels, metrics
+from core.cli import count_ranks, plural, require
 from core.packing import PackOrder
 
 GIB = 2**30
@@ -219,9 +219,8 @@ def fake_copy(step, count, dtype=None):
 
 
 def reduce_gradients(trained, layers, setup):
-    """Reduce gradients as FSDP2 does. Once a layer has all its gradients, they are summed in an
-    fp32 buffer, which lives until the next layer's. This rank's shard of them is kept;
-    estimate() counts shards that accumulate or go to the host."""
+    """Reduce gradients as FSDP2 does: a layer's are summed in an fp32 buffer, which lives until the
+    next layer's; this rank's shard is kept, or counted by estimate()."""
     units = [set(layer.parameters()) & set(trained) for layer in layers]
     units.append(set(trained).difference(*units))
     buffers, shards = [], []
@@ -359,14 +358,8 @@ def choose(args, world, ranks, setups, memory_of):
 
 def read_choice(args, ranks):
     """{flag: value} that --auto chose for the run that is resumed, or {}."""
-    folders, earlier = [path for _, path in checkpoint.list_checkpoints(args.output_dir)], {}
-    if args.resume not in ("auto", "none"):
-        folders = [Path(args.resume)]
-    # not verified: these flags are the same in all checkpoints of a run
-    for folder in reversed(folders):
-        with contextlib.suppress(UserError, KeyError):      # damaged: the one before counts
-            earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
-            break
+    _, state = checkpoint.find_newest(args.output_dir, args.resume)
+    earlier = state.get("args", {})
     flags = {flag: earlier[flag] for flag in FLAGS if flag in earlier.keys() - args.named}
     packs = earlier.get("packs_per_step")
     if packs and "gradient_accumulation_steps" not in args.named:
@@ -410,9 +403,8 @@ def check_disk(path, needed, purpose):
 
 
 def largest_pack(order, rows, budget=0, columns=1):
-    """Numbers of rows of each kind: the first `columns` kinds as in the largest pack, each other
-    kind at its most in any pack. rows: (samples, kinds). A pack's size is the sum over its first
-    `columns` kinds; padding to the budget is of the first kind."""
+    """Numbers of rows of each kind in the pack with the largest sum over its first `columns` kinds;
+    others at their most in any pack. rows: (samples, kinds). The first kind fills the budget."""
     packs = order.sums(rows)
     packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1:columns].sum(1))
     largest = packs[packs[:, :columns].sum(1).argmax(), :columns]

@@ -88,10 +88,8 @@ class StepTimer:
 
 
 class MetricsLog:
-    """Writes a run's metrics, on rank 0.
-
-    Lines of metrics.jsonl and TensorBoard points after resumed_step, which a crash has undone, are
-    dropped first, so no step is there twice."""
+    """Writes a run's metrics, on rank 0. Lines of metrics.jsonl and TensorBoard points after
+    resumed_step, which a crash has undone, are dropped first, so no step is there twice."""
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
                  eval_due=False):
@@ -164,6 +162,9 @@ def curve(rows, name):
                   if isinstance(row.get(name), (int, float)) and math.isfinite(row[name]))
 
 
+# ---- Verdict
+
+
 def percent(share):
     """0.98 -> "98 %", 0.925 -> "92.5 %". Rounding never gives 0 % or 100 %."""
     shown = min(99.9, max(0.1, share * 100)) if 0 < share < 1 else share * 100
@@ -196,5 +197,4 @@ def verdict(rows):
 
 
 def verdict_line(clauses):
-    """Line of a verdict that scripts print last."""
     return f"verdict    {'; '.join(clauses)}"

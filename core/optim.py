@@ -69,10 +69,9 @@ def take_step(optimizer, lr, norm):
 
 
 class Scaler:
-    """Scales the loss with --fp16, as gradients would vanish otherwise; without it, does nothing.
-
-    As torch.amp.GradScaler, but a step overflowed if the global gradient norm, the same on every
-    rank, is not finite, and no step waits for it. A step that overflowed is skipped."""
+    """Scales the loss with --fp16; without it, does nothing. As torch.amp.GradScaler, but a step
+    overflowed, and is skipped, if the global gradient norm, the same on every rank, is not finite,
+    and no step waits for it."""
 
     def __init__(self, device, enabled, saved=None):
         """saved: result of saved() in a checkpoint."""

@@ -1,5 +1,4 @@
-"""Packs of samples in the same order for every world size, loader processes that make batches of
-them, and columns on disk for millions of samples.
+"""Packs of samples in the same order for every world size, their loaders, and columns on disk.
 
 The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
 takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
@@ -8,10 +7,11 @@ last step is filled with empty packs of zero weight, so every rank runs the same
 """
 import bisect
 import functools
+import itertools
 import os
 import signal
-from array import array
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -52,32 +52,28 @@ def best_fit(lengths, order, budget):
         window = order[start:start + 4096]
         # longest first, so that short samples fill the gaps
         window = window[np.argsort(-lengths[window], kind="stable")]
-        # free: remaining tokens, ascending. open_bins: the bin of each of these.
-        bins, free, open_bins = [], [], []
+        bins, free = [], []     # free: (remaining tokens, number of the pack), ascending by tokens
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
             # the fullest pack that still has room, or a new one
-            position = bisect.bisect_left(free, n)
+            position = bisect.bisect_left(free, n, key=itemgetter(0))
             if position < len(free):
-                room, b = free.pop(position) - n, open_bins.pop(position)
+                room, b = free.pop(position)
                 bins[b].append(i)
             else:
-                room, b = budget - n, len(bins)
+                room, b = budget, len(bins)
                 bins.append([i])
-            position = bisect.bisect_left(free, room)       # keeps `free` sorted
-            free.insert(position, room)
-            open_bins.insert(position, b)
+            bisect.insort_left(free, (room - n, b), key=itemgetter(0))
         yield from bins
 
 
 class PackOrder:
-    """Deterministic packs of every epoch.
-
-    lengths: (n,) tokens per sample. numbers: (n,) numbers of these samples in a larger table, which
-    rank_packs and window() return (default: 0 to n - 1). With tokens_per_pack the seed fixes which
-    samples share a pack, and each epoch shuffles the packs. Otherwise each epoch draws the samples
-    of a pack, of similar lengths with group_by_length, or in the table's order without shuffle."""
+    """Deterministic packs of every epoch. lengths: (n,) tokens per sample. numbers: (n,) numbers of
+    these samples in a larger table, which rank_packs and window() return. With tokens_per_pack the
+    seed fixes which samples share a pack, and each epoch shuffles the packs. Otherwise each epoch
+    draws the samples of a pack: of similar lengths with group_by_length, in the table's order
+    without shuffle."""
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False, shuffle=True):
@@ -90,12 +86,10 @@ class PackOrder:
         self.numbers = np.arange(n) if numbers is None else numbers
         if tokens_per_pack:     # by the seed alone, as packing is too slow to repeat in every epoch
             order = np.random.default_rng((seed, 0)).permutation(n)
-            samples, offsets = array("q"), array("q", [0])
-            for pack in best_fit(self.lengths, order, tokens_per_pack):
-                samples.extend(pack)
-                offsets.append(len(samples))
-            self._bins = np.asarray(samples), np.asarray(offsets)
-        self.packs_per_epoch = len(offsets) - 1 if tokens_per_pack else -(-n // samples_per_pack)
+            packs = list(best_fit(self.lengths, order, tokens_per_pack))
+            samples = np.fromiter(itertools.chain.from_iterable(packs), np.int64)
+            self._bins = samples, np.cumsum([0, *map(len, packs)])
+        self.packs_per_epoch = len(packs) if tokens_per_pack else -(-n // samples_per_pack)
 
     def _plan(self, epoch):
         """EpochPlan of an epoch; it does not depend on which epochs were planned before."""
@@ -146,10 +140,8 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
 
 
 def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
-    """(optimizer steps per epoch, optimizer step at which the run ends).
-
-    per_step: packs of all ranks. max_steps: replaces `epochs` if above 0. position: {"step",
-    "epoch", "first"} of the checkpoint to start from."""
+    """(optimizer steps per epoch, optimizer step at which the run ends). per_step: packs of all
+    ranks. max_steps: replaces `epochs` if above 0. position: {"step", "epoch", "first"} now."""
     steps_per_epoch = -(-packs_per_epoch // per_step)
     # the rest of the current epoch, then whole ones
     left = -(-max(0, packs_per_epoch - position["first"]) // per_step)
@@ -263,10 +255,8 @@ class _Share(IterableDataset):      # the parts that one loader process makes
 
 
 def parallel_map_ordered(share, processes, take):
-    """Call take(part) for each part of a sequence, in order. processes: how many make parts.
-
-    share(first, step): generator of the parts first, first + step, ... They must hold no tensors,
-    which would need /dev/shm."""
+    """Call take(part) for each part of a sequence, in order; `processes` make them. share(first,
+    step): generator of the parts first, first + step, ... without tensors (they need /dev/shm)."""
     parts = share(0, 1)
     if processes:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads die in a fork

@@ -18,8 +18,7 @@ def problem(name, check, reason, file="", sample=None):
     its number in a table, if there is one."""
     name, reason = one_line(name), one_line(reason)
     line = Problem(f"{name}: {reason}")
-    line.name, line.reason, line.check, line.sample = name, reason, check, sample
-    line.file = str(file)
+    vars(line).update(name=name, reason=reason, check=check, sample=sample, file=str(file))
     return line
 
 

@@ -1,9 +1,8 @@
 """Quantized frozen linear layers of a LoRA run: --base_dtype nf4 and --float8.
 
 NF4 (QLoRA, arXiv 2305.14314): 64 neighbouring values share an eight-bit scale, and 256 scales share
-a float32 one: 4.13 bits per value. A layer's weight is packed into one tensor of bytes as soon as
-it is read, so only one weight at a time exists in full precision. Forward and backward unpack it,
-multiply, and free it. The arithmetic is bitsandbytes'.
+a float32 one: 4.13 bits per value. A weight is packed into one tensor of bytes as soon as it is
+read; forward and backward unpack it, multiply, and free it. The arithmetic is bitsandbytes'.
 
 Float8: both matrix products of a layer, forward and input gradient, use e4m3 (arXiv 2209.05433).
 Unlike in torchao, a frozen weight is rounded once: a copy for the forward product and a transposed

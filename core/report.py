@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of core/
 
 from core import cli, json_files, metrics
-from core.cli import UserError, require
+from core.cli import require
 
 WIDTH, HEIGHT, LEFT = 420, 200, 70
 BEFORE = "before", "base"   # folders and evaluations with these prefixes come first
@@ -155,17 +155,14 @@ if __name__ == "__main__":
     p.switch("--check_fell", "exit with status 1 unless the training loss fell")
     args = cli.parse(p)
     path = args.output_dir / "metrics.jsonl"
-    try:
-        require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
-        rows = metrics.read_metrics(path)
-        write_report(args.output_dir, rows, args.samples)
-        if args.check_fell:     # compares the means of the first and the last fifth
-            losses = [value for _, value in metrics.curve(rows, "train/loss")]
-            require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
-            fifth = max(1, len(losses) // 5)
-            first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
-            how = "fell" if last < first else "DID NOT FALL"
-            print(f"train/loss {first:.3f} -> {last:.3f} {how}")
-            sys.exit(how != "fell")
-    except (OSError, UserError) as error:
-        cli.fail(error)
+    require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
+    rows = metrics.read_metrics(path)
+    write_report(args.output_dir, rows, args.samples)
+    if args.check_fell:     # compares the means of the first and the last fifth
+        losses = [value for _, value in metrics.curve(rows, "train/loss")]
+        require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
+        fifth = max(1, len(losses) // 5)
+        first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
+        how = "fell" if last < first else "DID NOT FALL"
+        print(f"train/loss {first:.3f} -> {last:.3f} {how}")
+        sys.exit(how != "fell")

@@ -55,6 +55,9 @@ def full_tensor(tensor):
     return whole[:tensor.shape[0]]
 
 
+# ---- Reading
+
+
 def find_folder(name, flag):
     """Folder of a model, a hub name's downloaded. UserError."""
     if Path(name).is_dir():
@@ -104,9 +107,11 @@ def open_tensors(paths):
 
 
 def files_of(folder, stem):
-    """STEM.safetensors of a folder, or its parts STEM-00001-of-00008.safetensors."""
+    """STEM.safetensors of a folder, or its parts STEM-00001-of-00008.safetensors. UserError."""
     whole = Path(folder) / f"{stem}.safetensors"
-    return [whole] if whole.exists() else sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))
+    parts = sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))
+    require(whole.exists() or parts, f"{folder}: holds no {stem}.safetensors, nor its parts")
+    return [whole] if whole.exists() else parts
 
 
 def shape_of(slices):
@@ -164,13 +169,15 @@ def load(world, folder, stem, tensors):
     barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
+# ---- Writing
+
+
 @torch.no_grad()
 def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
     """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
-
     Collective, with the same names on every rank. Rank 0 writes plain tensors; if `spread`, sharded
     ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
-    hold it. Training may continue: write(path) writes a copy."""
+    hold it."""
     share, owners, numels = {}, {}, [0] * world.size    # {name: tensor}, {name: rank}, loads
     waiting, gathered = {}, 0       # tensors to copy, and bytes gathered since the last copy
 

@@ -177,7 +177,6 @@ def read(origin, config, tokens, seed=0):
         tensors = decoder.read_folder(path, config)
     else:
         files = tensor_io.files_of(path, "model")
-        require(files, f"{path}: has no model.safetensors; convert its weights to that")
         tensors = from_official({name: tensor[:] for name, tensor in tensor_io.open_tensors(
             files).items() if tensor.get_shape()}, config, path)    # sampling_eps_* are 0-d
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
@@ -212,9 +211,9 @@ def add_lora(config, origin, bf16, name, lora):
     """A Config whose network has adapters; frozen weights are bfloat16 with bf16. UserError."""
     require(origin.kind == "causal",
             "--use_lora needs --init_from of a language model; other weights are trained whole")
-    from diffusion import decoder
+    files = tensor_io.files_of(origin.path, "model")
     lora = lora | {"base": os.path.abspath(origin.path) if Path(name).is_dir() else name,
-                   "identity": tensor_io.fingerprint_files(decoder.model_files(origin.path)),
+                   "identity": tensor_io.fingerprint_files(files),
                    "dtype": "bfloat16" if bf16 else "float32"}
     return dataclasses.replace(config, lora=lora)
 

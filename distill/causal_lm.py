@@ -135,7 +135,6 @@ def decoder_layers(model):
 def weight_parts(folder, model):
     """{name: [slice handle]} of a folder's weights; tied weights appear once. UserError."""
     tensors = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
-    require(tensors, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     names, parts = all_names(model), {}
     for name, tensor in tensors.items():
         if name.endswith(IGNORED):

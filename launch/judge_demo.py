@@ -155,4 +155,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(args.before, args.after))
     except cli.UserError as error:
-        cli.fail(error)
+        sys.exit(f"error: {error}")

@@ -107,8 +107,6 @@ def parse_entries(origin, path, unit, read, reading, make, wanted):
     file, which `path` was converted from. unit, read: of json_files.read_entries."""
     paths = Paths(path.parent.resolve())
     for number, entry in read(wanted):
-        if entry is json_files.SKIPPED or not wanted(number):
-            continue
         fields = entry if isinstance(entry, dict) else {}
         misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
         name, setting = misc.get("source"), fields.get("normalize_text")    # source: of convert.py

@@ -300,7 +300,7 @@ def reset_buffers(model, device):
 def weight_parts(folder, config_dict=None):
     """{name in Higgs3: [slice]} of a folder's model weights, without the codec's. UserError where
     the two copies of a table differ: servers would run another model than the trained one."""
-    slices = weights.open_model(folder)
+    slices = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     for head, table in HEADS.items():
         if head in slices and table in slices:
             require(torch.equal(slices[head][:], slices[table][:]),

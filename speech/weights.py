@@ -166,19 +166,12 @@ def generation_config(config):
         ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
-def open_model(folder):
-    """{name in the files: slice} of a folder's model weights. Raises UserError."""
-    files = tensor_io.files_of(folder, "model")
-    require(files, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
-    return tensor_io.open_tensors(files)
-
-
 def weight_parts(folder, config):
     """{native name: [slice, ...]} of a folder in the native or 2025 layout. config: config.json.
 
     Some 2025 tensors are split in two; those of a name are joined along dimension 0. Follows
     transformers' convert_higgs_audio_v2_to_hf.py."""
-    slices, parts = open_model(folder), {}
+    slices, parts = tensor_io.open_tensors(tensor_io.files_of(folder, "model")), {}
     if config["model_type"] == "higgs_audio_v2":
         return {name: [tensor] for name, tensor in slices.items()}
     for original in sorted(slices):     # "..._frozen" is sorted before "..._trainable"
