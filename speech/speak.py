@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist
 from core.checkpoint import write_atomically, write_json
-from core.cli import plural, problem_text, require
+from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import judges, weights
