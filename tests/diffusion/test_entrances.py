@@ -113,7 +113,7 @@ def test_chats_without_a_usable_row_are_named(train, tmp_path):
     for start in (lambda: train("bad", f"--system chat --train_data_file {bad}"),
                   lambda: train("bad", f"--system chat --train_data_file {bad} --drop_bad invalid"),
                   lambda: evaluate.main(["--checkpoint", f"{tmp_path}/out", "--bound", str(bad), "--device", "cpu"])):
-        with pytest.raises(UserError, match="bad.jsonl(.|\n)*ends with a message of the user"):
+        with pytest.raises(UserError, match="bad.jsonl(.|\n)*has no message of the assistant"):
             start()
 
 

@@ -44,7 +44,7 @@ def test_every_trained_answer_is_a_document_with_all_earlier_turns(folder, tmp_p
     words = sorted(str(p).removeprefix(str(data)) for p in bad)
     assert len(words) == 3 and {p.check for p in bad} == {"invalid"}
     assert words[0].startswith(":2: answer in message 2: contains the control token <|im_end|>")
-    assert words[1].startswith(":3: ends with a message of the user") and words[2].startswith(":4: ")
+    assert words[1].startswith(":3: has no message of the assistant") and words[2].startswith(":4: ")
 
 
 def test_train_and_answer(folder, tmp_path, capsys):
