@@ -73,16 +73,10 @@ def config_of(origin, tokens, dropout):
     return Config(size, tokens.mask, source, dropout)
 
 
-def model_files(folder):
-    """The weight files of a model's folder. UserError if there are none."""
-    files = tensor_io.files_of(folder, "model")
-    require(files, f"{folder}: holds no weights (model.safetensors or its parts)")
-    return files
-
-
 def read_folder(folder, config):
     """{name: CPU tensor} of a transformers folder; a tied head is left out. Raises UserError."""
-    tensors = {name: rows[:] for name, rows in tensor_io.open_tensors(model_files(folder)).items()
+    stored = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
+    tensors = {name: rows[:] for name, rows in stored.items()
                if not name.endswith("rotary_emb.inv_freq")}
     table = tensors.get("model.embed_tokens.weight")
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
@@ -160,7 +154,8 @@ def merge_adapters(model):
     """A Decoder with its adapters merged into the frozen weights, which are reloaded. UserError."""
     config = model.config
     folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
-    require(tensor_io.fingerprint_files(model_files(folder)) == config.lora["identity"],
+    files = tensor_io.files_of(folder, "model")
+    require(tensor_io.fingerprint_files(files) == config.lora["identity"],
             f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
     for name, parameter in dit.base_weights(model).items():

@@ -86,8 +86,7 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
 
 def losses_of_draw(model, task, batch, purpose, number, t_range, device, by_row=False):
-    """(n,) float64 sums of the weighted losses of each group, or of each row, of Blocks for one
-    draw of the noise. task: Eval."""
+    """(n,) float64 sums of the weighted losses of each group, or each row, of Blocks. task: Eval"""
     draws = blocks.draw(task.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = task.weighting if purpose == "search" else "elbo"
     inputs = blocks.diffuse(batch, draws, task.tokens.mask, t_range, weighting).to(device)

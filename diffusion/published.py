@@ -106,6 +106,8 @@ def find(name):
     if (path / checkpoint.MANIFEST).exists() and "model" in config:
         form = config["layout"] | {"vocab_size": config["model"]["vocab_size"]}
         return Origin(path, "ours", form, config.get("source", {}))
+    require(tensor_io.files_of(path, "model"),
+            f"--init_from {path}: holds no weights (model.safetensors or its parts)")
     if config.get("model_type") in ("bd3lm", "mdlm", None):
         for key, value in (("time_conditioning", False), ("causal", False), ("adaln", True)):
             require(config.get(key, value) == value, f"{path}: its config.json has {key} "
@@ -167,10 +169,8 @@ def read(origin, config, tokens, seed=0):
         from diffusion import decoder
         tensors = decoder.read_folder(path, config)
     else:
-        files = tensor_io.files_of(path, "model")
-        require(files, f"{path}: has no model.safetensors; convert its weights to that")
-        tensors = from_official({name: tensor[:] for name, tensor in tensor_io.open_tensors(
-            files).items() if tensor.get_shape()}, config, path)    # sampling_eps_* are 0-d
+        stored = tensor_io.open_tensors(tensor_io.files_of(path, "model"))
+        tensors = from_official({name: rows[...] for name, rows in stored.items()}, config, path)
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
     known = tokens.vocabulary() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
     if origin.kind != "published":
@@ -202,9 +202,9 @@ def add_lora(config, origin, bf16, name, lora):
     """A Config whose network has adapters; frozen weights are bfloat16 with bf16. UserError."""
     require(origin.kind == "causal",
             "--use_lora needs --init_from of a language model; other weights are trained whole")
-    from diffusion import decoder
+    files = tensor_io.files_of(origin.path, "model")
     lora = lora | {"base": os.path.abspath(origin.path) if Path(name).is_dir() else name,
-                   "identity": tensor_io.fingerprint_files(decoder.model_files(origin.path)),
+                   "identity": tensor_io.fingerprint_files(files),
                    "dtype": "bfloat16" if bf16 else "float32"}
     return dataclasses.replace(config, lora=lora)
 

@@ -261,8 +261,7 @@ def answer(solver, states, batch_size, seed=0):
 
 
 def score(text, answer):
-    """True if the number after `#### ` in a generated text equals the final number as text, without
-    commas (openai/grade-school-math)."""
+    """True if the number after `#### ` in a text equals the final number, both without commas."""
     marked = re.search(r"#### (-?[0-9.,]+)", text)
     return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
 
@@ -315,16 +314,15 @@ def main(argv=None):
         print(f"-- {record['name']}\n   question  {one_line(record['question'], 2000)}")
         print("".join(f"   {name:<9} {record[name]!r}\n" for name in ("plan", "text", "answer")
                       if record.get(name)), end="")
-    clauses = [f"{metrics.percent(summary['ended'])} of the answers ended by themselves"]
+    failed = summary.get("strict", 0) < args.min_accuracy
+    least = metrics.percent(args.min_accuracy)
+    clauses = [f"FAILED: not {least} of the answers are right"] * failed
     if "strict" in summary:     # the problems came with answers
         right = summary["strict"]
         print(f"accuracy   strict {right:.2%} +- {math.sqrt(right * (1 - right) / n):.2%} of {n} "
               f"problems, {len(too_long)} of them too long")
-        clauses.insert(0, f"{metrics.percent(right)} of {n} problems were answered right")
-    failed = summary.get("strict", 0) < args.min_accuracy
-    if failed:
-        clauses.insert(0, f"FAILED: not {metrics.percent(args.min_accuracy)} of the answers are "
-                          "right")
+        clauses.append(f"{metrics.percent(right)} of {n} problems were answered right")
+    clauses.append(f"{metrics.percent(summary['ended'])} of the answers ended by themselves")
     print(f"speed      NFE {summary['forwards']:.1f}, {summary['tokens_per_second']:,.1f} tok/s, "
           f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
     print(metrics.verdict_line(clauses))

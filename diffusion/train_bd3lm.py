@@ -132,11 +132,9 @@ task = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_r
 table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
-planned = args, world, ranks, config, rows
-if args.auto or dry:
-    from diffusion import plan
 if args.auto:
-    plan.plan_memory(*planned)
+    from diffusion import plan
+    plan.plan_memory(args, world, ranks, config, rows)
 
 # ---- Resume
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -185,7 +183,8 @@ print0(f"{size}, {kind}",
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
        run.start_line(step, total_steps, resume, weights_text))
 if dry:
-    plan.plan_memory(*planned, order, total_steps - step)
+    from diffusion import plan
+    plan.plan_memory(args, world, ranks, config, rows, order, total_steps - step)
     print("dry run ok")
     sys.exit(0)
 
