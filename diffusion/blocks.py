@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import dist, packing
-from core.cli import require
+from core.cli import UserError, require
 from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
@@ -56,10 +56,6 @@ class Documents:
 
     def __len__(self):
         return len(self.problems)
-
-    def name(self, d):
-        """File and line of document d."""
-        return self.problems[d].name
 
 
 def pieces(problem, layout):
@@ -103,12 +99,6 @@ def make_document(regions, tokens, layout):
         len(trained), seen.sum() + seen[trained].sum()]
 
 
-def length_hint(bad):
-    """Hint for problems with too many tokens."""
-    hint = "\nfix: shorten them, raise the limit, or pass --drop_too_long"
-    return hint * any(p.check == "too_long" for p in bad)
-
-
 def make_documents(problems, tokens, layout, bad, path=""):
     """Documents of a list of Problems from the file `path`; UserError if none is usable. Adds
     problems that are too long or hold a special token to bad (as core's problems.Problem)."""
@@ -128,24 +118,23 @@ def make_documents(problems, tokens, layout, bad, path=""):
         else:
             head = prompt_ids(ids[0], tokens, layout)
             regions = [(PLAN, head + ids[1] + [tokens.end], len(head))]
-        too_long = []       # regions that exceed their budgets
-        for region, ids, _ in regions:
-            flag, most, _ = layout.regions[region]
-            if len(ids) > most:
-                too_long.append(f"has {len(ids)} tokens with markers and end token, more than "
-                                f"--{flag} {most}")
+        limits = [(len(ids), *layout.regions[region]) for region, ids, _ in regions]
+        too_long = [f"has {n} tokens with markers and end token, more than --{flag} {most}"
+                    for n, flag, most, _ in limits if n > most]
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
             why = f"its text holds the special token {token}; remove it"
             bad.append(bad_problem(p.name, "control_token", why, path))
         elif too_long:
-            bad.append(bad_problem(p.name, "too_long", ", ".join(too_long), path))
+            why = ", ".join(too_long) + "; raise the limit, or pass --drop_too_long"
+            bad.append(bad_problem(p.name, "too_long", why, path))
         else:
             kept.append(p)
             document, count = make_document(regions, tokens, layout)
             arrays.append(document)
             counts.append(count)
-    first = f", the first one being {bad[0]}{length_hint(bad)}" if bad else ""
-    require(kept, f"{path or 'data'}: none of {len(bad)} problems can be used{first}")
+    if not kept:
+        raise UserError(f"{path or 'data'}: none of {len(bad)} problems can be used, the first one "
+                        f"being {bad[0]}")
     ids, position, block, target, region, group = np.concatenate(arrays, axis=1)
     counts = dict(zip(COUNTS, np.array(counts).T))
     offsets = np.concatenate([[0], counts["clean"].cumsum()])
@@ -168,7 +157,7 @@ class Rows(Dataset):
         return len(self.members)
 
     def __getitem__(self, r):
-        return self.documents, self.members[r]
+        return self.members[r]
 
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
@@ -187,7 +176,8 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     lengths, noisy = documents.counts["clean"], documents.counts["noisy"]
     longest = numbers[lengths[numbers].argmax()]
     require(lengths[longest] <= row_length,
-            f"--row_length {row_length}: {documents.name(longest)} takes {lengths[longest]} slots")
+            f"--row_length {row_length}: {documents.problems[longest].name} takes "
+            f"{lengths[longest]} slots")
     step = 128 if row_length >= 512 else 16
     needed = min(row_length, -(-int(noisy[numbers].max(initial=1)) // step) * step)
     if not pack:
@@ -210,10 +200,9 @@ def read_data(path, split, layout, tokenizer, tokens):
     return read_problems(path, split, layout.system, layout.strip_calculator, bad), bad
 
 
-def prepare_rows(world, layout, tokens, args, output_dir=None):
-    """(training Rows, validation Rows or None) for the trainer's flags. Rank 0 reads files first
-    and lists unusable problems in output_dir. UserError for problems that --drop_bad does not drop.
-    """
+def prepare_rows(world, layout, tokens, args, output_dir):
+    """(training Rows, validation Rows or None) for the trainer's flags. Rank 0 reads the files and
+    lists unusable problems in output_dir. UserError for those that --drop_bad does not drop."""
     bad, folder = [], output_dir if world.is_main else None
 
     def read_documents(path, split):
@@ -226,7 +215,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     if args.eval_data_file:
         evaluation = read_documents(args.eval_data_file, "test")
         held_out = np.arange(len(evaluation))
-    dropped = settle(bad, args.drop_bad, folder, length_hint(bad))
+    dropped = settle(bad, args.drop_bad, folder)
     if dropped and world.is_main:
         print(f"data       dropped: {dropped}", flush=True)
     if args.validation_split and not args.eval_data_file:
@@ -256,13 +245,14 @@ class Blocks(packing.Batch):
     tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
 
 
-def collate(rows, batch_rows, length, noisy_length, pad):
+def collate(items, batch_rows, rows):
     """List of items of Rows -> Blocks of batch_rows rows, padded with empty rows."""
-    fields = {"ids": pad, "position": 0, "block": 0, "target": False, "group": -1}
-    joined = {name: np.full((batch_rows, length), value)
+    d, noisy_length = rows.documents, rows.noisy_length
+    fields = {"ids": d.pad, "position": 0, "block": 0, "target": False, "group": -1}
+    joined = {name: np.full((batch_rows, rows.length), value)
               for name, value in (fields | {"doc": -1}).items()}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
-    for r, (d, members) in enumerate(rows):
+    for r, members in enumerate(items):
         start = 0
         for number, document in enumerate(members):
             source = slice(*d.offsets[document:document + 2])
@@ -281,13 +271,6 @@ def collate(rows, batch_rows, length, noisy_length, pad):
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
                   n_targets=int(joined["target"].sum()), tiles=tiles, **tensors)
-
-
-def make_loader(rows, packs, batch_rows, **options):
-    """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
-    return packing.pack_loader(
-        rows, packs, lambda items: collate(items, batch_rows, rows.length, rows.noisy_length,
-                                           rows.documents.pad), **options)
 
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
@@ -324,8 +307,7 @@ def draw(seed, purpose, number, groups, rows, length):
     """Draws for `rows` rows of `length` tokens with `groups` groups in total. purpose: a key of
     NOISE. number: of the step or batch (an int or a tuple of ints). Each of the strata
     [i / groups, (i + 1) / groups) gives one level to a random group."""
-    number = number if isinstance(number, tuple) else (number,)
-    rng = np.random.default_rng((seed, NOISE[purpose], *number))
+    rng = np.random.default_rng((seed, NOISE[purpose], *np.atleast_1d(number)))
     levels = (rng.permutation(groups) + rng.random(groups)) / max(1, groups)
     return Draws(levels, rng.random(groups), rng.random((rows, length)))
 

@@ -14,6 +14,7 @@ from core.cli import at_least_one, require, zero_or_more
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
 FULL = (1e-3, 1.0)      # range of t in the bound; its limits are not enforced
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
+CHECKPOINT = "checkpoint folder, or the trainer's OUTPUT_DIR (best checkpoint)"     # a flag's help
 # Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. From
 # ngocbao220/hdp-diffusion's H200 guide; "source" is from its scripts. For --init_from: finetune has
 # a third of BD3-LM's rate; convert (language models) twice that of SDAR and E2D2; sdar SDAR's rate.
@@ -72,8 +73,8 @@ class Layout:
                 "--plan_block_size and --execution_block_size need --system hdp")
         for name, most, size in self.regions.values():
             flag = name.replace("budget", "block_size") if hdp else "block_size"
-            require(not size or most % size == 0, f"--{name} {most} is not a multiple of --{flag} "
-                                                  f"{size}: a block would be cut")
+            require(not size or most % size == 0,
+                    f"--{name} {most} is not a multiple of --{flag} {size}")
 
 
 def bound_range(layout):
@@ -97,11 +98,11 @@ def range_fits(t_range, block_size):
 def check_range(t_range, layout):
     """Raise UserError for an invalid range, or one that some full block cannot meet."""
     low, high = t_range
-    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: above 0, up to 1, lower end "
-                                  "first")
+    name = f"noise range {low:g} to {high:g}"
+    require(0 < low <= high <= 1, f"{name}: above 0, up to 1, lower end first")
     for size in layout.block_sizes:
-        require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
-                                           f"tokens out of {size} lies in it; widen it")
+        require(range_fits(t_range, size),
+                f"{name}: no number of masked tokens out of {size} lies in it; widen it")
 
 
 def data(p):
@@ -134,15 +135,9 @@ def data(p):
     flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
 
 
-def checkpoint(p):
-    """Add the --checkpoint flag to a script's parser."""
-    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR (best checkpoint)",
-           required=True)
-
-
 def answers(p, order):
     """Add the flags of a script that generates answers. order: default order of unmasking."""
-    checkpoint(p)
+    p.flag("--checkpoint", None, CHECKPOINT, required=True)
     p.flag("--limit", 0, "use only the first N texts, 0 = all")
     p.switch("--drop_too_long", "leave out texts that are too long, and count them")
     p.flag("--order", order, "a pass fills one random token, or all above --threshold",

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from core import kernels, tensor_io
-from core.cli import UserError, first_line, require
+from core.cli import require
 from diffusion import dit
 
 ATTENTION = "noisy_and_clean_blocks"
@@ -58,9 +58,10 @@ class Config:
                          or self.native.hidden_size // self.native.num_attention_heads)
 
 
-def config_of(folder, source, vocab_size, mask_id, dropout):
-    """Config of a language model with config.json `source`. Raises UserError with the folder."""
-    kind, where = source.get("model_type"), f"--init_from {folder}: its config.json has "
+def config_of(origin, tokens, dropout):
+    """Config of a run from a language model (published.Origin). Raises UserError."""
+    source, where = origin.source, f"--init_from {origin.path}: its config.json has "
+    kind = source.get("model_type")
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type"))
     require(kind in KINDS, f"{where}model_type {kind}; types {', '.join(KINDS)} can be converted")
@@ -68,12 +69,8 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
     require(not source.get(slides), f"{where}a sliding window, which blocks do not have")
     require(rope_type not in ("dynamic", "longrope"),
             f"{where}rope {rope_type}, which depends on the longest text of a batch")
-    config = Config(max(vocab_size, source.get("vocab_size", 0)), mask_id, source, dropout)
-    try:
-        assert config.native
-    except Exception as error:      # transformers raises many kinds
-        raise UserError(f"{where}values that transformers refuses ({first_line(error):.120})")
-    return config
+    size = max(tokens.vocab_size, origin.form.get("vocab_size", 0))
+    return Config(size, tokens.mask, source, dropout)
 
 
 def read_folder(folder, config):
@@ -152,23 +149,16 @@ def drop_output(dropout, module, args, output):
     return F.dropout(output, dropout, module.training)
 
 
-def base_weights(model):
-    """{transformers' name: parameter}: all of a Decoder, or the frozen ones under its adapters."""
-    return {name.replace(".base_layer.", "."): parameter
-            for name, parameter in model.named_parameters()
-            if ".lora_" not in name and name != "mask_row"}
-
-
 @torch.no_grad()
 def merge_adapters(model):
     """A Decoder with its adapters merged into the frozen weights, which are reloaded. UserError."""
     config = model.config
     folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
-    identity = tensor_io.fingerprint_files(tensor_io.files_of(folder, "model"))
-    require(identity == config.lora["identity"],
+    files = tensor_io.files_of(folder, "model")
+    require(tensor_io.fingerprint_files(files) == config.lora["identity"],
             f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
-    for name, parameter in base_weights(model).items():
+    for name, parameter in dit.base_weights(model).items():
         parameter[:len(tensors[name])] = tensors[name]      # the mask's row follows
     model = model.adapted.pop().merge_and_unload()
     model.embed.weight[config.mask_id] = model.mask_row

@@ -121,10 +121,8 @@ compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=Fa
 
 
 def sparse_attention(q, k, v, mask):
-    """FlexAttention of q to k, v under a BlockMask; part of the graph of a compiled layer."""
-    if not q.is_cuda:       # for tests: there is no backward pass
-        return flex_attention(q, k, v, block_mask=mask)
-    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
+    """FlexAttention under a BlockMask; in the graph of a compiled layer. On a CPU forward only."""
+    flex = compiled_flex() if kernels.can_fuse(q) else flex_attention
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
@@ -343,3 +341,10 @@ Config.network = DiT
 def trained_parameters(model):
     """{name: parameter} of the trained parameters: all, or adapters and the mask's row."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def base_weights(model):
+    """{name: parameter}: all of a network, or the frozen ones under its adapters."""
+    return {name.replace(".base_layer.", "."): parameter
+            for name, parameter in model.named_parameters()
+            if ".lora_" not in name and name != "mask_row"}

@@ -82,18 +82,20 @@ def share_of_batches(world, rows, batch_rows, most=None):
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
         items = [rows[r] for r in range(first, min(first + batch_rows, len(rows)))]
-        yield number, blocks.collate(items, batch_rows, rows.length, rows.noisy_length,
-                                     rows.documents.pad)
+        yield number, blocks.collate(items, batch_rows, rows)
 
 
-def losses_of_draw(model, task, batch, purpose, number, t_range, device):
-    """(Inputs, (R,) float64 weighted losses) of Blocks for one draw of the noise; task: Eval."""
+def losses_of_draw(model, task, batch, purpose, number, t_range, device, by_row=False):
+    """(n,) float64 sums of the weighted losses of each group, or each row, of Blocks. task: Eval"""
     draws = blocks.draw(task.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = task.weighting if purpose == "search" else "elbo"
     inputs = blocks.diffuse(batch, draws, task.tokens.mask, t_range, weighting).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=task.bf16):
         losses = model(inputs)
-    return inputs, losses.double() * inputs.weights
+    index, n = (inputs.rows // inputs.n_noisy, len(batch.doc)) if by_row else (
+        inputs.group, batch.n_groups)
+    sums = torch.zeros(n, dtype=torch.float64, device=device)
+    return sums.index_add_(0, index, losses.double() * inputs.weights)
 
 
 @torch.no_grad()
@@ -109,17 +111,15 @@ def bound(world, model, task, asked_to_stop):
     for number, batch in share_of_batches(world, rows, task.batch_rows):
         if asked_to_stop():
             return None
-        of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
-        for repeat in range(repeats):
-            inputs, losses = losses_of_draw(model, task, batch, "validation", (number, repeat),
-                                            t_range, device)
-            of_block[repeat].index_add_(0, inputs.group, losses)
+        of_block = torch.stack([
+            losses_of_draw(model, task, batch, "validation", (number, repeat), t_range, device)
+            for repeat in range(repeats)])      # (repeats, groups)
         sums[:-1] += of_block.sum(1)
         if repeats > 1 and batch.n_groups:      # 0 groups: padding batch
             sums[-1] += of_block.var(0).sum() / repeats
     *losses, variance = dist.all_reduce(world, sums).tolist()
     total, targets, text = sum(losses) / repeats, *(
-        max(1, int(rows.table[name].sum())) for name in ("targets", "text"))
+        int(rows.table[name].sum()) for name in ("targets", "text"))
     nll = total / text
     values = {"eval/loss": total / targets, "eval/nll": nll, "eval/bits_per_token": nll /
               math.log(2), "eval/perplexity": math.exp(min(700.0, nll))}
@@ -157,10 +157,8 @@ def search_range(world, model, task, asked_to_stop):
             return None
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
         for index, t_range in enumerate(tried):     # with the same random numbers
-            inputs, losses = losses_of_draw(model, task, batch, "search", number, t_range, device)
-            per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
-            per_block.index_add_(0, inputs.group, losses).div_(sizes)
-            moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
+            losses = losses_of_draw(model, task, batch, "search", number, t_range, device) / sizes
+            moments[index] += torch.stack([losses.sum(), losses.square().sum(),
                                            torch.full_like(losses.sum(), batch.n_groups)])
     total, squares, n = dist.all_reduce(world, moments).T
     return tried[int((squares / n - (total / n).square()).argmin())]

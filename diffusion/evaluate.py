@@ -63,20 +63,16 @@ def continuations(solver, pairs):
 def draw_bounds(solver, documents, draws, batch_rows, seed):
     """(n, draws) float64: nats of each document's targets in every draw of the noise."""
     device, t_range = solver.model.embed.weight.device, choices.bound_range(solver.layout)
-    draws = 1 if t_range[0] == t_range[1] else draws        # all tokens masked: draws are equal
     how = elbo.Eval(None, solver.tokens, batch_rows, draws, seed, solver.bf16)
     lengths = documents.counts["clean"]
     nats, order = np.zeros((len(documents), draws)), lengths.argsort(kind="stable")
     for first in range(0, len(order), batch_rows):
         numbers = order[first:first + batch_rows]
         rows = blocks.make_rows(documents, numbers, int(lengths[numbers].max()), False)
-        batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, 0)
+        batch = blocks.collate(rows.members, len(rows), rows)
         for draw in range(draws):
-            inputs, losses = elbo.losses_of_draw(solver.model, how, batch, "validation",
-                                                 (first, draw), t_range, device)
-            sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
-            sums.index_add_(0, inputs.rows // inputs.n_noisy, losses)
-            nats[numbers, draw] = sums.cpu().numpy()
+            nats[numbers, draw] = elbo.losses_of_draw(
+                solver.model, how, batch, "validation", (first, draw), t_range, device, True).cpu()
     return nats
 
 
@@ -86,18 +82,17 @@ def bound_file(args, folder, solver):
     problems, bad = blocks.read_data(args.bound, "test", layout, folder, solver.tokens)
     documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
                                       bad, args.bound)
-    if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
+    if dropped := settle(bad, ("too_long",) * args.drop_too_long):
         print(f"data       dropped: {dropped}")
-    exact = choices.bound_range(layout)[0] == 1         # then all draws are equal
-    n, draws = len(documents), 1 if exact else args.draws
-    rows = blocks.make_rows(documents, np.arange(n), int(documents.counts["clean"].max()), True)
+    n, longest = len(documents), int(documents.counts["clean"].max())
+    rows = blocks.make_rows(documents, np.arange(n), longest, True)
     values = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
-        rows, solver.tokens, args.batch_size, draws, args.seed, args.bf16), int)
-    summary = values | {"texts": n, "tokens": int(rows.table["text"].sum())}
-    print(f"bound      {'nll =' if exact else 'nll <='} {values['eval/nll']:.4f} +- "
+        rows, solver.tokens, args.batch_size, args.draws, args.seed, args.bf16), int)
+    values |= {"texts": n, "tokens": int(rows.table["text"].sum())}
+    print(f"bound      nll {'<=' if args.draws > 1 else '='} {values['eval/nll']:.4f} +- "
           f"{values.get('eval/stderr', 0):.4f} nats/token, {values['eval/bits_per_token']:.4f} "
-          f"bits/token; {summary['tokens']} tokens in {n} texts, {draws} draws")
-    return f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": summary}
+          f"bits/token; {values['tokens']} tokens in {n} texts, {args.draws} draws")
+    return f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": values}
 
 
 def harness_model(base, solver, batch_size, draws):
@@ -166,8 +161,7 @@ def run_tasks(args, folder, solver):
     for task, scores in output["results"].items():
         print(task, {name: float(value) for name, value in scores.items()
                      if isinstance(value, float)})
-    print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
-          f"temperature 0, {args.draws} draws of each bound; {model.too_long} questions too long")
+    print(f"too long   {model.too_long} questions")
     return f"lm-eval-{folder.name}.json", {
         "lm_eval": lm_eval.__version__, "too_long": model.too_long,
         "results": json.loads(json.dumps(output["results"], default=str))}
@@ -177,6 +171,8 @@ def main(argv=None):
     args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
+    if choices.bound_range(solver.layout) != choices.FULL:
+        args.draws = 1      # all tokens are masked, so all draws are equal
     name, values = (bound_file if args.bound else run_tasks)(args, folder, solver)
     path = Path(args.output or folder.parent / name)
     checkpoint.prepare_folder(path.parent, "--output")

@@ -37,8 +37,8 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from core import checkpoint, json_files
-from diffusion.problems import CALCULATOR, END, read_problems
+from core import checkpoint
+from diffusion.problems import CALCULATOR, END, read_entries, read_problems
 
 # the first operator found names a step
 VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
@@ -65,18 +65,15 @@ def teacher_line(problem):
 def read_teacher(path, problems):
     """Plans of these problems from the chat JSONL of create_data.py. UserError."""
     asked, plans = list(map(teacher_line, problems)), {}
-    text = json_files.read_text(path, "--teacher ").removesuffix("\n")
-    for number, line in enumerate(text.split("\n"), 1):
+    for name, record in read_entries(path, "train"):
         try:
-            question, plan = (m["content"] for m in json_files.loads(line)["messages"])
+            question, plan = (m["content"] for m in record["messages"])
             plans[question] = " ".join(plan.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"--teacher {path} line {number}: is not a record of create_data.py "
-                            f"({error})")
+            raise UserError(f"--teacher {name}: is not a record of create_data.py ({error})")
     without = [p.name for p, line in zip(problems, asked) if line not in plans]
     require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
-                         f"plan, the first is {''.join(without[:1])}; see .rejected.jsonl, and ask "
-                         "again with more --max_retries")
+                         f"plan, first {''.join(without[:1])}; ask again with more --max_retries")
     return [plans[line] for line in asked]
 
 
@@ -144,12 +141,11 @@ def write_demo(folder, n_train=2000, n_test=200):
     for split, chosen in (("train", train), ("test", problems[n_train:])):
         checkpoint.write_json(folder / f"{split}_hdp.json", [
             {key: value for key, value in p.items() if key != "solution"} for p in chosen])
-        forms = {"": [{"question": p["question"], "answer": p["solution"]} for p in chosen],
-                 "_chat": [{"messages": [
-                     {"role": "user", "content": p["question"]},
-                     {"role": "assistant", "content": CALCULATOR.sub("", p["solution"])}]}
-                     for p in chosen]}
-        for form, entries in forms.items():
+        lines = [{"question": p["question"], "answer": p["solution"]} for p in chosen]
+        chats = [{"messages": [{"role": "user", "content": line["question"]},
+                               {"role": "assistant", "content": CALCULATOR.sub("", line["answer"])}
+                               ]} for line in lines]
+        for form, entries in (("", lines), ("_chat", chats)):
             text = "".join(json.dumps(entry) + "\n" for entry in entries)
             checkpoint.write_text(folder / f"{split}{form}.jsonl", text)
     tokenizer = train_tokenizer([text for p in train for text in (

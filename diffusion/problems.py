@@ -41,23 +41,21 @@ class Problem:
 def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
     bad: list to which unusable problems are added; None: UserError that lists them."""
-    problems, wrong = [], []
+    problems, wrong = [], [] if bad is None else bad
     for name, entry in read_entries(path, split):
         try:
             problems.append(parse_problem(name, entry, system, strip_calculator))
         except ValueError as error:
             wrong.append(problem(name, "invalid", error, path))
-    if bad is None or not problems:
+    if bad is None:
         settle(wrong)
-        require(problems, f"{path}: holds no problems")
-    else:
-        bad += wrong
+    require(problems or wrong, f"{path}: holds no problems")
     return problems
 
 
 def parse_problem(name, entry, system, strip_calculator):
     """One JSON object -> Problem; ValueError with fault and remedy."""
-    hdp = system == "hdp"
+    hdp, texts = system == "hdp", {}
     for key in ("question", "plan", "execution", "answer") if hdp else ("question", "answer"):
         text = entry.get(key) if isinstance(entry, dict) else None
         if not isinstance(text, str) or not text.strip():
@@ -65,7 +63,8 @@ def parse_problem(name, entry, system, strip_calculator):
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
         if json_files.HALF_CHARACTER.search(text):
             raise ValueError(f"its {key!r} holds half a character (\\ud800 to \\udfff)")
-    solution, answer = entry["execution" if hdp else "answer"].strip(), entry["answer"].strip()
+        texts[key] = text.strip()
+    solution, answer = texts["execution" if hdp else "answer"], texts["answer"]
     if strip_calculator:
         solution = CALCULATOR.sub("", solution)
     if not hdp:
@@ -74,8 +73,7 @@ def parse_problem(name, entry, system, strip_calculator):
             raise ValueError("its 'answer' has no '#### N' line; add the final number after ####")
     if not NUMBER.fullmatch(answer):
         raise ValueError(f"its final answer {answer!r} is not a number")
-    plan = entry["plan"].strip() if hdp else ""
-    return Problem(name, entry["question"].strip(), solution, answer, plan)
+    return Problem(name, texts["question"], solution, answer, texts.get("plan", ""))
 
 
 def read_entries(path, split):
@@ -156,12 +154,11 @@ def load_tokenizer(name, system, end_token=""):
         tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
     except Exception as error:      # tokenizers raises bare Exceptions, the hub many kinds
         raise UserError(f"--tokenizer {name}: cannot be read ({first_line(error):.150}); give a "
-                        "folder with tokenizer.json, or gpt2 when online")
+                        "folder with tokenizer.json")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",
-            f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token, "
-            "or --chat where it has a template")
+            f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token")
     # a question begins with <|endoftext|>, or with this tokenizer's start token
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -172,37 +169,30 @@ def load_tokenizer(name, system, end_token=""):
         markers = (*markers[:-1], SDAR_MASK)
     tokenizer.add_special_tokens([*([] if end is None else [end_token]), *markers])
     size = max(tokenizer.get_vocab().values()) + 1
-    ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
-    regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
-    return Tokens(tokenizer, size, -1 if system == "hdp" else begin, ids.get("<|pad|>", end),
-                  *regions, ids[markers[-1]])
+    ids = [tokenizer.token_to_id(marker) for marker in markers]
+    if system == "hdp":
+        return Tokens(tokenizer, size, -1, *ids)
+    return Tokens(tokenizer, size, begin, end, -1, -1, -1, *ids)
 
 
 def read_tokenizer(folder):
     """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # older folders of Qwen and SDAR: vocabulary and merges have neither added tokens nor split
-    # rules; without these files or a class transformers makes an empty tokenizer or fails
+    # older folders of Qwen and SDAR; without these files or a class transformers makes an empty
+    # tokenizer
     slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
     require(all(path.exists() for path in slow) and '"tokenizer_class"' in
             json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
-    return auto_tokenizer(folder).backend_tokenizer
-
-
-def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder."""
     from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
 
 
-# Every trained answer of a chat is a problem; its question is all text before it in the chat
-# template. A document ends with its answer, since the sampler fills the last block with end tokens.
-# The prompt's ids are checked to be a prefix, so training and sampling read the same ids.
 def read_chats(path, folder, tokens, bad):
-    """Problems of a chat file or data set, with ids; those of one chat share a name. bad: list to
-    which unusable problems are added. UserError if the chat template of the tokenizer's folder
-    does not end answers with the end token of `tokens`."""
+    """Problems of a chat file or data set, with ids: one for each trained answer, whose question is
+    all text before it in the chat template of the tokenizer's folder. Those of one chat share a
+    name. bad: list to which unusable problems are added. UserError if the template does not end
+    answers with the end token of `tokens`."""
     from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
     problems = []
@@ -223,7 +213,8 @@ def read_chats(path, folder, tokens, bad):
                 bad.append(problem(name, "invalid", why, path))
                 continue
             ids, mask = result
-            ids = ids[:len(mask) - mask[::-1].index(True)]      # up to the last trained id
+            # up to the last trained id, since the sampler fills the last block with end tokens
+            ids = ids[:len(mask) - mask[::-1].index(True)]
             last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
             require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
                                  f"token is {end}; give --end_token '{last}'")

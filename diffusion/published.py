@@ -14,7 +14,6 @@ SDAR's (github.com/JetAstra/SDAR). Both get generate.py, which samples them.
 import dataclasses
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from diffusion import choices
 
 def build_parser():
     p = cli.Parser("Export a checkpoint in the layout of BD3-LM's models, or as a language model.")
-    choices.checkpoint(p)
+    p.flag("--checkpoint", None, choices.CHECKPOINT, required=True)
     p.flag("--output_dir", None, "folder to write, new or empty", required=True)
     p.flag("--format", "usual", "sdar: for a converted Qwen3, for servers of SDAR",
            choices=("usual", "sdar"))
@@ -43,7 +42,7 @@ import torch
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
 from diffusion import dit
-from diffusion.problems import MARKERS, SDAR_MASK, auto_tokenizer, load_tokenizer, read_tokenizer
+from diffusion.problems import MARKERS, SDAR_MASK, load_tokenizer, read_tokenizer
 
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
 # files that transformers reads besides tokenizer.json, so chat templates stay usable
@@ -107,6 +106,7 @@ def find(name):
     if (path / checkpoint.MANIFEST).exists() and "model" in config:
         form = config["layout"] | {"vocab_size": config["model"]["vocab_size"]}
         return Origin(path, "ours", form, config.get("source", {}))
+    tensor_io.files_of(path, "model")       # UserError without weights
     if config.get("model_type") in ("bd3lm", "mdlm", None):
         for key, value in (("time_conditioning", False), ("causal", False), ("adaln", True)):
             require(config.get(key, value) == value, f"{path}: its config.json has {key} "
@@ -140,9 +140,10 @@ def add_form(layout, form):
 
 def add_chat_form(layout, folder):
     """A Layout with prompt and end token from a tokenizer folder's chat template. UserError."""
+    from transformers import AutoTokenizer
     question = [{"role": "user", "content": "{question}"}]
     try:
-        tokenizer = auto_tokenizer(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompt = tokenizer.apply_chat_template(
             question, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         require(prompt.count("{question}") == 1, "it does not write the question once")
@@ -157,18 +158,9 @@ def copy_chat_files(folder, to):
         shutil.copyfile(path, to / path.name)
 
 
-def config_for(origin, model_size, tokens, dropout):
-    """Config of a run's network. model_size: for a DiT. Raises UserError."""
-    if not origin.source:
-        return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
-    from diffusion import decoder
-    size = max(tokens.vocab_size, origin.form.get("vocab_size", 0))
-    return decoder.config_of(origin.path, origin.source, size, tokens.mask, dropout)
-
-
 def read(origin, config, tokens, seed=0):
     """({our name: CPU tensor} for the vocabulary, hash of an Origin's files, text for the log).
-    UserError if they do not fit. config: from config_for. seed: for new rows."""
+    UserError if they do not fit. config: of the run's network. seed: for new rows."""
     path, form = origin.path, origin.form
     if origin.kind == "ours":
         tensors = dict(load_checkpoint(path)[0].named_parameters())
@@ -176,9 +168,8 @@ def read(origin, config, tokens, seed=0):
         from diffusion import decoder
         tensors = decoder.read_folder(path, config)
     else:
-        files = tensor_io.files_of(path, "model")
-        tensors = from_official({name: tensor[:] for name, tensor in tensor_io.open_tensors(
-            files).items() if tensor.get_shape()}, config, path)    # sampling_eps_* are 0-d
+        stored = tensor_io.open_tensors(tensor_io.files_of(path, "model"))
+        tensors = from_official({name: rows[...] for name, rows in stored.items()}, config, path)
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
     known = tokens.vocabulary() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
     if origin.kind != "published":
@@ -187,9 +178,8 @@ def read(origin, config, tokens, seed=0):
     require(most <= rows if origin.source else len(known) == most == rows,
             f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
     markers = {name: known.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in known}
-    require(mask in (None, tokens.mask),
-            f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
-            f"mask at {tokens.mask}; correct tokenizer.json ({SDAR_MASK}) or config.json")
+    require(mask in (None, tokens.mask), f"--init_from {path}: its config.json has mask_token_id "
+            f"{mask}, its tokenizer has the mask at {tokens.mask}: correct one of them")
     require(known == tokens.vocabulary(), f"--init_from {path}: its tokenizer is not that of "
             "--tokenizer, so ids would mean other words; drop --tokenizer")
     with torch.device("meta"):      # shapes, without the vocabulary's rows
@@ -221,15 +211,12 @@ def add_lora(config, origin, bf16, name, lora):
 def fill(model, tensors, seed, resumed):
     """Load the weights of read() into a network and initialise its adapters with zero update.
     resumed: a checkpoint will replace the trained weights, but not the base under adapters."""
-    lora, weights = model.config.lora, dict(model.named_parameters())
-    if lora:
-        from core import adapters
-        from diffusion import decoder
-        weights = decoder.base_weights(model)
+    lora = model.config.lora
     if lora or not resumed:
-        for name, parameter in weights.items():
+        for name, parameter in dit.base_weights(model).items():
             tensor_io.fill(parameter, tensors[name])
     if lora and not resumed:
+        from core import adapters
         adapters.init_adapters(model.adapted[0], seed)
         row = tensors["model.embed_tokens.weight"][model.config.mask_id]
         tensor_io.fill(model.mask_row, row)
@@ -257,8 +244,7 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
 
 
 # BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
-PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # DDP, compile
-BUFFERS = "rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max"
+FREQUENCIES = "rotary_emb.inv_freq"
 # {our module: theirs}, of a layer and of the rest
 LAYER = {"norm_attention": "norm1", "qkv": "attn_qkv", "out": "attn_out", "norm_mlp": "norm2",
          "up": "mlp.0", "down": "mlp.2", "modulation": "adaLN_modulation"}
@@ -278,17 +264,18 @@ def official_name(name):
 def official_state(tensors, heads, t_range):
     """{published name: tensor} from {our name: tensor} of a DiT. t_range: trained noise levels."""
     size = tensors["embed.weight"].shape[1] // heads
+    low, high = (torch.tensor(float(t)) for t in t_range)
     # as they write it, to the last bit
-    buffers = [1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size)),
-               *(torch.tensor(float(t)) for t in t_range)]
-    return {f"backbone.{official_name(name)}": tensor for name, tensor in tensors.items()} | dict(
-        zip((f"backbone.{BUFFERS[0]}", *BUFFERS[1:]), buffers))
+    frequencies = 1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size))
+    return {f"backbone.{official_name(name)}": tensor for name, tensor in tensors.items()} | {
+        f"backbone.{FREQUENCIES}": frequencies, "sampling_eps_min": low, "sampling_eps_max": high}
 
 
 def from_official(state, config, path):
     """{our name: tensor} from a published state dict, for a DiT of this Config. UserError."""
-    plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
-    frequencies, *_ = (plain.pop(name, ()) for name in BUFFERS)
+    plain = {name.removeprefix("backbone."): tensor for name, tensor in state.items()
+             if not name.startswith("sampling_eps_")}       # noise range: a setting of a run
+    frequencies = plain.pop(FREQUENCIES, ())
     require(len(frequencies) in (0, config.head_size // 2),
             f"{path}: heads of {2 * len(frequencies)}, --model_size has them of {config.head_size}")
     with torch.device("meta"):
@@ -300,13 +287,14 @@ def export(folder, output, file_format="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, stored = load_checkpoint(folder)
     config, layout = model.config, choices.Layout(**stored["layout"])
-    tokens, source = load_tokenizer(folder, layout.system, layout.end_token), stored.get("source")
+    tokens = load_tokenizer(folder, layout.system, layout.end_token)
+    source = stored.get("source", {})
+    kind = source.get("model_type") if config.mask_id == SDAR_MASK_ID else ""
     # an SDAR source stays SDAR: its config.json names files that are not here
-    is_sdar = file_format == "sdar" or (
-        config.mask_id == SDAR_MASK_ID and source and source["model_type"] == "sdar")
-    can_be = source and source["model_type"] in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID
-    require(not is_sdar or can_be, "--format sdar: train from a Qwen3 model with its tokenizer, so "
-                                   f"that the mask has id {SDAR_MASK_ID}, not {config.mask_id}")
+    is_sdar = "sdar" in (file_format, kind)
+    require(not is_sdar or kind in ("qwen3", "sdar"),
+            "--format sdar: train from a Qwen3 model with its tokenizer, so that the mask has id "
+            f"{SDAR_MASK_ID}, not {config.mask_id}")
     if not source:
         t_range = state_of(folder).get("t_range", choices.FULL)
         state = official_state(model.state_dict(), config.heads, t_range)

@@ -112,34 +112,26 @@ def unmask(model, hidden, tokens, masked, how, generator):
     masked &= ~chosen
 
 
-def select_rows(rows, known, past):
-    """(known, past [(keys, values)]) of some rows of the batch, by their numbers."""
-    rows = torch.tensor(rows, dtype=torch.int64, device=known.device)
-    return known[rows], [(k[rows], v[rows]) for k, v in past]
-
-
 @torch.no_grad()
 def generate(model, states, limits, block_size, end, how=Sampling(), generator=None):
     """[Generated] of every problem: blocks until the `end` token or its limit of blocks.
 
     model: in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints,
     the ids, positions and block numbers of clean tokens. pinned: given ids at the start of the
-    first block, fewer than block_size. first: its position. limits: most blocks of each problem."""
+    first block, fewer than block_size. first: its position. limits: most blocks, at least 1."""
     contexts, first_blocks = zip(*states)
     device, mask = model.embed.weight.device, model.config.mask_id
     tokens, position, block, known = pad_sequence(
         [torch.from_numpy(np.vstack([c, np.ones_like(c[:1])])).T for c in contexts],
         batch_first=True).to(device).unbind(-1)
     starts = torch.tensor([first for _, first in first_blocks], device=device)
-    active = [i for i, blocks in enumerate(limits) if blocks > 0]
-    written, forwards, ended = [[] for _ in contexts], [0] * len(contexts), [False] * len(contexts)
+    active, done = list(range(len(contexts))), 0
+    written, forwards, ended = [[] for _ in active], [0] * len(active), [False] * len(active)
     known = known > 0
-    known, past = select_rows(active, known, prefill(model, tokens, position, block, known))
-    done = 0
+    past = prefill(model, tokens, position, block, known)
     while active:
         new = torch.full((len(active), block_size), mask, device=device)
-        for row, i in enumerate(active if done == 0 else ()):
-            ids, _ = first_blocks[i]
+        for row, (ids, _) in enumerate(first_blocks if done == 0 else ()):
             new[row, :len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
         masked = new == mask
         is_pinned = ~masked
@@ -158,14 +150,13 @@ def generate(model, states, limits, block_size, end, how=Sampling(), generator=N
             written[i] += new[row].tolist()
             ended[i] = stop[row]
         left = [row for row, i in enumerate(active) if not stop[row] and done < limits[i]]
-        # run the finished, clean block again for its keys and values
-        if left:
-            _, new_past = model.extend(new, position, seen, past)
-            past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
-                    for (k, v), (new_k, new_v) in zip(past, new_past)]
-        known = torch.cat([known, torch.ones_like(is_pinned)], 1)
-        known, past = select_rows(left, known, past)
         active = [active[row] for row in left]
+        if left:    # run the finished, clean block again for its keys and values
+            _, new_past = model.extend(new, position, seen, past)
+            rows = torch.tensor(left, device=device)
+            past = [(torch.cat([k, new_k], 2)[rows], torch.cat([v, new_v], 2)[rows])
+                    for (k, v), (new_k, new_v) in zip(past, new_past)]
+            known = torch.cat([known, torch.ones_like(is_pinned)], 1)[rows]
     return [Generated(*parts) for parts in zip(written, forwards, ended)]
 
 
@@ -240,9 +231,8 @@ def load_solver(args, how):
 
 
 def answer(solver, states, batch_size, seed=0):
-    """A Solver's answers to problems with these states: [{"text", "plan" (hdp), "forwards": network
-    passes, "tokens": generated ones with the end token, "ended": each region has its end token}].
-    """
+    """A Solver's answers to problems with these states: [{"text", "plan" (hdp), "forwards": passes,
+    "tokens": generated ones with the end token, "ended": each region has its end token}]."""
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
     # batches of similar lengths need less padding
@@ -271,8 +261,7 @@ def answer(solver, states, batch_size, seed=0):
 
 
 def score(text, answer):
-    """True if the number after `#### ` in a generated text equals the final number as text, without
-    commas (openai/grade-school-math)."""
+    """True if the number after `#### ` in a text equals the final number, both without commas."""
     marked = re.search(r"#### (-?[0-9.,]+)", text)
     return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
 
@@ -281,8 +270,7 @@ def main(argv=None):
     args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
     folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
     layout, tokens, output = solver.layout, solver.tokens, args.output
-    print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}\n"
-          f"sampling   {solver.how}")
+    print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}")
     problems = [Problem(f"question {n}", text, "", "")
                 for n, text in enumerate(args.question or (), 1)]
     if args.test_file:
@@ -291,9 +279,11 @@ def main(argv=None):
         require(not args.min_accuracy or all(problem.answer for problem in problems),
                 f"--min_accuracy needs answers to compare with, and {args.test_file} has chats")
         output = output or folder.parent / f"answers-{folder.name}.json"
-    problems, states, too_long = problems[:args.limit or len(problems)], {}, []
     if output:
         checkpoint.prepare_folder(Path(output).parent, "--output")
+    problems, states, too_long = problems[:args.limit or len(problems)], {}, []
+    answers = [{"name": p.name, "question": p.question, "answer": p.answer, "text": "",
+                "forwards": 0, "tokens": 0, "ended": False} for p in problems]
     for i, problem in enumerate(problems):
         try:
             states[i] = question_state(problem, tokens, layout)
@@ -306,17 +296,15 @@ def main(argv=None):
     start = time.monotonic()
     written = answer(solver, list(states.values()), args.batch_size, args.seed)
     seconds = time.monotonic() - start      # ids are on the host, so the device is done
-    written, answers = dict(zip(states, written)), []
-    for i, p in enumerate(problems):
-        record = {"name": p.name, "question": p.question, "answer": p.answer, "text": "",
-                  "forwards": 0, "tokens": 0, "ended": False} | written.get(i, {})
-        if p.answer:
-            record["strict"] = score(record["text"], p.answer)
-        answers.append(record)
+    for i, record in zip(states, written):
+        answers[i] |= record
+    for record in answers:
+        if record["answer"]:
+            record["strict"] = score(record["text"], record["answer"])
 
     n = len(answers)
-    summary = {name: sum(record[name] for record in answers) / n for name in answers[0]
-               if name in ("strict", "ended", "forwards", "tokens")}
+    summary = {name: sum(record[name] for record in answers) / n
+               for name in ("forwards", "tokens", "ended", "strict") if name in answers[0]}
     summary |= {"problems": n, "too_long": len(too_long), "seconds": seconds,
                 "tokens_per_second": summary["tokens"] * n / max(seconds, 1e-9)}
     if output:
@@ -326,16 +314,15 @@ def main(argv=None):
         print(f"-- {record['name']}\n   question  {one_line(record['question'], 2000)}")
         print("".join(f"   {name:<9} {record[name]!r}\n" for name in ("plan", "text", "answer")
                       if record.get(name)), end="")
-    clauses = [f"{metrics.percent(summary['ended'])} of the answers ended by themselves"]
+    failed = summary.get("strict", 0) < args.min_accuracy
+    least = metrics.percent(args.min_accuracy)
+    clauses = [f"FAILED: not {least} of the answers are right"] * failed
     if "strict" in summary:     # the problems came with answers
         right = summary["strict"]
         print(f"accuracy   strict {right:.2%} +- {math.sqrt(right * (1 - right) / n):.2%} of {n} "
               f"problems, {len(too_long)} of them too long")
-        clauses.insert(0, f"{metrics.percent(right)} of {n} problems were answered right")
-    failed = summary.get("strict", 0) < args.min_accuracy
-    least = metrics.percent(args.min_accuracy)
-    if failed:
-        clauses.insert(0, f"FAILED: not {least} of the answers are right")
+        clauses.append(f"{metrics.percent(right)} of {n} problems were answered right")
+    clauses.append(f"{metrics.percent(summary['ended'])} of the answers ended by themselves")
     print(f"speed      NFE {summary['forwards']:.1f}, {summary['tokens_per_second']:,.1f} tok/s, "
           f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
     print(metrics.verdict_line(clauses))

@@ -114,8 +114,9 @@ t_range = args.t_range = tuple(args.t_range or choices.bound_range(layout))
 choices.check_range(t_range, layout)
 tokens = dist.rank0(world, problems.load_tokenizer, tokenizer, args.system, layout.end_token)
 config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
-if origin:
-    config = published.config_for(origin, args.model_size, tokens, args.dropout)
+if origin and origin.source:
+    from diffusion import decoder
+    config = decoder.config_of(origin, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
 weights, weights_hash, weights_text = published.read(
     origin, config, tokens, args.seed) if origin else ({}, "", "new weights")
@@ -131,11 +132,9 @@ task = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_r
 table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
-planned = args, world, ranks, config, rows
-if args.auto or dry:
-    from diffusion import plan
 if args.auto:
-    plan.plan_memory(*planned)
+    from diffusion import plan
+    plan.plan_memory(args, world, ranks, config, rows)
 
 # ---- Resume
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -184,7 +183,8 @@ print0(f"{size}, {kind}",
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
        run.start_line(step, total_steps, resume, weights_text))
 if dry:
-    plan.plan_memory(*planned, order, total_steps - step)
+    from diffusion import plan
+    plan.plan_memory(args, world, ranks, config, rows, order, total_steps - step)
     print("dry run ok")
     sys.exit(0)
 
@@ -268,11 +268,12 @@ def save():
 unlogged = state["unlogged"] if resume and main_rank else [0.0] * 4
 # losses, targets, plain losses, masked tokens since the last log line
 sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
-monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
-                            state.get("skipped", 0), before_error=checkpoints.wait)
+monitor = optim.StepMonitor(world, lambda number: rows.documents.problems[number].name,
+                            args.max_bad_steps, state.get("skipped", 0),
+                            before_error=checkpoints.wait)
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
-batches = packing.iterate(blocks.make_loader(rows, packs, batch_rows, num_workers=args.num_workers,
-                                             prefetch_factor=4))
+batches = packing.iterate(packing.pack_loader(
+    rows, packs, lambda items: blocks.collate(items, batch_rows, rows), args.num_workers, 4))
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:

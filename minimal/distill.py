@@ -73,11 +73,12 @@ def write(path, text):
 # ---- Chats as tokens
 
 
-def request(question, system=""):
-    """Ids of a chat up to the start of its answer."""
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": question})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+def chat_ids(system, question, answer=None):
+    """Ids of a chat; without an answer, those up to its start."""
+    texts = {"system": system, "user": question, "assistant": answer}
+    messages = [{"role": role, "content": text} for role, text in texts.items() if text]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=answer is None,
+                                         return_dict=False)
 
 
 def label_chat(question, answer, system=""):
@@ -85,10 +86,7 @@ def label_chat(question, answer, system=""):
 
     Text that the template adds after the end token, such as a line break, is cut off.
     """
-    messages = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    before = request(question, system)
-    ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    before, ids = chat_ids(system, question), chat_ids(system, question, answer)
     assert ids[:len(before)] == before, "the template rewrites the request once it is answered"
     while ids[-1] not in special:
         ids.pop()
@@ -115,7 +113,7 @@ def answers_of(model, questions, system, temperature=0.0):
     """[answer, or None if it was cut off]. Generates in left-padded batches."""
     answers = []
     for first in range(0, len(questions), 32):
-        rows = [request(question, system) for question in questions[first:first + 32]]
+        rows = [chat_ids(system, question) for question in questions[first:first + 32]]
         longest = max(map(len, rows))
         ids = torch.tensor([[PAD] * (longest - len(row)) + row for row in rows], device=device)
         position = torch.arange(longest, device=device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.cli import UserError
-from core.packing import PackOrder, rank_packs
+from core.packing import PackOrder, pack_loader, rank_packs
 from diffusion import blocks
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, check_range
 from tests.helpers.block_problems import LAYOUTS, documents_of, load
@@ -105,7 +105,7 @@ def test_batches_hold_every_whole_document_once(demo, name, pack):
     assert all(len(m) == 1 for m in rows.members) or pack
     order = PackOrder(rows.table["tokens"], samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
-    loader = blocks.make_loader(rows, packs, 4, num_workers=0, prefetch_factor=None)
+    loader = pack_loader(rows, packs, lambda items: blocks.collate(items, 4, rows), 0, None)
     for batch, numbers in zip(loader, packs, strict=True):
         assert batch.input_ids.shape == (4, length) and batch.noisy.shape == (4, rows.noisy_length)
         assert batch.group.dtype == batch.noisy.dtype == torch.int64 and batch.target.dtype == torch.bool

@@ -64,7 +64,7 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
     for t_range in elbo.candidates([0.5, 0.3], {8}):
         per_block = []
         for number in range(elbo.SEARCH_BATCHES):
-            batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
+            batch = blocks.collate(rows.members[4 * number:4 * number + 4], 4, rows)
             draws = blocks.draw(42, "search", number, batch.n_groups, 4, 96)
             inputs = blocks.diffuse(batch, draws, tokens.mask, t_range)
             losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.tolist()

@@ -25,5 +25,5 @@ def load(demo, layout):
 def documents_of(problems, tokens, layout):
     """Documents of problems; UserError names all unusable ones."""
     documents = blocks.make_documents(problems, tokens, layout, bad := [])
-    settle(bad, hint=blocks.length_hint(bad))
+    settle(bad)
     return documents
