@@ -33,8 +33,8 @@ def half_dtype(args):
 def find_model(name, flag="--model_path"):
     """Local folder of a model given as a path or hub name; downloads the latter. UserError."""
     folder = tensor_io.find_folder(name, flag)
-    require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json; give the "
-            "folder of a whole model: an adapter's base, or a checkpoint of a run")
+    require((folder / "config.json").is_file(),
+            f"{flag} {name}: has no config.json; give the folder of a whole model")
     return folder
 
 
@@ -206,7 +206,6 @@ def end_ids(model):
 
 
 def stop_at(model, ends):
-    """Add `ends` to the tokens that stop generate; returns those that were missing."""
+    """Add `ends` to the tokens that stop generate."""
     if new := [int(token) for token in ends if token not in end_ids(model)]:
         model.generation_config.eos_token_id = [*end_ids(model), *new]
-    return new

@@ -5,7 +5,6 @@ Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are 
 import hashlib
 import itertools
 import json
-import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -176,10 +175,10 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
     list_in: output_dir of write_table."""
     def build():
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
-        folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
+        folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
         samples, dropped = write_table(folder, paths, reading, list_in)
-        print(f"data       read in {time.monotonic() - start:.1f} s"
-              + f"\ndata       dropped: {dropped}" * bool(dropped), flush=True)
+        if dropped:
+            print(f"data       dropped: {dropped}", flush=True)
         return folder, samples[0], sorted(reading.encoder.ends)
 
     folder, n_train, ends = dist.rank0(world, build)

@@ -45,10 +45,9 @@ def build_parser():
     p.flag("--output_file", "./data/prompt_distillation_lang.jsonl",
            "chat JSONL to write, next to .rejected.jsonl")
     p.flag("--prompt_file", str(PROMPT), f"prompt; role user: contains {teachers.PLACE} once")
-    p.flag("--prompt_role", "user", "where to put it: around the last user message, or in a system "
-           "message", choices=("user", "system"))
-    p.flag("--parser", "language", "form of a label: the language line, --pattern, or the whole "
-           "answer, for free-form answers", choices=PARSERS)
+    p.flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
+    p.flag("--parser", "language", "label: language line, --pattern, or whole answer",
+           choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, with the label as group")
     p.flag("--labels", None, "allowed labels, comma between them (default: any, or 13 languages)")
     p.flag("--shard", "0/1", "I/N: only lines with 0-based number modulo N equal to I")
@@ -57,8 +56,7 @@ def build_parser():
     p.flag("--model_name", None, f"folder, hub name, or name on a server (default: {TEACHER})")
     p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "
            "transformers", choices=("auto", "vllm", "openai", "transformers"))
-    p.flag("--max_model_len", 0, f"most tokens of prompt + answer; 0: {teachers.LONGEST:,}, or the "
-           "model's positions if they are fewer")
+    p.flag("--max_model_len", 0, f"most tokens of prompt + answer; 0: {teachers.LONGEST:,} or fewer")
     p.flag("--thinking", "default", "enable_thinking of the chat template; on: reject answers "
            "without a closed thought", choices=("default", "on", "off"))
     # answers
@@ -77,8 +75,7 @@ def build_parser():
     p.switch("--enforce_eager", "vllm: no compilation, no CUDA graphs: starts sooner")
     p.flag("--base_url", None, "openai: http://localhost:8000/v1; the key is in OPENAI_API_KEY")
     p.flag("--concurrency", 64, "openai: concurrent requests")
-    p.flag("--request_timeout", 600.0, "openai: most seconds of a request; failed ones are retried "
-           "for twice as long, then the line is rejected")
+    p.flag("--request_timeout", 600.0, "openai: seconds per request; retried for twice as long")
     return p
 
 
@@ -177,15 +174,6 @@ def digest(value):
 # ---- Journals of finished lines, one per shard: {"header": ...}, then one record per line
 
 
-def write_record(journal, header, record):
-    """Append a record to a journal, so that it survives a kill of this process. The first one
-    brings the header: before it, nothing depends on these settings."""
-    rows = [record] if Path(journal.name).stat().st_size else [{"header": header}, record]
-    with dist.error_names_file(journal.name):
-        journal.write("".join(f"{chat.to_json(row)}\n" for row in rows).encode())
-        journal.flush()
-
-
 def read_journals(folder, header):
     """{line number: record} of the journals of all shards; UserError if their headers differ."""
     records = {}
@@ -236,7 +224,11 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
     def finish(number):
         record = records.pop(number)
         count.update({"lines": 1, "labelled": record["label"] is not None})
-        write_record(journal, header, record)
+        # the first record brings the header: before it, nothing depends on these settings
+        rows = [record] if Path(journal.name).stat().st_size else [{"header": header}, record]
+        with dist.error_names_file(journal.name):
+            journal.write("".join(f"{chat.to_json(row)}\n" for row in rows).encode())
+            journal.flush()
 
     def require_answers(limit):
         require(in_a_row < limit, f"the server answered none of {in_a_row} lines in a row ({why}); "
@@ -286,8 +278,8 @@ def log_line(count, total, seconds):
 
 
 def write_results(output, lines, records):
-    """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file, and
-    print a summary. UserError if no line has a label."""
+    """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file.
+    UserError if no line has a label."""
     labelled, rejected = [], []
     # id of line 0: digest of the input x IDS_PER_FILE, so different inputs have different ids
     first = int(digest(lines)[:6], 16) * IDS_PER_FILE
@@ -305,12 +297,11 @@ def write_results(output, lines, records):
     rejected_path = output.with_suffix(".rejected.jsonl")
     for path, rows in ((rejected_path, rejected), (output, labelled)):
         checkpoint.write_text(path, "".join(chat.to_json(row) + "\n" for row in rows))
-    retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
     print(f"labels     {len(labelled):,} of {len(lines):,} lines: "
-          f"{most_common(row['messages'][-1]['content'] for row in labelled)}\n"
-          f"answers    {retries:,} retries, {len(rejected):,} lines rejected")
+          f"{most_common(row['messages'][-1]['content'] for row in labelled)}")
     if rejected:
-        print(f"notice     {rejected_path} has them: {most_common(row['why'] for row in rejected)}")
+        print(f"notice     {rejected_path} has {len(rejected):,} lines: "
+              f"{most_common(row['why'] for row in rejected)}")
     print(f"done       {output}")
     require(labelled, f"no line has a label; see the raw answers in {rejected_path}")
 

@@ -19,6 +19,7 @@ import ssl
 import threading
 import time
 from concurrent.futures import wait
+from functools import partial
 from typing import NamedTuple
 
 from core import json_files
@@ -171,7 +172,7 @@ def longest_of(config):
     return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
 
 
-def answer_in_chunks(requests, size, tokenizer, flags, limit, complete):
+def answer_in_chunks(size, tokenizer, flags, limit, complete, requests):
     """Yield (request, Answer), in chunks of `size` requests. limit: most tokens of a prompt.
 
     complete(prompts, seeds) gets the ids of prompts, the shortest first, and yields (text,
@@ -201,15 +202,16 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     """`answers` of vLLM on this process's GPUs. name: model folder or hub name.
 
     chunk_size: requests per call of vLLM. options: of vllm.LLM, such as tensor_parallel_size."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
+
+    from core import chat
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
         raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
                         "--base_url")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    require(tokenizer.chat_template, f"--model_name {name}: its tokenizer has no chat template")
+    tokenizer = chat.load_tokenizer(name)
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
 
@@ -221,8 +223,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
             answer = out.outputs[0]
             yield answer.text, answer.finish_reason, len(answer.token_ids)
     limit = llm.llm_engine.model_config.max_model_len - 1   # vLLM refuses longer prompts
-    return lambda requests: answer_in_chunks(requests, chunk_size, tokenizer, draw.template_flags,
-                                             limit, complete)
+    return partial(answer_in_chunks, chunk_size, tokenizer, draw.template_flags, limit, complete)
 
 
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
@@ -262,8 +263,7 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
                 text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
                 yield text, "stop" if ended else "length", len(ids)
     limit = (max_model_len or longest_of(model.config)) - draw.max_tokens
-    return lambda requests: answer_in_chunks(requests, chunk_size, tokenizer, draw.template_flags,
-                                             limit, complete)
+    return partial(answer_in_chunks, chunk_size, tokenizer, draw.template_flags, limit, complete)
 
 
 # ---- On a server: httpx with retries
@@ -275,7 +275,8 @@ NOTICE_S = 10           # seconds between notices of calls that failed
 # the seed, and neutral values of settings that a server would take from generation_config
 NEUTRAL = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # errors in reading an answer
+# errors in reading an answer
+MALFORMED = (UserError, ValueError, LookupError, TypeError, AttributeError)
 
 
 class ServerError(UserError):
@@ -303,12 +304,9 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key),
                     "OPENAI_API_KEY: holds a space, a line feed or a character outside ASCII")
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
-                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-                verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:
-            raise UserError(f"{self.name}, by a proxy of the environment: {one_line(error)}")
+        self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
+            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+            verify=ssl.create_default_context())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -453,8 +451,11 @@ def read_answer(data):
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
+    text = message["content"] or ""
+    if isinstance(text, list):      # of parts
+        text = "".join(part["text"] for part in text)
     # files cannot hold half a character
-    text = json_files.HALF_CHARACTER.sub("\ufffd", message["content"] or "")
+    text = json_files.HALF_CHARACTER.sub("\ufffd", text)
     return Answer(text, reason, usage.get("prompt_tokens") or 0,
                   usage.get("completion_tokens") or 0,
                   bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)

@@ -235,7 +235,7 @@ if args.float8:
     quantized.to_float8(causal_lm.decoder_layers(model.native))
 model.train()
 wrapped = model if sharding else dist.wrap_ddp(model, world)
-new_ends = causal_lm.stop_at(model.native, ends)        # generate stops at trained end tokens
+causal_lm.stop_at(model.native, ends)       # a base model's generation_config may not name them
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               args.adam_beta2)
@@ -315,8 +315,6 @@ eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted 
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
-if new_ends:        # a base model's generation_config may not name them
-    print0(f"note       stop generation at {tokenizer.convert_ids_to_tokens(new_ends)} as well")
 eval_due = stopping = eval_due and validate() is None
 start_step, timer = step, metrics.StepTimer()
 

@@ -1,5 +1,7 @@
 """Answers of the engine transformers equal generate's; labels; addresses and keys of servers. For other engines see
 test_create_data.py."""
+import json
+
 import pytest
 import torch
 
@@ -44,6 +46,16 @@ def test_redirections_are_refused(monkeypatch):
         with pytest.raises(UserError, match="HTTP 307 "):
             teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=first.url)
         assert not second.calls
+
+
+def test_an_answer_may_be_a_list_of_texts():
+    def read(content):
+        body = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+        return teachers.read_answer(json.dumps(body).encode()).text
+    assert read([{"type": "text", "text": "Final "}, {"type": "text", "text": "Answer: fr"}]) == "Final Answer: fr"
+    assert read([]) == read(None) == ""
+    with pytest.raises(teachers.MALFORMED):
+        read([{"type": "text", "text": "fr"}, {"type": "image_url", "image_url": {}}])
 
 
 @pytest.mark.parametrize("url, key, message", [
