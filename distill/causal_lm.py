@@ -82,8 +82,7 @@ def fingerprint_weights(folder):
 def empty_model(config, dtype, folder=None, attention=None):
     """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
-    folder: may hold a generation_config.json. attention: name of a transformers attention function;
-    None: transformers' default. Raises UserError."""
+    folder: may hold a generation_config.json. attention: of transformers' functions. UserError."""
     try:
         with init_empty_weights(include_buffers=False):     # files have no buffers
             model = AutoModelForCausalLM.from_config(
@@ -174,8 +173,7 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: plain or sharded tensor} from weight_parts, reading only its rows.
-    Collective with a world."""
+    """Fill {name: plain or sharded tensor} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
         tensor = tensor.detach()
         if name in parts:

@@ -48,7 +48,7 @@ class Reading(NamedTuple):
 
 def encode_chunk(records, path, reading, problems):
     """Tokenise [(line, record)] into {column of the table: array; "ends": Counter}. Adds a Problem
-    for each unusable record to the list `problems`. Runs in several processes at once."""
+    for each unusable record to `problems`."""
     encoder, limit, prompt = reading[:3]
     encoder.ends, ids, masks, numbers = Counter(), [], [], []
 
@@ -170,9 +170,8 @@ class ChatTable(Dataset):
 
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
-    """Write a table below output_dir on rank 0 and map it on every rank. Deletes an earlier run's.
-    Returns (ChatTable, number of samples in the first file, sorted end ids of trained turns).
-    list_in: output_dir of write_table."""
+    """Write a table below output_dir on rank 0, map it on every rank. Returns (ChatTable, number of
+    samples in the first file, end ids of trained turns). list_in: output_dir of write_table."""
     def build():
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
         folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
@@ -212,8 +211,8 @@ def check_duplicates(path, lines, keys):
 
 
 def split_groups(groups, share, seed):
-    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each.
-    share: of the groups, 0 to 1; 0 holds none out. UserError if there is only one group."""
+    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each; a
+    share of 0 holds none out. UserError."""
     names = np.unique(groups)
     require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
             "--eval_data_file, a smaller --group_size, or --validation_split 0")
@@ -230,11 +229,9 @@ def split_samples(table, n_train, group_size, share, seed):
 
 
 def write_held_out(output_dir, table, train, held_out, prompt=None):
-    """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, for evaluations.
-    Returns {"hash" of the file or "", "trained": number, "prompt": the teacher's} for checkpoints.
-
-    A record has its "id", or its line from 0 if ids are missing. "trained_as" names a sample of
-    `train` with the same question. A line with several samples is written once."""
+    """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, each line once. "id" is
+    the line from 0 if ids are missing; "trained_as" a sample of `train` with the same question.
+    Returns {"hash" of the file or "", "trained": number, "prompt": the teacher's}."""
     facts = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
     if not len(held_out):
         return facts
@@ -282,8 +279,7 @@ def collate_kept(samples):
 
 def collate(samples, pad_to=0, pad_id=0, prompted=False):
     """List of samples -> PackedChats; an empty list gives one padding token without targets.
-    pad_to: pad the flat axis to this many tokens. prompted: True for samples of a prompted table.
-    """
+    pad_to: tokens of the flat axis. prompted: True for samples of a prompted table."""
     if prompted:
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
         other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])

@@ -3,7 +3,6 @@
     python distill/create_data.py --input_file lines.txt --output_file labels.jsonl \
         --model_name Qwen/Qwen3-30B-A3B-Instruct-2507
 
-Only the teacher reads the long prompt; a student trained on the result learns to answer without it.
 An answer without a valid label (teachers.py) is generated again with another seed. Rejected lines
 go to labels.rejected.jsonl, with their answers and the reason. A line of .jsonl is a conversation
 in any form that train_sft.py reads; an answer at its end is replaced.
@@ -56,7 +55,7 @@ def build_parser():
     p.flag("--model_name", None, f"folder, hub name, or name on a server (default: {TEACHER})")
     p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "
            "transformers", choices=("auto", "vllm", "openai", "transformers"))
-    p.flag("--max_model_len", 0, f"most tokens of prompt + answer; 0: {teachers.LONGEST:,} or fewer")
+    p.flag("--max_model_len", 0, f"most tokens of prompt + answer; 0: at most {teachers.LONGEST:,}")
     p.flag("--thinking", "default", "enable_thinking of the chat template; on: reject answers "
            "without a closed thought", choices=("default", "on", "off"))
     # answers
@@ -88,8 +87,6 @@ def check_flags(args, world_size):
     require(args.base_url or not openai, "--engine openai needs --base_url")
     require(args.model_name or not openai,
             "--base_url needs --model_name, the server's name for its model")
-    if openai:
-        teachers.address(args.base_url, "--base_url")
     args.model_name = args.model_name or TEACHER
     for other, names in ENGINE_FLAGS.items():
         for flag in names:
@@ -141,8 +138,7 @@ def split_question(record):
 
 
 def read_input(path, prompt):
-    """Return ([(messages, tools or None)] of lines or conversations, [the same with the teacher's
-    prompt]). An answer at the end of a conversation is left out. Raises UserError."""
+    """Return ([(messages, tools or None)], [the same with the teacher's prompt]). UserError."""
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
     texts = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")

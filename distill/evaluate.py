@@ -180,8 +180,8 @@ def drop_trained(rows, trained_rows):
 
 
 def read_rows(args, run):
-    """Return ([record {"id", "messages", ...}] of questions that were not trained, JSON-able dict about
-    the data). UserError if the run did not hold them out."""
+    """Return ([record {"id", "messages", ...}] of questions that were not trained, JSON-able dict
+    about the data). UserError if the run did not hold them out."""
     if args.eval_data_file:
         path = args.eval_data_file
         rows = [row | {"id": row["line"] - 1} for row in read_chats(path)]
@@ -189,13 +189,13 @@ def read_rows(args, run):
         unseen, n_trained = drop_trained(rows, trained_rows), len(trained_rows)
     else:
         path = run.folder.resolve().parent / HELD_OUT
-        require(run.held_out["hash"], f"--checkpoint {run.folder}: its run held out no questions; give "
-                "--eval_data_file with unseen lines")
+        require(run.held_out["hash"], f"--checkpoint {run.folder}: its run held out no questions; "
+                "give --eval_data_file with unseen lines")
         file_hash = hashlib.sha256(json_files.read_text(path).encode()).hexdigest()
-        require(file_hash == run.held_out["hash"], f"{path}: has changed since {run.folder} was trained; "
-                "rerun the training command, which writes it")
-        rows = read_chats(path)
-        unseen, n_trained = [row for row in rows if "trained_as" not in row], run.held_out["trained"]
+        require(file_hash == run.held_out["hash"], f"{path}: has changed since the run of "
+                f"{run.folder} held it out; rerun the training command, which writes it")
+        rows, n_trained = read_chats(path), run.held_out["trained"]
+        unseen = [row for row in rows if "trained_as" not in row]
     require(unseen, f"{path}: each of its questions was trained")
     return unseen, {"file": str(path), "training_lines": n_trained, "held_out_lines": len(rows),
                     "leaked_lines_left_out": len(rows) - len(unseen),

@@ -248,8 +248,7 @@ class Sampler:
 
     def draw(self, prompts, seeds, limits, ends):
         """[ids] of an answer to each prompt (ids), including its end; at most limits[i] tokens."""
-        # samples from the plain softmax, whatever the model's generation_config says; only `ends`
-        # end an answer
+        # the plain softmax, whatever the model's generation_config says; only `ends` end an answer
         settings = {**NEUTRAL, "model": self.name, "temperature": 1.0, "top_p": 1.0,
                     "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                     "ignore_eos": True, "skip_special_tokens": False}
@@ -277,7 +276,6 @@ class Keeper:
     and student read the same tokens. The order is a function of seed and step."""
 
     def __init__(self, args, world, table, model):
-        """table: ChatTable. model: the wrapped module."""
         self.args, self.world, self.model, self.table = args, world, model, table
         self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)

@@ -1,9 +1,9 @@
 """transformers' causal language models on packed batches: attention inside each document, loss in
 chunks of rows.
 
-transformers' forward runs on one flat axis of all conversations, with another attention function;
-check_model refuses models that cannot be packed. The head reads only rows that predict a trained
-token, in chunks, inside the wrapped forward, so FSDP2 gathers its weight once.
+transformers' forward runs on one flat axis of all conversations, with another attention function.
+The head reads only rows that predict a trained token, in chunks, inside the wrapped forward, so
+FSDP2 gathers its weight once.
 """
 import math
 from typing import NamedTuple
@@ -61,11 +61,11 @@ def check_model(model):
 
 class Sums(NamedTuple):
     """Sums over a batch: 0-d fp32 tensors."""
-    loss: object                # the trained loss
-    right: object               # targets that were the likeliest token
-    targets: object             # trained tokens
-    ce: object = None           # with a teacher: cross-entropies of all targets
-    divergence: object = None   # from the teacher, of all targets
+    loss: torch.Tensor                  # the trained loss
+    right: torch.Tensor                 # targets that were the likeliest token
+    targets: torch.Tensor               # trained tokens
+    ce: torch.Tensor = None             # with a teacher: cross-entropies of all targets
+    divergence: torch.Tensor = None     # from the teacher, of all targets
 
     def stack(self):
         """(3,) or (5,) fp32 of the sums that are set, without gradients, for the log."""
@@ -133,10 +133,8 @@ class PackedLM(nn.Module):
 
 def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
-    UserError if the folder holds other weights, or the architecture cannot be packed.
-
-    lora: None, or (rank, alpha, dropout, targets, base name) for adapters.add_lora; then only
-    adapters are trained. recompute, prompted: see PackedLM. four_bits: frozen layers in NF4."""
+    UserError. lora: None, or arguments of adapters.add_lora; then only adapters are trained.
+    recompute, prompted: see PackedLM. four_bits: frozen layers in NF4."""
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder,
                                          kernels.packed_documents())
     check_model(native)

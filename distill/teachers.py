@@ -45,7 +45,6 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer of the teacher."""
     text: str                   # with thoughts, unless the engine removes them
     finish_reason: str          # stop, length (cut off), too_long (prompt), unanswered (text: why)
     prompt_tokens: int = 0
@@ -55,7 +54,6 @@ class Answer(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """Sampling settings of answers."""
     max_tokens: int             # most tokens of an answer, including thoughts
     temperature: float = 0.0    # 0: greedy
     top_p: float = 1.0          # sample from the likeliest tokens of this total probability
@@ -69,8 +67,7 @@ class Sampling(NamedTuple):
 
 
 def open_teacher(engine, name, draw, **options):
-    """Open an engine's model; returns its `answers` function. draw: Sampling. options: those of
-    open_vllm, open_server or open_transformers. Raises UserError."""
+    """`answers` of an engine's model. draw: Sampling. options: of its open_... UserError."""
     return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
         name, draw, **options)
 
@@ -97,8 +94,7 @@ def read_prompt(path, role="user"):
 
 
 def add_prompt(prompt, messages):
-    """Messages with the teacher's Prompt; it goes before the text of an existing system message.
-    Raises ValueError."""
+    """Messages with the teacher's Prompt, before the text of a system message. ValueError."""
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -119,7 +115,6 @@ def add_prompt(prompt, messages):
 
 
 class Parser(NamedTuple):
-    """Conditions for a label."""
     line: re.Pattern | None         # form of its line; None: the whole answer is the label
     labels: tuple | None = None     # allowed labels; None: any
     lower: bool = False             # convert the label to lower case
@@ -199,9 +194,7 @@ def answer_in_chunks(size, tokenizer, flags, limit, complete, requests):
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
-    """`answers` of vLLM on this process's GPUs. name: model folder or hub name.
-
-    chunk_size: requests per call of vLLM. options: of vllm.LLM, such as tensor_parallel_size."""
+    """`answers` of vLLM on this process's GPUs. chunk_size: requests per call. options: of LLM."""
     from transformers import AutoConfig
 
     from core import chat
@@ -241,9 +234,8 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
 
 
 def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_size=1024):
-    """`answers` of a loaded causal LM of transformers, with or without adapters.
-
-    Requests are sorted by length in chunks of chunk_size, then answered batch_size at a time."""
+    """`answers` of a loaded causal LM, with or without adapters. Requests are sorted by length in
+    chunks of chunk_size, then answered batch_size at a time."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     from distill.causal_lm import end_ids
@@ -280,8 +272,7 @@ MALFORMED = (UserError, ValueError, LookupError, TypeError, AttributeError)
 
 
 class ServerError(UserError):
-    """A failed call. why: the reason without the address. status: of HTTP; 0 if there was no answer
-    or a malformed one."""
+    """A failed call. why: the reason without the address. status: of HTTP; 0: no usable answer."""
 
     def __init__(self, where, why, status=0):
         super().__init__(f"{where}: {why}")
@@ -391,10 +382,8 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
 
 
 async def ask_server(server, name, draw, refused, request):
-    """Answer to one request. If the server refuses this line or is too slow, finish_reason is
-    "unanswered". Raises UserError if the server is gone or would refuse every line.
-
-    refused: names of fields that the server does not accept, collected over all requests."""
+    """Answer to one request; "unanswered" if the server refuses this line or is too slow. UserError
+    if it is gone or would refuse every line. refused: collects fields that it does not accept."""
     optional = {*NEUTRAL} - ({"top_k"} if draw.top_k else set())    # the rest is the user's wish
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"

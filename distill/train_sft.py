@@ -61,7 +61,7 @@ flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_polic
 flag("--base_url", None, "vLLM server that generates --on_policy answers")
 flag("--request_timeout", 240.0, "seconds per request; a step retries for twice as long")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; the rest as one", metavar="K")
-flag("--distill_weight", None, "weight of the divergence in the loss (default: 1)", type=float)
+flag("--distill_weight", 1.0, "weight of the divergence in the loss; the rest is cross-entropy")
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, added every 4 steps (--keep_every)")
 flag("--keep_every", 4, SUPPRESS)
