@@ -26,7 +26,6 @@ from core.problems import Problems, problem
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together
 HELD_OUT = "held_out.jsonl"
-TABLE = r"table-[0-9a-f]{8}"
 # ids of create_data.py: digest of the input file x IDS_PER_FILE + line number; below JSON's 2**53
 IDS_PER_FILE = 2**28
 # columns of a table and their types
@@ -173,7 +172,8 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
     """Write a table below output_dir on rank 0, map it on every rank. Returns (ChatTable, number of
     samples in the first file, end ids of trained turns). list_in: output_dir of write_table."""
     def build():
-        checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
+        # a running job keeps its mapped files
+        checkpoint.remove_named(output_dir, r"table-[0-9a-f]{8}")
         folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
         samples, dropped = write_table(folder, paths, reading, list_in)
         if dropped:

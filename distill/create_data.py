@@ -85,8 +85,7 @@ def check_flags(args, world_size):
         args.engine = "openai" if args.base_url else "vllm" if vllm else "transformers"
     openai = args.engine == "openai"
     require(args.base_url or not openai, "--engine openai needs --base_url")
-    require(args.model_name or not openai,
-            "--base_url needs --model_name, the server's name for its model")
+    require(args.model_name or not openai, "--base_url needs --model_name, its name on the server")
     args.model_name = args.model_name or TEACHER
     for other, names in ENGINE_FLAGS.items():
         for flag in names:
@@ -242,8 +241,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
                 why = ""
             record["answers"].append({"text": answer.text, "why": why,
                                       "finish_reason": answer.finish_reason})
-            count.update({"answers": 1, "in": answer.prompt_tokens,
-                          "out": answer.completion_tokens})
+            count["answers"] += 1
             if answer.finish_reason == "unanswered":
                 refused.append(number)
                 in_a_row += 1
@@ -266,8 +264,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
 def log_line(count, total, seconds):
     done, left = count["lines"], (total - count["lines"]) * seconds / max(count["lines"], 1)
     return (f"lines {done:>7,}/{total:,} | rejected {done - count['labelled']:,} | "
-            f"{count['answers']:,} answers | in {count['in'] / seconds:,.0f} tok/s | "
-            f"out {count['out'] / seconds:,.0f} tok/s | eta {left:,.0f} s")
+            f"{count['answers']:,} answers | eta {left:,.0f} s")
 
 
 # ---- Results

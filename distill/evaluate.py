@@ -8,11 +8,10 @@ its teacher, "control" a student that was trained on other answers. All answer t
 OUTPUT_DIR/held_out.jsonl greedily, in the student's training format.
 
     kl, nll         KL(teacher, column) and negative log-likelihood per token of held-out answers
-    accuracy        share of answers with the data's label, which is the teacher's or, with
-                    --eval_data_file, may be the truth
+    accuracy        share of answers with the data's label
     follows         share of answers that match --follows
     exact           share equal to the teacher's answer (the data's, without a teacher)
-    unrelated kl    --unrelated: KL(base, column) on other chats that the base answered
+    unrelated kl    KL(base, column) on --unrelated
 "closed" is the fraction of the gap from base to teacher that a student closed.
 """
 import re
@@ -119,7 +118,7 @@ def open_run(args, name):
     base, teacher = causal_lm.find_model(args.model_path or flags.model_path), None
     require(causal_lm.fingerprint_weights(base) == trained_from,
             f"--checkpoint {name}: was not trained from {base} but from other weights "
-            f"({flags.model_path} then); give that model with --model_path")
+            f"({flags.model_path} then); give --model_path")
     if flags.teacher_path and flags.teacher_path != flags.model_path:
         teacher = causal_lm.find_model(flags.teacher_path, "--teacher_path")
     return Run(folder, held_out, flags, base, teacher, chat.load_tokenizer(folder))
@@ -224,12 +223,10 @@ def encode(run, rows, path, prompt=None, turns=None):
 def teacher_prompt(args, run):
     """The teachers.Prompt of the run's teacher or of --prompt_file; None without a teacher."""
     if learned := run.flags.prompt_file or run.flags.teacher_path:
-        require(not args.prompt_file, f"--prompt_file {args.prompt_file}: {run.folder} learned "
-                                      f"{learned}; drop the flag")
+        require(not args.prompt_file, f"--prompt_file: {run.folder} learned {learned}; drop it")
         # as the run read it: the file may have changed
         return teachers.Prompt(*run.held_out["prompt"])
-    require(args.prompt_file or not args.min_closed,
-            "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
+    require(args.prompt_file or not args.min_closed, "--min_closed needs a teacher: --prompt_file")
     return args.prompt_file and teachers.read_prompt(args.prompt_file, args.prompt_role)
 
 

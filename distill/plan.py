@@ -64,8 +64,8 @@ def choose(args, world, ranks, model, lengths, targets, kept=None):
 
 
 def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
-    """Print the plan of a run; UserError if GPU or disk are too small. split: sample numbers to train
-    and to validate. lines: about steps, intervals, start. left: remaining steps."""
+    """Print the plan of a run; UserError if GPU or disk are too small. split: numbers of samples to
+    train and to validate. lines: about steps, intervals, start. left: remaining steps."""
     needed = memory(model, plans.setup_of(args, ranks), table.lengths[split[0]],
                     table.targets[split[0]], order, kept)
     plans.print_plan(args, needed, model.native, [

@@ -1,13 +1,9 @@
 """Teachers that answer conversations, the prompt that only the teacher reads, and labels.
 
 `answers = open_teacher(...)` returns a function that takes an iterable of Requests and yields
-(Request, Answer) in any order. Engines:
-
-vllm           runs in this process, with prefix caching
-openai         any server with OpenAI's /chat/completions; sends many requests at once
-transformers   generate() of transformers; slow, but runs anywhere
-
-Each request has a seed, so up to rounding an answer does not depend on the other requests.
+(Request, Answer) in any order. The engines are vllm, openai (any server with OpenAI's
+/chat/completions) and transformers. Each request has a seed, so up to rounding an answer does not
+depend on the other requests.
 """
 import asyncio
 import itertools
@@ -103,8 +99,7 @@ def add_prompt(prompt, messages):
             return [first | {"content": f"{prompt.before}\n\n{first['content']}"}, *rest]
         return [{"role": "system", "content": prompt.before}, *messages]
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError("has no user message before its last answer, which --prompt_role user "
-                         "needs")
+        raise ValueError("has no user message before its last answer, for --prompt_role user")
     text = prompt.before + messages[-1]["content"] + prompt.after
     return [*messages[:-1], messages[-1] | {"content": text}]
 
@@ -201,8 +196,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
-        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
-                        "--base_url")
+        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     tokenizer = chat.load_tokenizer(name)
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,

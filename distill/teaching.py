@@ -84,8 +84,7 @@ def open_teacher_inputs(args, config, tokenizer):
     require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have "
             f"{tokens:,} tokens; give a smaller number, or 0 for all of them")
     require(not args.on_policy or config.vocab_size <= teacher_config.vocab_size,
-            f"--on_policy: the student may generate {config.vocab_size:,} ids, but its teacher "
-            f"reads {teacher_config.vocab_size:,}")
+            f"--on_policy: the student may generate ids above the teacher's {tokens:,}")
     return prompt, encoder, min(config, teacher_config, key=causal_lm.positions)
 
 
