@@ -435,8 +435,8 @@ def read_answer(data):
     # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
     text = message["content"] or ""
-    if isinstance(text, list):      # of parts
-        text = "".join(part["text"] for part in text)
+    if isinstance(text, list):      # of texts
+        text = "".join(each["text"] for each in text)
     # files cannot hold half a character
     text = json_files.HALF_CHARACTER.sub("\ufffd", text)
     return Answer(text, reason, usage.get("prompt_tokens") or 0,

@@ -60,7 +60,7 @@ def check_same(tokenizer, teacher_tokenizer, rows, name):
     differing = {i for _, i in tokenizer.get_vocab().items() ^ teacher_tokenizer.get_vocab().items()
                  if i < rows}
     require(not differing, f"--teacher_path {name}: has another vocabulary than --model_path "
-            f"({len(differing)} ids differ); learn its answers, from distill/create_data.py")
+            f"({len(differing)} ids differ), so learn its answers: distill/create_data.py")
 
 
 def open_teacher_inputs(args, config, tokenizer):
