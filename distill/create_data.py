@@ -123,19 +123,6 @@ from distill.chat_data import IDS_PER_FILE
 # ---- Requests
 
 
-def split_question(record):
-    """(messages up to the last question, tools or None, True if it had an answer). ValueError."""
-    record = chat.normalize_record(record, answered=False)
-    messages = record["messages"]
-    answered = messages[-1]["role"] == "assistant"
-    if answered:
-        messages = messages[:-1]
-    if (not messages or messages[-1]["role"] not in ("user", "tool")
-            or not chat.question(messages).strip()):
-        raise ValueError("has no user message with text before the answer that is asked for")
-    return messages, record.get("tools") or None, answered
-
-
 def read_input(path, prompt):
     """Return ([(messages, tools or None)], [the same with the teacher's prompt]). UserError."""
     lines, asked, answered = [], [], 0
@@ -150,12 +137,18 @@ def read_input(path, prompt):
                 record = json_files.loads(text)
             if not isinstance(record, dict):
                 raise ValueError("is not a JSON object")
-            messages, tools, had_answer = split_question(record)
+            record = chat.normalize_record(record, answered=False)
+            messages, tools = record["messages"], record.get("tools") or None
+            if messages[-1]["role"] == "assistant":
+                answered += 1
+                messages = messages[:-1]
+            if (not messages or messages[-1]["role"] not in ("user", "tool")
+                    or not chat.question(messages).strip()):
+                raise ValueError("has no user message with text before the answer asked for")
             asked.append((teachers.add_prompt(prompt, messages), tools))
         except ValueError as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")
         lines.append((messages, tools))
-        answered += had_answer
     if answered:
         print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
     return lines, asked

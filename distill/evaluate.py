@@ -272,8 +272,7 @@ def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
 
 
 def ask_column(args, column, ends, thinking, rows, prompt=None):
-    """[Answer] of a Column to each row, greedy. ends: end ids of trained answers. thinking: of
-    THINKING. prompt: the teacher's, or None."""
+    """[Answer] of a Column to each row, greedy. ends: end ids of trained answers."""
     requests = []
     for number, row in enumerate(rows):
         messages = row["messages"][:-1]
@@ -346,8 +345,7 @@ def verdict_clauses(measures, closed, n):
 
 
 def write_report(args, rows, data, answers, measures, closed, goal):
-    """Write evaluation.json and evaluation.txt, and print the latter. answers: {column: [Answer]}.
-    Others: as in read_rows and closed_gaps."""
+    """Write evaluation.json and evaluation.txt, print the latter. answers: {column: [Answer]}."""
     clauses = verdict_clauses(measures, closed, len(rows))
     figures = {f"{name}: {measure}": value for name, row in measures.items()
                for measure, value in row.items()}
@@ -415,8 +413,6 @@ def main(argv=None):
         unrelated, _ = encode(run, unseen, args.unrelated, turns="last")
         require(unrelated, f"--unrelated {args.unrelated}: --keep trained each of its questions")
     checkpoint.claim_output(args.output_dir)
-    print(f"data       {data['training_lines']:,} trained, {len(rows):,} to judge "
-          f"({data['file']}), on {device}")
 
     # models
     columns = open_columns(run, prompt, device, dtype)

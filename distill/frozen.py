@@ -81,8 +81,7 @@ def fingerprint(args, table):
 
 
 def known_tokens(logprobs, k, token):
-    """[(id, log-probability)] of the k likeliest tokens in one position's prompt_logprobs, which
-    must include `token`, the one that was sent. Raises teachers.MALFORMED."""
+    """[(id, log-probability)] of the k likeliest tokens in one position's prompt_logprobs."""
     ranked = sorted((value["rank"], int(name), value["logprob"])
                     for name, value in logprobs.items())
     require(str(token) in logprobs, f"has no log-probability of token {token}, which was sent")
@@ -263,8 +262,7 @@ class Sampler:
             return await self.server.call("/completions", {
                 **settings, "prompt": [int(token) for token in prompts[i]],
                 "max_tokens": limits[i], "seed": seeds[i]}, read, deadline)
-        answers = dict(self.server.run_all(ask, range(len(prompts))))
-        return [answers[i] for i in range(len(prompts))]
+        return [ids for _, ids in sorted(self.server.run_all(ask, range(len(prompts))))]
 
 
 # ---- --keep: chats on which the student must stay close to the base

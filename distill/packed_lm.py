@@ -106,8 +106,7 @@ class PackedLM(nn.Module):
         return Sums(loss, right, targets, *parts)      # parts: cross-entropy, divergence
 
     def rows(self, batch):
-        """(((R, H) inputs of the head at positions that predict a trained token,), (weight, bias)
-        of the head)."""
+        """(((R, H) inputs of the head that predict the targets,), (weight, bias) of the head)."""
         embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         bounds, longest = batch.cu_seqlens, batch.longest
         hidden = self.native.base_model(

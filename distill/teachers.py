@@ -315,9 +315,8 @@ class Server:
                 future.cancel()
 
     async def fetch(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
-        """Return read(bytes) of a GET, or of a POST if there is a body. A redirection is a
-        ServerError, since the other address must not get the key. end: deadline by
-        time.monotonic(). hint: added to the message if the server refuses."""
+        """read(bytes) of a GET, or of a POST with a body. A redirection is a ServerError: the other
+        address must not get the key. end: deadline. hint: what to say if the server refuses."""
         def fail(why, status=0):
             raise ServerError(self.name + path, why + hint * (status >= 400), status)
         seconds = max(0.01, min(self.timeout, end - time.monotonic()))
@@ -365,11 +364,8 @@ def address(base_url, flag):
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     """`answers` of a server that serves the model as `name`. Others: flags of create_data.py."""
     server, refused = Server(base_url, request_timeout), set()
-    try:
-        models = server.wait(server.fetch("/models", read=lambda data: [
-            model["id"] for model in json_files.loads(data)["data"]]))
-    except ServerError as error:
-        raise UserError(f"{server.name}: {error.why}; start it, or correct its address (.../v1)")
+    models = server.wait(server.fetch("/models", read=lambda data: [
+        model["id"] for model in json_files.loads(data)["data"]]))
     require(name in models, f"--model_name {name}: the server has {', '.join(map(str, models))}")
     return lambda requests: server.run_all(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
