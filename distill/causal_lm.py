@@ -33,8 +33,8 @@ def half_dtype(args):
 def find_model(name, flag="--model_path"):
     """Local folder of a model given as a path or hub name; downloads the latter. UserError."""
     folder = tensor_io.find_folder(name, flag)
-    require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json; give the "
-            "folder of a whole model: an adapter's base, or a checkpoint of a run")
+    require((folder / "config.json").is_file(),
+            f"{flag} {name}: has no config.json; give the folder of a whole model")
     return folder
 
 
@@ -82,8 +82,7 @@ def fingerprint_weights(folder):
 def empty_model(config, dtype, folder=None, attention=None):
     """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
-    folder: may hold a generation_config.json. attention: name of a transformers attention function;
-    None: transformers' default. Raises UserError."""
+    folder: may hold a generation_config.json. attention: of transformers' functions. UserError."""
     try:
         with init_empty_weights(include_buffers=False):     # files have no buffers
             model = AutoModelForCausalLM.from_config(
@@ -173,8 +172,7 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: plain or sharded tensor} from weight_parts, reading only its rows.
-    Collective with a world."""
+    """Fill {name: plain or sharded tensor} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
         tensor = tensor.detach()
         if name in parts:
@@ -205,7 +203,6 @@ def end_ids(model):
 
 
 def stop_at(model, ends):
-    """Add `ends` to the tokens that stop generate; returns those that were missing."""
+    """Add `ends` to the tokens that stop generate."""
     if new := [int(token) for token in ends if token not in end_ids(model)]:
         model.generation_config.eos_token_id = [*end_ids(model), *new]
-    return new

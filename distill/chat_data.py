@@ -5,7 +5,6 @@ Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are 
 import hashlib
 import itertools
 import json
-import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from core.problems import Problems, problem
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together
 HELD_OUT = "held_out.jsonl"
-TABLE = r"table-[0-9a-f]{8}"
 # ids of create_data.py: digest of the input file x IDS_PER_FILE + line number; below JSON's 2**53
 IDS_PER_FILE = 2**28
 # columns of a table and their types
@@ -49,7 +47,7 @@ class Reading(NamedTuple):
 
 def encode_chunk(records, path, reading, problems):
     """Tokenise [(line, record)] into {column of the table: array; "ends": Counter}. Adds a Problem
-    for each unusable record to the list `problems`. Runs in several processes at once."""
+    for each unusable record to `problems`."""
     encoder, limit, prompt = reading[:3]
     encoder.ends, ids, masks, numbers = Counter(), [], [], []
 
@@ -171,15 +169,15 @@ class ChatTable(Dataset):
 
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
-    """Write a table below output_dir on rank 0 and map it on every rank. Deletes an earlier run's.
-    Returns (ChatTable, number of samples in the first file, sorted end ids of trained turns).
-    list_in: output_dir of write_table."""
+    """Write a table below output_dir on rank 0, map it on every rank. Returns (ChatTable, number of
+    samples in the first file, end ids of trained turns). list_in: output_dir of write_table."""
     def build():
-        checkpoint.remove_named(output_dir, TABLE)       # a running job keeps its mapped files
-        folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
+        # a running job keeps its mapped files
+        checkpoint.remove_named(output_dir, r"table-[0-9a-f]{8}")
+        folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
         samples, dropped = write_table(folder, paths, reading, list_in)
-        print(f"data       read in {time.monotonic() - start:.1f} s"
-              + f"\ndata       dropped: {dropped}" * bool(dropped), flush=True)
+        if dropped:
+            print(f"data       dropped: {dropped}", flush=True)
         return folder, samples[0], sorted(reading.encoder.ends)
 
     folder, n_train, ends = dist.rank0(world, build)
@@ -213,8 +211,8 @@ def check_duplicates(path, lines, keys):
 
 
 def split_groups(groups, share, seed):
-    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each.
-    share: of the groups, 0 to 1; 0 holds none out. UserError if there is only one group."""
+    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each; a
+    share of 0 holds none out. UserError."""
     names = np.unique(groups)
     require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
             "--eval_data_file, a smaller --group_size, or --validation_split 0")
@@ -231,11 +229,9 @@ def split_samples(table, n_train, group_size, share, seed):
 
 
 def write_held_out(output_dir, table, train, held_out, prompt=None):
-    """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, for evaluations.
-    Returns {"hash" of the file or "", "trained": number, "prompt": the teacher's} for checkpoints.
-
-    A record has its "id", or its line from 0 if ids are missing. "trained_as" names a sample of
-    `train` with the same question. A line with several samples is written once."""
+    """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, each line once. "id" is
+    the line from 0 if ids are missing; "trained_as" a sample of `train` with the same question.
+    Returns {"hash" of the file or "", "trained": number, "prompt": the teacher's}."""
     facts = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
     if not len(held_out):
         return facts
@@ -283,8 +279,7 @@ def collate_kept(samples):
 
 def collate(samples, pad_to=0, pad_id=0, prompted=False):
     """List of samples -> PackedChats; an empty list gives one padding token without targets.
-    pad_to: pad the flat axis to this many tokens. prompted: True for samples of a prompted table.
-    """
+    pad_to: tokens of the flat axis. prompted: True for samples of a prompted table."""
     if prompted:
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
         other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])

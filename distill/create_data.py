@@ -3,7 +3,6 @@
     python distill/create_data.py --input_file lines.txt --output_file labels.jsonl \
         --model_name Qwen/Qwen3-30B-A3B-Instruct-2507
 
-Only the teacher reads the long prompt; a student trained on the result learns to answer without it.
 An answer without a valid label (teachers.py) is generated again with another seed. Rejected lines
 go to labels.rejected.jsonl, with their answers and the reason. A line of .jsonl is a conversation
 in any form that train_sft.py reads; an answer at its end is replaced.
@@ -45,10 +44,9 @@ def build_parser():
     p.flag("--output_file", "./data/prompt_distillation_lang.jsonl",
            "chat JSONL to write, next to .rejected.jsonl")
     p.flag("--prompt_file", str(PROMPT), f"prompt; role user: contains {teachers.PLACE} once")
-    p.flag("--prompt_role", "user", "where to put it: around the last user message, or in a system "
-           "message", choices=("user", "system"))
-    p.flag("--parser", "language", "form of a label: the language line, --pattern, or the whole "
-           "answer, for free-form answers", choices=PARSERS)
+    p.flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
+    p.flag("--parser", "language", "label: language line, --pattern, or whole answer",
+           choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, with the label as group")
     p.flag("--labels", None, "allowed labels, comma between them (default: any, or 13 languages)")
     p.flag("--shard", "0/1", "I/N: only lines with 0-based number modulo N equal to I")
@@ -57,8 +55,7 @@ def build_parser():
     p.flag("--model_name", None, f"folder, hub name, or name on a server (default: {TEACHER})")
     p.flag("--engine", "auto", "auto: openai with --base_url, else vllm if installed, else "
            "transformers", choices=("auto", "vllm", "openai", "transformers"))
-    p.flag("--max_model_len", 0, f"most tokens of prompt + answer; 0: {teachers.LONGEST:,}, or the "
-           "model's positions if they are fewer")
+    p.flag("--max_model_len", 0, f"most tokens of prompt + answer; 0: at most {teachers.LONGEST:,}")
     p.flag("--thinking", "default", "enable_thinking of the chat template; on: reject answers "
            "without a closed thought", choices=("default", "on", "off"))
     # answers
@@ -77,8 +74,7 @@ def build_parser():
     p.switch("--enforce_eager", "vllm: no compilation, no CUDA graphs: starts sooner")
     p.flag("--base_url", None, "openai: http://localhost:8000/v1; the key is in OPENAI_API_KEY")
     p.flag("--concurrency", 64, "openai: concurrent requests")
-    p.flag("--request_timeout", 600.0, "openai: most seconds of a request; failed ones are retried "
-           "for twice as long, then the line is rejected")
+    p.flag("--request_timeout", 600.0, "openai: seconds per request; retried for twice as long")
     return p
 
 
@@ -89,10 +85,7 @@ def check_flags(args, world_size):
         args.engine = "openai" if args.base_url else "vllm" if vllm else "transformers"
     openai = args.engine == "openai"
     require(args.base_url or not openai, "--engine openai needs --base_url")
-    require(args.model_name or not openai,
-            "--base_url needs --model_name, the server's name for its model")
-    if openai:
-        teachers.address(args.base_url, "--base_url")
+    require(args.model_name or not openai, "--base_url needs --model_name, its name on the server")
     args.model_name = args.model_name or TEACHER
     for other, names in ENGINE_FLAGS.items():
         for flag in names:
@@ -130,22 +123,8 @@ from distill.chat_data import IDS_PER_FILE
 # ---- Requests
 
 
-def split_question(record):
-    """(messages up to the last question, tools or None, True if it had an answer). ValueError."""
-    record = chat.normalize_record(record, answered=False)
-    messages = record["messages"]
-    answered = messages[-1]["role"] == "assistant"
-    if answered:
-        messages = messages[:-1]
-    if (not messages or messages[-1]["role"] not in ("user", "tool")
-            or not chat.question(messages).strip()):
-        raise ValueError("has no user message with text before the answer that is asked for")
-    return messages, record.get("tools") or None, answered
-
-
 def read_input(path, prompt):
-    """Return ([(messages, tools or None)] of lines or conversations, [the same with the teacher's
-    prompt]). An answer at the end of a conversation is left out. Raises UserError."""
+    """Return ([(messages, tools or None)], [the same with the teacher's prompt]). UserError."""
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
     texts = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
@@ -158,12 +137,18 @@ def read_input(path, prompt):
                 record = json_files.loads(text)
             if not isinstance(record, dict):
                 raise ValueError("is not a JSON object")
-            messages, tools, had_answer = split_question(record)
+            record = chat.normalize_record(record, answered=False)
+            messages, tools = record["messages"], record.get("tools") or None
+            if messages[-1]["role"] == "assistant":
+                answered += 1
+                messages = messages[:-1]
+            if (not messages or messages[-1]["role"] not in ("user", "tool")
+                    or not chat.question(messages).strip()):
+                raise ValueError("has no user message with text before the answer asked for")
             asked.append((teachers.add_prompt(prompt, messages), tools))
         except ValueError as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")
         lines.append((messages, tools))
-        answered += had_answer
     if answered:
         print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
     return lines, asked
@@ -175,15 +160,6 @@ def digest(value):
 
 
 # ---- Journals of finished lines, one per shard: {"header": ...}, then one record per line
-
-
-def write_record(journal, header, record):
-    """Append a record to a journal, so that it survives a kill of this process. The first one
-    brings the header: before it, nothing depends on these settings."""
-    rows = [record] if Path(journal.name).stat().st_size else [{"header": header}, record]
-    with dist.error_names_file(journal.name):
-        journal.write("".join(f"{chat.to_json(row)}\n" for row in rows).encode())
-        journal.flush()
 
 
 def read_journals(folder, header):
@@ -236,7 +212,11 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
     def finish(number):
         record = records.pop(number)
         count.update({"lines": 1, "labelled": record["label"] is not None})
-        write_record(journal, header, record)
+        # the first record brings the header: before it, nothing depends on these settings
+        rows = [record] if Path(journal.name).stat().st_size else [{"header": header}, record]
+        with dist.error_names_file(journal.name):
+            journal.write("".join(f"{chat.to_json(row)}\n" for row in rows).encode())
+            journal.flush()
 
     def require_answers(limit):
         require(in_a_row < limit, f"the server answered none of {in_a_row} lines in a row ({why}); "
@@ -254,8 +234,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
                 why = ""
             record["answers"].append({"text": answer.text, "why": why,
                                       "finish_reason": answer.finish_reason})
-            count.update({"answers": 1, "in": answer.prompt_tokens,
-                          "out": answer.completion_tokens})
+            count["answers"] += 1
             if answer.finish_reason == "unanswered":
                 refused.append(number)
                 in_a_row += 1
@@ -278,16 +257,15 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
 def log_line(count, total, seconds):
     done, left = count["lines"], (total - count["lines"]) * seconds / max(count["lines"], 1)
     return (f"lines {done:>7,}/{total:,} | rejected {done - count['labelled']:,} | "
-            f"{count['answers']:,} answers | in {count['in'] / seconds:,.0f} tok/s | "
-            f"out {count['out'] / seconds:,.0f} tok/s | eta {left:,.0f} s")
+            f"{count['answers']:,} answers | eta {left:,.0f} s")
 
 
 # ---- Results
 
 
 def write_results(output, lines, records):
-    """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file, and
-    print a summary. UserError if no line has a label."""
+    """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file.
+    UserError if no line has a label."""
     labelled, rejected = [], []
     # id of line 0: digest of the input x IDS_PER_FILE, so different inputs have different ids
     first = int(digest(lines)[:6], 16) * IDS_PER_FILE
@@ -305,12 +283,11 @@ def write_results(output, lines, records):
     rejected_path = output.with_suffix(".rejected.jsonl")
     for path, rows in ((rejected_path, rejected), (output, labelled)):
         checkpoint.write_text(path, "".join(chat.to_json(row) + "\n" for row in rows))
-    retries = sum(len(record["answers"]) for record in records.values()) - len(lines)
     print(f"labels     {len(labelled):,} of {len(lines):,} lines: "
-          f"{most_common(row['messages'][-1]['content'] for row in labelled)}\n"
-          f"answers    {retries:,} retries, {len(rejected):,} lines rejected")
+          f"{most_common(row['messages'][-1]['content'] for row in labelled)}")
     if rejected:
-        print(f"notice     {rejected_path} has them: {most_common(row['why'] for row in rejected)}")
+        print(f"notice     {rejected_path} has {len(rejected):,} lines: "
+              f"{most_common(row['why'] for row in rejected)}")
     print(f"done       {output}")
     require(labelled, f"no line has a label; see the raw answers in {rejected_path}")
 

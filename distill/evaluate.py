@@ -4,16 +4,14 @@ r"""Evaluate a student of train_sft.py on unseen questions: what has it learned 
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
 
 Columns: "base" is the model before training, "student" the checkpoint, "base + prompt" or "teacher"
-its teacher. "control" is a student that was trained on other answers, so it should not close the
-gap. All answer the questions in OUTPUT_DIR/held_out.jsonl greedily, in the student's training
-format. Questions that were also trained are left out. The checkpoint holds the file's hash.
+its teacher, "control" a student that was trained on other answers. All answer the questions in
+OUTPUT_DIR/held_out.jsonl greedily, in the student's training format.
 
     kl, nll         KL(teacher, column) and negative log-likelihood per token of held-out answers
-    accuracy        share of answers with the data's label, which is the teacher's or, with
-                    --eval_data_file, may be the truth
+    accuracy        share of answers with the data's label
     follows         share of answers that match --follows
     exact           share equal to the teacher's answer (the data's, without a teacher)
-    unrelated kl    --unrelated: KL(base, column) on other chats that the base answered
+    unrelated kl    KL(base, column) on --unrelated
 "closed" is the fraction of the gap from base to teacher that a student closed.
 """
 import re
@@ -33,8 +31,6 @@ TOPIC = "{topic}"           # in --follows: replaced by the topic of the questio
 # measures and their names in the verdict: of gaps that a student closes, and of shares
 GAPS = {"kl": "divergence", "follows": "following"}
 SHARES = {"accuracy": "accuracy", "follows": "following", "exact": "word for word"}
-RUN_FLAGS = ("train_data_file drop_bad enable_thinking train_turns max_length "
-             "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
 
 
 def build_parser():
@@ -103,8 +99,8 @@ from distill.losses import chunked_loss
 class Run(NamedTuple):
     """A checkpoint of train_sft.py."""
     folder: Path
-    meta: dict                  # its state
-    flags: argparse.Namespace   # RUN_FLAGS of the training command
+    held_out: dict              # of chat_data.write_held_out
+    flags: argparse.Namespace   # of the training command
     base: Path                  # folder
     teacher: Path               # folder of another model that taught, or None
     tokenizer: object
@@ -115,17 +111,17 @@ def open_run(args, name):
     folder = Path(name)
     try:
         meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
-        flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
-        trained_from = meta["identity"]["base model"]
+        flags = argparse.Namespace(**meta["args"])
+        trained_from, held_out = meta["identity"]["base model"], meta["held_out"]
     except (KeyError, TypeError, UserError) as error:
         raise UserError(f"--checkpoint {name}: is not a checkpoint of train_sft.py ({error!r})")
     base, teacher = causal_lm.find_model(args.model_path or flags.model_path), None
     require(causal_lm.fingerprint_weights(base) == trained_from,
             f"--checkpoint {name}: was not trained from {base} but from other weights "
-            f"({flags.model_path} then); give that model with --model_path")
+            f"({flags.model_path} then); give --model_path")
     if flags.teacher_path and flags.teacher_path != flags.model_path:
         teacher = causal_lm.find_model(flags.teacher_path, "--teacher_path")
-    return Run(folder, meta, flags, base, teacher, chat.load_tokenizer(folder))
+    return Run(folder, held_out, flags, base, teacher, chat.load_tokenizer(folder))
 
 
 class Column:
@@ -183,8 +179,8 @@ def drop_trained(rows, trained_rows):
 
 
 def read_rows(args, run):
-    """Return ([record {"id", "messages", ...}] to evaluate on, JSON-able dict about the data). Any
-    question that was trained is left out. UserError if the run did not hold out the others."""
+    """Return ([record {"id", "messages", ...}] of questions that were not trained, JSON-able dict
+    about the data). UserError if the run did not hold them out."""
     if args.eval_data_file:
         path = args.eval_data_file
         rows = [row | {"id": row["line"] - 1} for row in read_chats(path)]
@@ -192,14 +188,13 @@ def read_rows(args, run):
         unseen, n_trained = drop_trained(rows, trained_rows), len(trained_rows)
     else:
         path = run.folder.resolve().parent / HELD_OUT
-        held_out = run.meta["held_out"]
-        require(held_out["hash"], f"--checkpoint {run.folder}: its run held out no questions; "
-                "train with --validation_split 0.1, or give --eval_data_file with unseen lines")
+        require(run.held_out["hash"], f"--checkpoint {run.folder}: its run held out no questions; "
+                "give --eval_data_file with unseen lines")
         file_hash = hashlib.sha256(json_files.read_text(path).encode()).hexdigest()
-        require(file_hash == held_out["hash"], f"{path}: has changed since the run of {run.folder} "
-                "held it out; rerun the training command, which writes it")
-        rows = read_chats(path)
-        unseen, n_trained = [row for row in rows if "trained_as" not in row], held_out["trained"]
+        require(file_hash == run.held_out["hash"], f"{path}: has changed since the run of "
+                f"{run.folder} held it out; rerun the training command, which writes it")
+        rows, n_trained = read_chats(path), run.held_out["trained"]
+        unseen = [row for row in rows if "trained_as" not in row]
     require(unseen, f"{path}: each of its questions was trained")
     return unseen, {"file": str(path), "training_lines": n_trained, "held_out_lines": len(rows),
                     "leaked_lines_left_out": len(rows) - len(unseen),
@@ -228,12 +223,10 @@ def encode(run, rows, path, prompt=None, turns=None):
 def teacher_prompt(args, run):
     """The teachers.Prompt of the run's teacher or of --prompt_file; None without a teacher."""
     if learned := run.flags.prompt_file or run.flags.teacher_path:
-        require(not args.prompt_file, f"--prompt_file {args.prompt_file}: {run.folder} learned "
-                                      f"{learned}; drop the flag")
+        require(not args.prompt_file, f"--prompt_file: {run.folder} learned {learned}; drop it")
         # as the run read it: the file may have changed
-        return teachers.Prompt(*run.meta["held_out"]["prompt"])
-    require(args.prompt_file or not args.min_closed,
-            "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
+        return teachers.Prompt(*run.held_out["prompt"])
+    require(args.prompt_file or not args.min_closed, "--min_closed needs a teacher: --prompt_file")
     return args.prompt_file and teachers.read_prompt(args.prompt_file, args.prompt_role)
 
 
@@ -279,8 +272,7 @@ def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
 
 
 def ask_column(args, column, ends, thinking, rows, prompt=None):
-    """[Answer] of a Column to each row, greedy. ends: end ids of trained answers. thinking: of
-    THINKING. prompt: the teacher's, or None."""
+    """[Answer] of a Column to each row, greedy. ends: end ids of trained answers."""
     requests = []
     for number, row in enumerate(rows):
         messages = row["messages"][:-1]
@@ -339,8 +331,8 @@ def closed_gaps(args, measures, goal):
     return closed
 
 
-def verdict_clauses(args, measures, closed, n):
-    """[clause] that summarise learning and forgetting."""
+def verdict_clauses(measures, closed, n):
+    """[clause] that summarise what was learned."""
     clauses = []
     for measure in [measure for measure in SHARES if measure in measures[STUDENT]]:
         shares = [f"{name} {metrics.percent(row[measure])}" for name, row in measures.items()]
@@ -349,16 +341,12 @@ def verdict_clauses(args, measures, closed, n):
         words = [f"{metrics.percent(fraction)} of the way in {GAPS[measure]}"
                  for measure, fraction in fractions.items() if fraction is not None]
         clauses.append(f"the {name} went {' and '.join(words) or 'no way: there is no gap'}")
-    if args.unrelated:
-        clauses.append("on unrelated questions the student is "
-                       f"{measures[STUDENT]['unrelated kl']:.3f} nats per token from the base")
     return clauses
 
 
 def write_report(args, rows, data, answers, measures, closed, goal):
-    """Write evaluation.json and evaluation.txt, and print the latter. answers: {column: [Answer]}.
-    Others: as in read_rows and closed_gaps."""
-    clauses = verdict_clauses(args, measures, closed, len(rows))
+    """Write evaluation.json and evaluation.txt, print the latter. answers: {column: [Answer]}."""
+    clauses = verdict_clauses(measures, closed, len(rows))
     figures = {f"{name}: {measure}": value for name, row in measures.items()
                for measure, value in row.items()}
     figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": fraction
@@ -370,9 +358,7 @@ def write_report(args, rows, data, answers, measures, closed, goal):
                  for row in measures.values()]
         lines.append(f"{measure:<15}{''.join(cells)}".rstrip())
     if goal:
-        saved = measures[goal]["tokens in"] - measures[STUDENT]["tokens in"]
-        figures["tokens saved"] = saved
-        lines.append(f"note       {saved:.1f} tokens of prompt are saved a request")
+        figures["tokens saved"] = measures[goal]["tokens in"] - measures[STUDENT]["tokens in"]
     if leaked := data["leaked_lines_left_out"]:
         lines.append(f"note       {leaked:,} lines left out: their text was trained as well")
     if kept := data.get("unrelated_lines_left_out"):
@@ -427,8 +413,6 @@ def main(argv=None):
         unrelated, _ = encode(run, unseen, args.unrelated, turns="last")
         require(unrelated, f"--unrelated {args.unrelated}: --keep trained each of its questions")
     checkpoint.claim_output(args.output_dir)
-    print(f"data       {data['training_lines']:,} trained, {len(rows):,} to judge "
-          f"({data['file']}), on {device}")
 
     # models
     columns = open_columns(run, prompt, device, dtype)

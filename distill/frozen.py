@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from core import checkpoint, dist, tensor_io
-from core.cli import UserError, one_line, require
+from core import checkpoint, dist, json_files, tensor_io
+from core.cli import require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import collate, collate_kept
 from distill.generation import Draw, generate
 from distill.losses import FLOOR
-from distill.teachers import MALFORMED, NEUTRAL, Server
+from distill.teachers import NEUTRAL, Server
 
 ROUNDING = 1e-3         # a server's rounding may put a log-probability this far above 0
 
@@ -60,13 +60,10 @@ def load_all(model, world, sharding):
     """Load the frozen models of a PackedLM. sharding: the student's, or None."""
     if sharding:
         sharding = sharding | {"reshard_after_forward": True}     # there is no backward pass
-    for name, other in models(model):
+    for _, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
         if sharding:        # gathers weights for this method as for forward()
             register_fsdp_forward_method(other, "rows")
-        if world.is_main:
-            millions = sum(p.numel() for p in other.parameters()) / 1e6
-            print(f"{name:<10} {millions:,.1f} M parameters, frozen")
 
 
 def fingerprint(args, table):
@@ -84,8 +81,7 @@ def fingerprint(args, table):
 
 
 def known_tokens(logprobs, k, token):
-    """[(id, log-probability)] of the k likeliest tokens in one position's prompt_logprobs, which
-    must include `token`, the one that was sent. Raises UserError, MALFORMED."""
+    """[(id, log-probability)] of the k likeliest tokens in one position's prompt_logprobs."""
     ranked = sorted((value["rank"], int(name), value["logprob"])
                     for name, value in logprobs.items())
     require(str(token) in logprobs, f"has no log-probability of token {token}, which was sent")
@@ -108,16 +104,13 @@ class Scorer:
 
     async def ask(self, ids, end=math.inf):
         """[known_tokens] of each position of a conversation except the first. end: a deadline."""
-        response = await self.server.call("/completions", {
-            **NEUTRAL, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
-            "prompt_logprobs": self.k}, end=end, hint=f"; it needs --max-logprobs {self.k}")
-        try:
-            _, *positions = response["choices"][0]["prompt_logprobs"]
+        def read(data):
+            _, *positions = json_files.loads(data)["choices"][0]["prompt_logprobs"]
             return [known_tokens(logprobs, self.k, token)
                     for logprobs, token in zip(positions, ids[1:], strict=True)]
-        except (UserError, *MALFORMED) as error:
-            raise UserError(f"{self.server.name}/completions: its prompt_logprobs are not those of "
-                            f"vLLM's server: {one_line(error)}")
+        return await self.server.call("/completions", {
+            **NEUTRAL, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
+            "prompt_logprobs": self.k}, read, end, f"; it needs --max-logprobs {self.k}")
 
     def rows(self, batch):
         ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
@@ -244,9 +237,8 @@ class Sampler:
 
             def call(path, body):
                 self.server.wait(self.server.call(
-                    path, body, bytes, deadline, "; it needs --enable-lora, "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at least "
-                    "--lora_rank, and to read --output_dir"))
+                    path, body, bytes, deadline,
+                    "; it needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"))
             call("/load_lora_adapter", {"lora_name": self.name, "lora_path": str(folder)})
             if previous:
                 call("/unload_lora_adapter", {"lora_name": previous})
@@ -255,26 +247,22 @@ class Sampler:
 
     def draw(self, prompts, seeds, limits, ends):
         """[ids] of an answer to each prompt (ids), including its end; at most limits[i] tokens."""
-        # samples from the plain softmax, whatever the model's generation_config says; only `ends`
-        # end an answer
+        # the plain softmax, whatever the model's generation_config says; only `ends` end an answer
         settings = {**NEUTRAL, "model": self.name, "temperature": 1.0, "top_p": 1.0,
                     "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                     "ignore_eos": True, "skip_special_tokens": False}
         deadline = time.monotonic() + 2 * self.server.timeout       # for all calls
 
         async def ask(i):
-            response = await self.server.call("/completions", {
+            def read(data):
+                ids = json_files.loads(data)["choices"][0]["token_ids"]
+                require(0 < len(ids) <= limits[i] and all(type(token) is int for token in ids),
+                        f"gave no token_ids of 1 to {limits[i]} tokens")
+                return ids
+            return await self.server.call("/completions", {
                 **settings, "prompt": [int(token) for token in prompts[i]],
-                "max_tokens": limits[i], "seed": seeds[i]}, end=deadline)
-            try:
-                ids = response["choices"][0]["token_ids"]
-                assert 0 < len(ids) <= limits[i] and all(type(token) is int for token in ids)
-            except (AssertionError, *MALFORMED):
-                raise UserError(f"{self.server.name}/completions: gave no token_ids of 1 to "
-                                f"{limits[i]} tokens; vLLM's server does")
-            return ids
-        answers = dict(self.server.run_all(ask, range(len(prompts))))
-        return [answers[i] for i in range(len(prompts))]
+                "max_tokens": limits[i], "seed": seeds[i]}, read, deadline)
+        return [ids for _, ids in sorted(self.server.run_all(ask, range(len(prompts))))]
 
 
 # ---- --keep: chats on which the student must stay close to the base
@@ -286,7 +274,6 @@ class Keeper:
     and student read the same tokens. The order is a function of seed and step."""
 
     def __init__(self, args, world, table, model):
-        """table: ChatTable. model: the wrapped module."""
         self.args, self.world, self.model, self.table = args, world, model, table
         self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)

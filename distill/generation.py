@@ -1,5 +1,6 @@
 """Answers of a causal language model of transformers, for teachers, students and rollouts."""
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 
@@ -26,12 +27,10 @@ def generate(model, prompts, tokens, ends, processors=()):
     """[ids] of an answer to each prompt (ids), including its end token; at most `tokens` long,
     greedy unless processors sample. The model's generation_config is not used."""
     device = model.get_input_embeddings().weight.device
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), ends[0])
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):      # left-padded: all answers begin at one index
-        ids[row, width - len(prompt):] = torch.as_tensor(prompt)
-        mask[row, width - len(prompt):] = 1
+    prompts = list(map(torch.as_tensor, prompts))
+    # left-padded: all answers begin at one index
+    ids = pad_sequence(prompts, True, ends[0], "left")
+    mask = pad_sequence(list(map(torch.ones_like, prompts)), True, 0, "left")
     usual = model.generation_config
     # set in the model, whose values replace missing arguments
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
@@ -44,7 +43,7 @@ def generate(model, prompts, tokens, ends, processors=()):
     finally:
         model.generation_config = usual
     answers = []
-    for new in output[:, width:].tolist():
+    for new in output[:, ids.shape[1]:].tolist():
         stop = next((i for i, token in enumerate(new) if token in ends), len(new))
         answers.append(new[:stop + 1])          # drop the padding after the end
     return answers

@@ -50,12 +50,10 @@ def divergence(student, teacher, kind, beta=0.5, k=0):
 
 
 def loss_sums(teaching, logits, targets, *teacher):
-    """(loss, number of correct argmaxes) of logits (R, V) fp32 and targets (R,): 0-d fp32 sums over
-    the rows. Only the loss has gradients. With a teacher, also the sums of cross-entropies and of
-    divergences.
+    """(loss, number of correct argmaxes), with a teacher also (cross-entropy, divergence): 0-d fp32
+    sums over logits (R, V) fp32 and targets (R,). Only the loss has gradients.
 
-    teaching: None, or (w, kind, beta, k, function from the teacher's rows to divergence's input).
-    """
+    teaching: None, or (w, kind, beta, k, function: the teacher's rows -> divergence's input)."""
     right = (logits.detach().argmax(-1) == targets).sum().float()
     if not teacher:
         return F.cross_entropy(logits, targets, reduction="sum"), right
@@ -92,8 +90,7 @@ def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teache
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The forward pass also computes the gradients. For each chunk it computes logits, loss, the
-    gradient of the logits and both matrix products of the backward pass. No chunk runs twice.
+    """The forward pass also computes the gradients, so no chunk runs twice.
 
     The head's gradient is summed over the chunks in fp32, whatever the weight is stored or computed
     in, and rounded once: summed in bfloat16 it would be 1 % off after 64 chunks."""

@@ -1,9 +1,9 @@
 """transformers' causal language models on packed batches: attention inside each document, loss in
 chunks of rows.
 
-transformers' forward runs on one flat axis of all conversations, with another attention function;
-check_model refuses models that cannot be packed. The head reads only rows that predict a trained
-token, in chunks, inside the wrapped forward, so FSDP2 gathers its weight once.
+transformers' forward runs on one flat axis of all conversations, with another attention function.
+The head reads only rows that predict a trained token, in chunks, inside the wrapped forward, so
+FSDP2 gathers its weight once.
 """
 import math
 from typing import NamedTuple
@@ -60,12 +60,12 @@ def check_model(model):
 
 
 class Sums(NamedTuple):
-    """Sums over a batch (0-d fp32 tensors), or over batches and ranks (numbers)."""
-    loss: object                # the trained loss
-    right: object               # targets that were the likeliest token
-    targets: object             # trained tokens
-    ce: object = None           # with a teacher: cross-entropies of all targets
-    divergence: object = None   # from the teacher, of all targets
+    """Sums over a batch: 0-d fp32 tensors."""
+    loss: torch.Tensor                  # the trained loss
+    right: torch.Tensor                 # targets that were the likeliest token
+    targets: torch.Tensor               # trained tokens
+    ce: torch.Tensor = None             # with a teacher: cross-entropies of all targets
+    divergence: torch.Tensor = None     # from the teacher, of all targets
 
     def stack(self):
         """(3,) or (5,) fp32 of the sums that are set, without gradients, for the log."""
@@ -80,13 +80,13 @@ class PackedLM(nn.Module):
     losses.divergence if a teacher scores the answers: frozen["teacher"], or this model without
     adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`."""
 
-    def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
+    def __init__(self, net, recompute=None, prompted=None):
         super().__init__()
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
         self.sums, self.frozen = 5 if prompted else 3, {}       # number of Sums of forward
         kernels.use(self.native)
         kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
-        rows = logits // self.native.get_output_embeddings().out_features
+        rows = LOGITS // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # whole tiles of matrix products
 
     @property
@@ -106,8 +106,7 @@ class PackedLM(nn.Module):
         return Sums(loss, right, targets, *parts)      # parts: cross-entropy, divergence
 
     def rows(self, batch):
-        """(((R, H) inputs of the head at positions that predict a trained token,), (weight, bias)
-        of the head)."""
+        """(((R, H) inputs of the head that predict the targets,), (weight, bias) of the head)."""
         embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         bounds, longest = batch.cu_seqlens, batch.longest
         hidden = self.native.base_model(
@@ -133,10 +132,8 @@ class PackedLM(nn.Module):
 
 def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
-    UserError if the folder holds other weights, or the architecture cannot be packed.
-
-    lora: None, or (rank, alpha, dropout, targets, base name) for adapters.add_lora; then only
-    adapters are trained. recompute, prompted: see PackedLM. four_bits: frozen layers in NF4."""
+    UserError. lora: None, or arguments of adapters.add_lora; then only adapters are trained.
+    recompute, prompted: see PackedLM. four_bits: frozen layers in NF4."""
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder,
                                          kernels.packed_documents())
     check_model(native)
@@ -175,11 +172,10 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 def loss_report(sums, prefix):
     """Stacked Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
-    sums = Sums(*sums)
-    names = {"loss": sums.loss, "accuracy": sums.right, "ce_loss": sums.ce,
-             "kl_loss": sums.divergence}
-    return {f"{prefix}/{name}": total / sums.targets if sums.targets else math.nan
-            for name, total in names.items() if total is not None}
+    loss, right, targets, *parts = sums
+    names = ("loss", "accuracy", "ce_loss", "kl_loss")      # the last two with a teacher
+    return {f"{prefix}/{name}": total / targets if targets else math.nan
+            for name, total in zip(names, (loss, right, *parts))}
 
 
 def train_line(step, total_steps, values):
@@ -209,23 +205,18 @@ def layer_weights(model):
 
 
 def step_work(table, samples, weights, config, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. Counts the FLOPs
-    of the student only. weights: from layer_weights. config: the student's."""
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. weights: from
+    layer_weights. config: the student's; its FLOPs are counted, forward and backward, without
+    recomputation, adapters and sliding windows.
+
+    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, if it is
+    trained, 2N for its gradient. The head runs on trained rows only. A pair (query, key) costs
+    4 * heads * head_dim forward, twice that backward."""
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
     own = table.own[samples] if table.prompted else lengths
     pairs = int((own * (own + 1) // 2).sum())
-    return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
-            "flops": flops(weights, config, int(own.sum()), targets, pairs, lora)}
-
-
-def flops(weights, config, tokens, targets, pairs, lora):
-    """Model FLOPs of forward and backward, without recomputation, adapters and sliding windows.
-
-    weights: from layer_weights. pairs: (query, key) pairs that attend. A matrix with N weights
-    costs 2N per row forward, 2N for the input gradient and, if it is trained, 2N for its gradient.
-    The head runs on trained rows only. A pair costs 4 * heads * head_dim forward, twice that
-    backward."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    products = tokens * weights + targets * config.hidden_size * config.vocab_size
+    products = int(own.sum()) * weights + targets * config.hidden_size * config.vocab_size
     attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
-    return (4 if lora else 6) * products + 12 * attended
+    return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
+            "flops": (4 if lora else 6) * products + 12 * attended}

@@ -23,17 +23,14 @@ def loss(model, tokens, targets, kept=False):
 
 def step_of(model):
     """memory.Step of a PackedLM without its frozen models."""
-    if model.frozen:
-        model = copy.copy(model)
-        model.frozen = {}
+    model = copy.copy(model)
+    model.frozen = {}
     return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
 
 
 def memory(model, setup, lengths, targets, order, kept):
-    """memory.Memory of the pack with the highest peak.
-
-    model: the empty PackedLM as trained. lengths, targets: (n,) tokens and trained tokens of each
-    sample. kept: ChatTable of --keep, or None."""
+    """memory.Memory of the pack with the highest peak. model: the empty PackedLM as trained.
+    lengths, targets: (n,) tokens and trained tokens of each sample. kept: ChatTable or None."""
     rows = np.stack([lengths, targets], 1)
     pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch)
     packs = [pack] if kept is None else [pack, (*pack, model.lora)]     # --keep's are filled alike
@@ -67,10 +64,8 @@ def choose(args, world, ranks, model, lengths, targets, kept=None):
 
 
 def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
-    """Print the plan of a run; UserError if GPU or disk are too small.
-
-    model: the empty PackedLM as trained. split: (training, validation) sample numbers. order:
-    PackOrder. lines: about steps, intervals, start. left: remaining steps."""
+    """Print the plan of a run; UserError if GPU or disk are too small. split: numbers of samples to
+    train and to validate. lines: about steps, intervals, start. left: remaining steps."""
     needed = memory(model, plans.setup_of(args, ranks), table.lengths[split[0]],
                     table.targets[split[0]], order, kept)
     plans.print_plan(args, needed, model.native, [

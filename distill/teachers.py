@@ -1,13 +1,9 @@
 """Teachers that answer conversations, the prompt that only the teacher reads, and labels.
 
 `answers = open_teacher(...)` returns a function that takes an iterable of Requests and yields
-(Request, Answer) in any order. Engines:
-
-vllm           runs in this process, with prefix caching
-openai         any server with OpenAI's /chat/completions; sends many requests at once
-transformers   generate() of transformers; slow, but runs anywhere
-
-Each request has a seed, so up to rounding an answer does not depend on the other requests.
+(Request, Answer) in any order. The engines are vllm, openai (any server with OpenAI's
+/chat/completions) and transformers. Each request has a seed, so up to rounding an answer does not
+depend on the other requests.
 """
 import asyncio
 import itertools
@@ -19,6 +15,7 @@ import ssl
 import threading
 import time
 from concurrent.futures import wait
+from functools import partial
 from typing import NamedTuple
 
 from core import json_files
@@ -44,7 +41,6 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer of the teacher."""
     text: str                   # with thoughts, unless the engine removes them
     finish_reason: str          # stop, length (cut off), too_long (prompt), unanswered (text: why)
     prompt_tokens: int = 0
@@ -54,7 +50,6 @@ class Answer(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """Sampling settings of answers."""
     max_tokens: int             # most tokens of an answer, including thoughts
     temperature: float = 0.0    # 0: greedy
     top_p: float = 1.0          # sample from the likeliest tokens of this total probability
@@ -68,8 +63,7 @@ class Sampling(NamedTuple):
 
 
 def open_teacher(engine, name, draw, **options):
-    """Open an engine's model; returns its `answers` function. draw: Sampling. options: those of
-    open_vllm, open_server or open_transformers. Raises UserError."""
+    """`answers` of an engine's model. draw: Sampling. options: of its open_... UserError."""
     return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
         name, draw, **options)
 
@@ -96,8 +90,7 @@ def read_prompt(path, role="user"):
 
 
 def add_prompt(prompt, messages):
-    """Messages with the teacher's Prompt; it goes before the text of an existing system message.
-    Raises ValueError."""
+    """Messages with the teacher's Prompt, before the text of a system message. ValueError."""
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -106,8 +99,7 @@ def add_prompt(prompt, messages):
             return [first | {"content": f"{prompt.before}\n\n{first['content']}"}, *rest]
         return [{"role": "system", "content": prompt.before}, *messages]
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError("has no user message before its last answer, which --prompt_role user "
-                         "needs")
+        raise ValueError("has no user message before its last answer, for --prompt_role user")
     text = prompt.before + messages[-1]["content"] + prompt.after
     return [*messages[:-1], messages[-1] | {"content": text}]
 
@@ -118,7 +110,6 @@ def add_prompt(prompt, messages):
 
 
 class Parser(NamedTuple):
-    """Conditions for a label."""
     line: re.Pattern | None         # form of its line; None: the whole answer is the label
     labels: tuple | None = None     # allowed labels; None: any
     lower: bool = False             # convert the label to lower case
@@ -171,7 +162,7 @@ def longest_of(config):
     return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
 
 
-def answer_in_chunks(requests, size, tokenizer, flags, limit, complete):
+def answer_in_chunks(size, tokenizer, flags, limit, complete, requests):
     """Yield (request, Answer), in chunks of `size` requests. limit: most tokens of a prompt.
 
     complete(prompts, seeds) gets the ids of prompts, the shortest first, and yields (text,
@@ -198,18 +189,16 @@ def answer_in_chunks(requests, size, tokenizer, flags, limit, complete):
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
-    """`answers` of vLLM on this process's GPUs. name: model folder or hub name.
+    """`answers` of vLLM on this process's GPUs. chunk_size: requests per call. options: of LLM."""
+    from transformers import AutoConfig
 
-    chunk_size: requests per call of vLLM. options: of vllm.LLM, such as tensor_parallel_size."""
-    from transformers import AutoConfig, AutoTokenizer
+    from core import chat
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
-        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
-                        "--base_url")
+        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    require(tokenizer.chat_template, f"--model_name {name}: its tokenizer has no chat template")
+    tokenizer = chat.load_tokenizer(name)
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
 
@@ -221,8 +210,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
             answer = out.outputs[0]
             yield answer.text, answer.finish_reason, len(answer.token_ids)
     limit = llm.llm_engine.model_config.max_model_len - 1   # vLLM refuses longer prompts
-    return lambda requests: answer_in_chunks(requests, chunk_size, tokenizer, draw.template_flags,
-                                             limit, complete)
+    return partial(answer_in_chunks, chunk_size, tokenizer, draw.template_flags, limit, complete)
 
 
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
@@ -240,9 +228,8 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
 
 
 def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_size=1024):
-    """`answers` of a loaded causal LM of transformers, with or without adapters.
-
-    Requests are sorted by length in chunks of chunk_size, then answered batch_size at a time."""
+    """`answers` of a loaded causal LM, with or without adapters. Requests are sorted by length in
+    chunks of chunk_size, then answered batch_size at a time."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     from distill.causal_lm import end_ids
@@ -262,8 +249,7 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
                 text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
                 yield text, "stop" if ended else "length", len(ids)
     limit = (max_model_len or longest_of(model.config)) - draw.max_tokens
-    return lambda requests: answer_in_chunks(requests, chunk_size, tokenizer, draw.template_flags,
-                                             limit, complete)
+    return partial(answer_in_chunks, chunk_size, tokenizer, draw.template_flags, limit, complete)
 
 
 # ---- On a server: httpx with retries
@@ -275,12 +261,12 @@ NOTICE_S = 10           # seconds between notices of calls that failed
 # the seed, and neutral values of settings that a server would take from generation_config
 NEUTRAL = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError)    # errors in reading an answer
+# errors in reading an answer
+MALFORMED = (UserError, ValueError, LookupError, TypeError, AttributeError)
 
 
 class ServerError(UserError):
-    """A failed call. why: the reason without the address. status: of HTTP; 0 if there was no answer
-    or a malformed one."""
+    """A failed call. why: the reason without the address. status: of HTTP; 0: no usable answer."""
 
     def __init__(self, where, why, status=0):
         super().__init__(f"{where}: {why}")
@@ -303,12 +289,9 @@ class Server:
             require(re.fullmatch(r"[\x21-\x7e]+", key),
                     "OPENAI_API_KEY: holds a space, a line feed or a character outside ASCII")
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
-                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
-                verify=ssl.create_default_context())
-        except (ImportError, ValueError, httpx.InvalidURL) as error:
-            raise UserError(f"{self.name}, by a proxy of the environment: {one_line(error)}")
+        self.client = httpx.AsyncClient(        # vLLM closes idle connections after 5 s
+            headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+            verify=ssl.create_default_context())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -332,9 +315,8 @@ class Server:
                 future.cancel()
 
     async def fetch(self, path, body=None, read=json_files.loads, end=math.inf, hint=""):
-        """Return read(bytes) of a GET, or of a POST if there is a body. A redirection is a
-        ServerError, since the other address must not get the key. end: deadline by
-        time.monotonic(). hint: added to the message if the server refuses."""
+        """read(bytes) of a GET, or of a POST with a body. A redirection is a ServerError: the other
+        address must not get the key. end: deadline. hint: what to say if the server refuses."""
         def fail(why, status=0):
             raise ServerError(self.name + path, why + hint * (status >= 400), status)
         seconds = max(0.01, min(self.timeout, end - time.monotonic()))
@@ -382,21 +364,16 @@ def address(base_url, flag):
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     """`answers` of a server that serves the model as `name`. Others: flags of create_data.py."""
     server, refused = Server(base_url, request_timeout), set()
-    try:
-        models = server.wait(server.fetch("/models", read=lambda data: [
-            model["id"] for model in json_files.loads(data)["data"]]))
-    except ServerError as error:
-        raise UserError(f"{server.name}: {error.why}; start it, or correct its address (.../v1)")
+    models = server.wait(server.fetch("/models", read=lambda data: [
+        model["id"] for model in json_files.loads(data)["data"]]))
     require(name in models, f"--model_name {name}: the server has {', '.join(map(str, models))}")
     return lambda requests: server.run_all(
         lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
 
 
 async def ask_server(server, name, draw, refused, request):
-    """Answer to one request. If the server refuses this line or is too slow, finish_reason is
-    "unanswered". Raises UserError if the server is gone or would refuse every line.
-
-    refused: names of fields that the server does not accept, collected over all requests."""
+    """Answer to one request; "unanswered" if the server refuses this line or is too slow. UserError
+    if it is gone or would refuse every line. refused: collects fields that it does not accept."""
     optional = {*NEUTRAL} - ({"top_k"} if draw.top_k else set())    # the rest is the user's wish
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
@@ -453,8 +430,11 @@ def read_answer(data):
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a tool call ends an answer
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
+    text = message["content"] or ""
+    if isinstance(text, list):      # of texts
+        text = "".join(each["text"] for each in text)
     # files cannot hold half a character
-    text = json_files.HALF_CHARACTER.sub("\ufffd", message["content"] or "")
+    text = json_files.HALF_CHARACTER.sub("\ufffd", text)
     return Answer(text, reason, usage.get("prompt_tokens") or 0,
                   usage.get("completion_tokens") or 0,
                   bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)

@@ -37,17 +37,11 @@ def check_flags(args, parser):
             address(getattr(args, flag), f"--{flag}")
             require(0 < 2 * args.request_timeout < args.collective_timeout,
                     "--request_timeout must be above 0 and below half of --collective_timeout")
-    if args.keep:
-        cli.at_least_one(args, "keep_every")
-        cli.above_zero(args, "keep_weight")
     require(args.compile is not True or not (args.keep or args.teacher_path),
             "--compile and a teacher exclude each other, as --keep does: shapes change")
-    if not args.teacher_path:
-        return
-    args.distill_weight = 1.0 if args.distill_weight is None else args.distill_weight
-    cli.above_zero(args, "distill_weight js_beta")
+    cli.above_zero(args, "distill_weight js_beta keep_weight")
     cli.share(args, "distill_weight on_policy")
-    cli.at_least_one(args, "max_new_tokens")
+    cli.at_least_one(args, "max_new_tokens keep_every")
     cli.below_one(args, "js_beta")
     require(not args.base_url or args.on_policy and args.use_lora and not args.use_dora,
             "--base_url needs --on_policy and --use_lora, without --use_dora: vLLM loads adapters")
@@ -66,8 +60,7 @@ def check_same(tokenizer, teacher_tokenizer, rows, name):
     differing = {i for _, i in tokenizer.get_vocab().items() ^ teacher_tokenizer.get_vocab().items()
                  if i < rows}
     require(not differing, f"--teacher_path {name}: has another vocabulary than --model_path "
-            f"({len(differing)} ids differ), so only its labels can be learned, as "
-            "distill/create_data.py makes them")
+            f"({len(differing)} ids differ), so learn its answers: distill/create_data.py")
 
 
 def open_teacher_inputs(args, config, tokenizer):
@@ -76,39 +69,34 @@ def open_teacher_inputs(args, config, tokenizer):
     from core import chat
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
-    prompt = Prompt("none", "")
-    if args.prompt_file:
-        prompt = read_prompt(args.prompt_file, args.prompt_role)
-    teacher_config, encoder = config, None
+    prompt = (read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file
+              else Prompt("none", ""))
+    teacher_config, tokens, encoder = config, config.vocab_size, None
     if args.teacher_path != args.model_path or args.teacher_url:
         folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
         teacher_config = causal_lm.load_config(folder)
         teacher_tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
         causal_lm.check_vocabulary(teacher_tokenizer, teacher_config)
-        check_same(tokenizer, teacher_tokenizer,
-                   min(config.vocab_size, teacher_config.vocab_size), args.teacher_path)
+        tokens = min(config.vocab_size, teacher_config.vocab_size)
+        check_same(tokenizer, teacher_tokenizer, tokens, args.teacher_path)
         encoder = chat.Encoder(teacher_tokenizer, args.train_turns,
                                chat.THINKING[args.enable_thinking])
-    tokens = min(config.vocab_size, teacher_config.vocab_size)
     require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have "
             f"{tokens:,} tokens; give a smaller number, or 0 for all of them")
     require(not args.on_policy or config.vocab_size <= teacher_config.vocab_size,
-            f"--on_policy: the student may generate {config.vocab_size:,} ids, but --teacher_path "
-            f"{args.teacher_path} reads {teacher_config.vocab_size:,}")
+            f"--on_policy: the student may generate ids above the teacher's {tokens:,}")
     return prompt, encoder, min(config, teacher_config, key=causal_lm.positions)
 
 
 def check_teacher_differs(args, table, numbers):
-    """UserError if teacher and student are the same model with the same input: divergence 0.
-
-    numbers: of the trained samples. With the data's targets (--distill_weight) the divergence
-    is a useful pull towards the base."""
+    """UserError if teacher and student are the same model with the same input: divergence 0. With
+    the data's targets (--distill_weight) it is a useful pull towards the base."""
     same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
     if same and not args.teacher_url and not args.prompt_file and args.distill_weight == 1:
         samples = (table[i] for i in numbers)
         require(any(ids[:own].tolist() != ids[own:].tolist() for _, ids, _, own in samples),
                 "--teacher_path is --model_path and reads what the student reads, so there is "
-                'nothing to learn: give --prompt_file, "teacher_messages" or --distill_weight < 1')
+                "nothing to learn: give --prompt_file")
 
 
 def teacher_context(record):
@@ -122,8 +110,7 @@ def teacher_context(record):
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := messages[-1]["role"]) not in ("user", "tool"):
-        raise ValueError(f'its "teacher_messages" end with a message of the {role}, and have to '
-                         "end with the user's question")
+        raise ValueError(f'its "teacher_messages" end with a message of the {role}, not the user')
     # answers among them are context; only the last answer is learned
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages]
 

@@ -61,7 +61,7 @@ flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_polic
 flag("--base_url", None, "vLLM server that generates --on_policy answers")
 flag("--request_timeout", 240.0, "seconds per request; a step retries for twice as long")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; the rest as one", metavar="K")
-flag("--distill_weight", None, "weight of the divergence in the loss (default: 1)", type=float)
+flag("--distill_weight", 1.0, "weight of the divergence in the loss; the rest is cross-entropy")
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
 flag("--keep_weight", 1.0, "weight of the --keep divergence, added every 4 steps (--keep_every)")
 flag("--keep_every", 4, SUPPRESS)
@@ -235,7 +235,7 @@ if args.float8:
     quantized.to_float8(causal_lm.decoder_layers(model.native))
 model.train()
 wrapped = model if sharding else dist.wrap_ddp(model, world)
-new_ends = causal_lm.stop_at(model.native, ends)        # generate stops at trained end tokens
+causal_lm.stop_at(model.native, ends)       # a base model's generation_config may not name them
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               args.adam_beta2)
@@ -315,8 +315,6 @@ eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted 
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
-if new_ends:        # a base model's generation_config may not name them
-    print0(f"note       stop generation at {tokenizer.convert_ids_to_tokens(new_ends)} as well")
 eval_due = stopping = eval_due and validate() is None
 start_step, timer = step, metrics.StepTimer()
 

@@ -69,7 +69,7 @@ def test_wrong_scores_are_refused(inputs):
         score = server.score
         for wrong in (lambda ids, k: None, lambda ids, k: score(ids, k)[1:]):
             server.score = wrong
-            with pytest.raises(UserError, match="not those of vLLM"):
+            with pytest.raises(UserError, match="does not have the form of OpenAI's API"):
                 scorer.server.wait(scorer.ask([5, 6]))
 
 

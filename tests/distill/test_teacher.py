@@ -1,5 +1,7 @@
 """Answers of the engine transformers equal generate's; labels; addresses and keys of servers. For other engines see
 test_create_data.py."""
+import json
+
 import pytest
 import torch
 
@@ -44,6 +46,13 @@ def test_redirections_are_refused(monkeypatch):
         with pytest.raises(UserError, match="HTTP 307 "):
             teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=first.url)
         assert not second.calls
+
+
+def test_an_answer_may_be_a_list_of_texts():
+    texts = [{"type": "text", "text": "Final "}, {"type": "text", "text": "Answer: fr"}]
+    for content, text in ((texts, "Final Answer: fr"), ([], ""), (None, "")):
+        body = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+        assert teachers.read_answer(json.dumps(body).encode()).text == text
 
 
 @pytest.mark.parametrize("url, key, message", [
