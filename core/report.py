@@ -132,8 +132,10 @@ def write_report(run, rows, folders):
     saved = ", ".join(sorted(saved, key=natural_key)) or "none yet"
     config = run / cli.CONFIG
     flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
-    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
-                      for clause in metrics.verdict(rows))
+    clauses = metrics.verdict(rows) + [
+        f"{e['name']}: {metrics.speech_clause(e['metrics']['wer'])}" for e in evaluations
+        if e["metrics"].get("wer") is not None]
+    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}." for clause in clauses)
     last = max((row["step"] for row in rows), default=0)
     parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: {saved}",
              "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
