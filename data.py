@@ -17,7 +17,7 @@ from core import checkpoint, json_files, packing
 from core.cli import plural, require
 from core.dist import rank0
 from core.problems import LIST, Problems, settle
-from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint, ensure_codes, plan_codes
+from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint, ensure_codes
 from speech.conversations import Reading
 from speech.dataset import (PREPARED, audio_numbers, find_bad_audio, is_prepared, last_clips,
                             new_builder, problem_of, read_all, tokenizer_fingerprint)
@@ -87,7 +87,11 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
 
     with new_builder(world, tokenizer, ids, output_dir) as (builder, clips):
         rank0(world, read)
-        codes = plan_codes(clips, encoding) if dry else ensure_codes(world, clips, encoding)
+        if dry:
+            from speech.plan import plan_codes      # an option that is off imports nothing
+            codes = plan_codes(clips, encoding)
+        else:
+            codes = ensure_codes(world, clips, encoding)
         return Table(rank0(world, write))
 
 

@@ -27,13 +27,12 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from core import checkpoint, packing, tensor_io, watchdog
-from core.cli import UserError, first_line, require, require_package
+from core.cli import UserError, first_line, require
 from core.dist import all_gather, rank0
 from speech.choices import LONGEST_CLIP_S
-from speech.conversations import MIN_REFERENCE_S
+from speech.conversations import FRAME_RATE, MIN_REFERENCE_S, SAMPLE_RATE
+from speech.weights import load_codec
 
-SAMPLE_RATE = 24_000
-FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 MIN_SAMPLES = 960               # one codec frame
 SHORTEST_REFERENCE = round(MIN_REFERENCE_S * SAMPLE_RATE)
 CODES = 1024                    # values of a code: 0 to 1023
@@ -173,28 +172,7 @@ def resample(samples, rate):
     return np.ascontiguousarray(wave, np.float32), measures
 
 
-# ---- The codec
-
-
-def load_codec(codec_dir, device, num_codebooks):
-    """(codec in eval mode on the device, kbit/s that give num_codebooks). Raises UserError."""
-    require_package("torchaudio", "encoding new audio needs torchaudio", "torchaudio==2.11.0")
-    try:
-        from transformers import HiggsAudioV2TokenizerModel     # which imports torchaudio
-        codec, info = HiggsAudioV2TokenizerModel.from_pretrained(
-            codec_dir, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:
-        raise UserError(f"{codec_dir}: codec cannot be loaded ({first_line(error)})")
-    if lost := sorted(info["missing_keys"]) + sorted(info["unexpected_keys"]):
-        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected weights, first {lost[:5]}")
-    for name, weight in codec.named_parameters():
-        require(tensor_io.is_finite(weight), f"{codec_dir}: {name} holds NaN or infinity")
-    config = codec.config
-    bandwidth = num_codebooks * FRAME_RATE * config.codebook_nbits / 1000
-    require((config.sample_rate, config.frame_rate) == (SAMPLE_RATE, FRAME_RATE)
-            and bandwidth in config.target_bandwidths, f"{codec_dir}: is not a codec of "
-            f"{SAMPLE_RATE} Hz, {FRAME_RATE} frames/s and {num_codebooks} codebooks")
-    return codec.to(device).eval(), bandwidth
+# ---- Encoding
 
 
 @torch.no_grad()
@@ -211,13 +189,6 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
     if codes.shape[1] != num_codebooks:
         raise ValueError(f"has codes of {codes.shape[1]} codebooks, not of {num_codebooks}")
     return codes
-
-
-def codec_frames(samples):
-    """Codec frames of `samples` at 24 kHz: at 16 kHz, with 160 zeros at both ends, HuBERT gives a
-    vector for 400 samples and for each 320 more, and the codec takes every second one."""
-    vectors = (-(-2 * samples // 3) + 2 * 160 - 400) // 320 + 1
-    return -(-vectors // 2)
 
 
 # ---- The cache
@@ -402,8 +373,7 @@ def ensure_codes(world, clips, encoding):
             return None
         known = look_up(folder, clips) if jobs else known
     for i in known.missing():
-        known.errors[i] = errors.get(i) or (f"{clips[i].path}: changed while it was being read, or "
-                                            "is a copy of one that cannot be used")
+        known.errors[i] = errors.get(i) or f"{clips[i].path}: changed while it was being read"
     return known
 
 
@@ -432,8 +402,7 @@ def encode_jobs(world, jobs, folder, encoding):
                     continue
                 file, key, wave, measures = result
                 files[file] = key
-                # for equal content under two paths, the first rank to claim it encodes it
-                if key in cached or store.add(f"encoding {key.hex()}", 1) > 1:
+                if key in cached or key in encoded:     # equal content under two paths
                     continue
                 try:
                     encoded[key] = encode_clip(codec, wave, bandwidth,
@@ -449,33 +418,3 @@ def encode_jobs(world, jobs, folder, encoding):
     if files:
         write_shard(folder, encoded, files)
     return errors
-
-
-# ---- A dry run: lengths from headers, no codes
-
-
-def header_frames(clip):
-    """Codec frames of a Clip, read from the file header only; other damage is found later."""
-    with open(clip.path, "rb") as file:
-        if clip.path.endswith(SAVED):
-            return len(check_cut(read_codes(file)[span(clip, FRAME_RATE)], FRAME_RATE, clip))
-        with open_sound(file) as sound:
-            rate, samples = sound.samplerate, range(sound.frames)
-    samples = check_cut(samples[span(clip, rate)], rate, clip)
-    n = (2 * len(samples) * SAMPLE_RATE + rate) // (2 * rate)       # soxr rounds half up
-    return codec_frames(max(n, SHORTEST_REFERENCE * clip.filled))
-
-
-def plan_codes(clips, encoding):
-    """The ClipCodes of ensure_codes without encoding; "where" of a new clip is -1, -1, frames."""
-    known = look_up(encoding.folder(), clips)
-
-    def measure(i):
-        try:
-            known.where[i, 2] = header_frames(clips[i])
-        except (OSError, ValueError) as error:
-            known.errors[i] = f"{clips[i].path}: {error}"
-
-    with ThreadPool(16) as pool:
-        pool.map(measure, known.missing())
-    return known._replace(shards=[])

@@ -27,6 +27,8 @@ TAG = re.compile(r"\[(SPEAKER\d+)\]")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
+SAMPLE_RATE = 24_000
+FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
 CACHE_SIZE = 100_000         # audio files that are remembered: references come again
 SETTINGS = "text_settings.json"     # in a checkpoint: its run's --normalize_text, for speaking

@@ -106,7 +106,8 @@ import torch
 
 from core import checkpoint, dist
 from speech import conversations, judges, speak, weights
-from speech.codes import FRAME_RATE, load_codec
+from speech.codes import FRAME_RATE
+from speech.weights import load_codec
 
 # ---- Ranks, output folder, model, prompts
 

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 
 from core.dist import World
 from speech import codes as encode
-from speech.codes import (CodeReader, Encoding, codec_fingerprint, encode_clip, ensure_codes, header_frames, load_codec,
-                          plan_codes)
+from speech.codes import CodeReader, Encoding, codec_fingerprint, encode_clip, ensure_codes
+from speech.weights import load_codec
+from speech.plan import header_frames, plan_codes
 from speech.conversations import Clip
 from speech.dataset import read_samples
 from tests.helpers.spoken import decode_audio

@@ -9,7 +9,7 @@ from core.checkpoint import sha256
 from launch import judge_demo
 from launch.judge_demo import FEWER
 from speech import speak, weights
-from speech.codes import load_codec
+from speech.weights import load_codec
 from speech.labels import token_ids
 from tests.helpers.trainer import ROOT
 

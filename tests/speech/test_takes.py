@@ -10,7 +10,9 @@ import torch
 
 from core.dist import World
 from speech import judges, speak, v2, v3
-from speech.codes import CodeReader, Encoding, ensure_codes, load_codec, plan_codes
+from speech.codes import CodeReader, Encoding, ensure_codes
+from speech.weights import load_codec
+from speech.plan import plan_codes
 from speech.conversations import Clip, Turn
 from speech.dataset import TableBuilder, read_samples
 from speech.labels import delay_rows

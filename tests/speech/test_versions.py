@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from speech import make_tiny, speak, v3
-from speech.codes import load_codec
+from speech.weights import load_codec
 from tests.helpers import higgs3
 from tests.helpers.merging import merge
 from tests.helpers.trainer import Tiny, brief, train_forked
