@@ -141,7 +141,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
             f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
-            f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE])]
+            f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE]),
+            f"to publish: hf upload OWNER/NAME {output_dir}"]
 
 
 def find_folds(model, adapter):
