@@ -151,8 +151,7 @@ def test_a_layer_is_dequantise_then_multiply_bit_for_bit(shape, dtype):
 @needs_it
 @pytest.mark.parametrize("make", [speech, student])
 def test_a_model_trains_as_one_of_the_rounded_weights(make):
-    """Loss and gradients have the bits of a bf16 model with these weights, with and without recomputation. No whole
-    weight is kept for the backward pass."""
+    """The bits are those of a bf16 model with these weights, and no whole weight is kept for the backward pass."""
     shapes = set()
 
     def round_weights(_, layers):

@@ -18,9 +18,9 @@ import pytest
 from safetensors.torch import load_file
 
 from core import checkpoint, metrics
-from tests.helpers import runs
 from tests.helpers.pool import free_port
 from tests.helpers.progress import PATIENCE_S, children, in_sessions, wait_until
+from tests.helpers.runs import assert_same_bits, steps_of
 from tests.helpers.trainer import ROOT, brief, speech_main, trainer_arguments
 
 pytestmark = [pytest.mark.race, pytest.mark.slow]
@@ -176,10 +176,6 @@ def whole(server, tiny, tmp_path_factory):
     return Job(server, tiny, tmp_path_factory.mktemp("whole") / "out", (*FSDP, "--save_steps", 0)).end(0, 0).output_dir
 
 
-def steps_of(output_dir):
-    return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
-
-
 def newest(output_dir):
     return max(steps_of(output_dir), default=0)
 
@@ -216,12 +212,11 @@ def finish(launch, output_dir, whole):
 
 def assert_same_end(output_dir, whole):
     assert newest(output_dir) == newest(whole)
-    runs.assert_same_bits(*(SimpleNamespace(output_dir=folder) for folder in (output_dir, whole)))
+    assert_same_bits(*(SimpleNamespace(output_dir=folder) for folder in (output_dir, whole)))
 
 
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
-    """One rank is killed, then both, at random moments before the rename. Then the newest checkpoint is damaged: the
-    last start resumes from the one before."""
+    """One rank is killed, then both, at random moments before the rename. Then the newest checkpoint is damaged."""
     print(f"TEST_SEED={SEED}")
     draw, out, pause = random.Random(SEED), tmp_path / "out", 0.12      # times 9 files is the window
     for whom in ("rank 1", "all"):

@@ -19,6 +19,7 @@ import soundfile
 from core import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RUN_SCRIPT = f"{__name__}.run_script"       # of pool.run
 
 
 class Tiny:

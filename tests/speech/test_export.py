@@ -94,14 +94,6 @@ def data(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(tiny, tmp_path_factory):
-    """The tiny native model in the 2025 layout."""
-    folder = tmp_path_factory.mktemp("served") / "model"
-    run_script("lora.py", ["export", "--model_path", str(tiny.model), "--output_dir", str(folder)])
-    return folder
-
-
-@pytest.fixture(scope="module")
 def original(tiny, tmp_path_factory):
     """A bf16 base in the published 2025 layout, with two split tensors and no processor file."""
     folder = tmp_path_factory.mktemp("original") / "model"
@@ -140,13 +132,12 @@ def make_adapter(tiny, folder, **more):
     return folder, net
 
 
-def test_2025_layout_has_the_published_names_and_the_same_bits(tiny, served):
-    native = load_file(tiny.model / "model.safetensors")
+def test_2025_layout_is_the_published_one(tiny, tmp_path):
+    """Names, bits and config.json."""
+    native, served = load_file(tiny.model / "model.safetensors"), tmp_path / "served"
+    run_script("lora.py", ["export", "--model_path", str(tiny.model), "--output_dir", str(served)])
     assert len(NAMES) == len(native) == 33
     assert same(tensors(served), {old: native[new] for old, new in NAMES.items()})
-
-
-def test_2025_config_is_the_published_one(tiny, served):
     expected = published_config(600, 128, 256, 2, 4, 2, 32, first=576, dtype="float32")
     expected["text_config"]["initializer_range"] = 0.06
     extra = {"audio_delay_token_id": 590, "bos_token_id": 576, "eos_token_id": 585}     # not in the release
