@@ -3,7 +3,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -18,7 +17,7 @@ import torch
 
 from tests.helpers.fork_server import ForkServer
 from tests.helpers.pool import Pool
-from tests.helpers.trainer import Tiny, mount, train_forked
+from tests.helpers.trainer import Tiny, train_forked
 
 torch.set_num_threads(1)
 gc.disable()    # until all tests are collected
@@ -65,10 +64,7 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal
 
 
 def default_signals():
-    """Restore the default handlers of all signals that the project handles: child processes inherit ignored signals.
-
-    A shell starts background jobs with SIGINT ignored, and a finished trainer ignores signals that arrive too late.
-    """
+    """Restore the default handlers: a shell ignores SIGINT in background jobs, a finished trainer ignores late signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
@@ -96,20 +92,6 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     make_tiny.main([str(root), "--clips", "24", "--speakers", "3"])
     return Tiny(root)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """disk(MiB) mounts an empty file system of that size at tmp_path / "out" and returns the path."""
-    out = tmp_path / "out"
-
-    def make(size):
-        subprocess.run(["umount", "-l", out], capture_output=True)
-        out.mkdir(exist_ok=True)
-        mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", out)      # uses memory only for written data
-        return out
-    yield make
-    subprocess.run(["umount", "-l", out], capture_output=True)
 
 
 @pytest.fixture(scope="session")

@@ -155,12 +155,6 @@ def assert_trains(python, repository, script, flags):
     assert (out / "checkpoint-2" / "manifest.json").exists()
 
 
-def test_readme_has_the_three_lines():
-    assert [folder for folder, _ in COPIES] == ["~/mine/higgs", "~/mine/blocks", "~/mine/distill"]
-    assert [files.split() for _, files in COPIES] == [["train_v2_ddp.py", "data.py", "lora.py", "speech", "core"],
-                                                      ["diffusion", "core"], ["distill", "core"]]
-
-
 @pytest.mark.slow
 def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):
     """It trains all weights of a 2025 base without processor files and saves the chat template of the copy."""

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import chats
-from tests.helpers.trainer import ROOT, brief
+from tests.helpers.trainer import ROOT, RUN_SCRIPT, Run, brief
 
 STEPS = 6
 SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3,
@@ -22,7 +22,7 @@ def run(pool):
     """run(script, flags, out, ranks=1) -> its output."""
     def start(script, flags, out, ranks=1):
         words = list(map(str, [*SHARED, *flags, "--output_dir", out]))
-        statuses, output = pool.run(ranks, "tests.helpers.trainer.run_script", script, words, cwd=out.parent)
+        statuses, output = pool.run(ranks, RUN_SCRIPT, script, words, cwd=out.parent)
         assert not any(statuses), output[-4000:]
         return output
     return start
@@ -30,8 +30,7 @@ def run(pool):
 
 def metrics(out, name):
     """{step: value} of metrics.jsonl."""
-    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row[name] for row in rows if name in row}
+    return Run(0, "", out).metrics(name)
 
 
 def assert_equal(small, big, base=None, validates=True, rel=1e-5):

@@ -19,7 +19,7 @@ from core import checkpoint
 from speech import codes
 from speech.conversations import Clip
 from tests.helpers import block_runs, chats, students
-from tests.helpers.trainer import ROOT, Run
+from tests.helpers.trainer import ROOT, RUN_SCRIPT, Run
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ STEPS, STOP = 6, 3
 COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gradient_accumulation_steps", 2,
           "--eval_steps", 3, "--save_steps", 3, "--save_total_limit", 0, "--per_device_train_batch_size", 2,
           "--lr_scheduler", "constant")     # --max_steps does not change this rate
-SPEECH, CHATS, BLOCKS = "tests.helpers.trainer.speech_main", students.MAIN, block_runs.MAIN
+SPEECH, CHATS, BLOCKS = "train_v2_ddp.py", students.SCRIPT, block_runs.SCRIPT
 RUNS = {
     "speech, lora, ddp": (SPEECH, (
         "--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2, "--validation_split", 0.2)),
@@ -69,9 +69,9 @@ def inputs(tiny, tmp_path_factory):
 
 
 def train(pool, inputs, name, folder, *flags):
-    main, more = RUNS[name]
-    words = (*inputs[main], *COMMON, *more, "--output_dir", folder, "--logging_dir", f"{folder}-logs", *flags)
-    statuses, output = pool.run(2, main, [str(word) for word in words], cwd=folder.parent)
+    script, more = RUNS[name]
+    words = (*inputs[script], *COMMON, *more, "--output_dir", folder, "--logging_dir", f"{folder}-logs", *flags)
+    statuses, output = pool.run(2, RUN_SCRIPT, script, [str(word) for word in words], cwd=folder.parent)
     assert statuses == [0, 0], output[-4000:]
     return Run(0, output, folder)
 

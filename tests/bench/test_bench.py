@@ -9,22 +9,16 @@ import pytest
 from tests.helpers.trainer import ROOT
 
 
-@pytest.fixture
-def gpu(quick_python):
-    """gpu(*words) -> (status, output) of bench/gpu.py, which starts its children with the same Python."""
+@pytest.mark.slow
+def test_a_wrong_run_is_found(quick_python, tmp_path):
+    """The first gradient norm is 1 % off the reference: fp32 fails, bf16 passes."""
     code = f"import torch, runpy, sys\nsys.executable = {quick_python!r}\n" \
-           "runpy.run_path('bench/gpu.py', run_name='__main__')"
+           "runpy.run_path('bench/gpu.py', run_name='__main__')"        # its children have the same Python
 
-    def run(*words):
+    def gpu(*words):
         done = subprocess.run([quick_python, "-c", code, *map(str, words)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, env=os.environ | {"SHAPES": "tiny"})
         return done.returncode, done.stdout
-    return run
-
-
-@pytest.mark.slow
-def test_a_wrong_run_is_found(gpu, tmp_path):
-    """The first gradient norm is 1 % off the reference: fp32 fails, bf16 passes."""
     status, output = gpu("refs", tmp_path, "--only", "chats lora")
     assert status == 0, output
     refs = json.loads((tmp_path / "refs.json").read_text())

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from core import checkpoint, tensor_io
 from core.cli import UserError
 from core.dist import World
+from tests.helpers.runs import steps_of
 
 STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation": None, "best_step": None,
          "best_loss": None}
@@ -52,10 +53,6 @@ def save(out, step, begun=lambda model: None, **more):
     checkpoints.wait()
 
 
-def steps(folder):
-    return [step for step, _ in checkpoint.list_checkpoints(folder)]
-
-
 @pytest.mark.parametrize("name, data, why", [
     ("model.safetensors", b"weights", ""), ("model.safetensors", b"weighty", "model.safetensors has changed"),
     ("model.safetensors", None, "model.safetensors is missing"), ("manifest.json", None, "no manifest.json"),
@@ -77,9 +74,9 @@ def test_rotation_keeps_the_best_the_newest_later_and_unfinished_checkpoints(tmp
         if step != 8:
             (tmp_path / f"checkpoint-{step}" / "manifest.json").touch()
     checkpoint.rotate(tmp_path, 100, 0)
-    assert steps(tmp_path) == [8, 9, 10, 100, 200]
+    assert steps_of(tmp_path) == [8, 9, 10, 100, 200]
     checkpoint.rotate(tmp_path, 100, 1, best_step=9)
-    assert steps(tmp_path) == [8, 9, 100, 200]
+    assert steps_of(tmp_path) == [8, 9, 100, 200]
     with pytest.raises(UserError, match="--resume none, but .* holds checkpoints"):
         checkpoint.find_newest(tmp_path, "none")
 
@@ -209,8 +206,7 @@ def killed(out, step, change):
 @pytest.mark.race
 @pytest.mark.parametrize("again", [False, True], ids=["new", "passed over"])
 def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
-    """Checkpoint 1 is the best, 3 is new. After the kill, 2 or 3 is whole, and the next save removes leftovers. again:
-    a damaged checkpoint 3 was already there."""
+    """1 is the best, 3 is new; after the kill, 2 or 3 is whole. again: a damaged 3 was already there."""
     first = tmp_path / "first"
     save(first, 1)
     save(first, 2)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
+import lora
 from core import quantized
 from distill import causal_lm
 from tests.distill.test_plan import batch_of, built
-from tests.helpers.merging import merge
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.trainer import ROOT, speech_main, train_forked
 
@@ -151,8 +151,7 @@ def test_a_layer_is_dequantise_then_multiply_bit_for_bit(shape, dtype):
 @needs_it
 @pytest.mark.parametrize("make", [speech, student])
 def test_a_model_trains_as_one_of_the_rounded_weights(make):
-    """Loss and gradients have the bits of a bf16 model with these weights, with and without recomputation. No whole
-    weight is kept for the backward pass."""
+    """The bits are those of a bf16 model with these weights, and no whole weight is kept for the backward pass."""
     shapes = set()
 
     def round_weights(_, layers):
@@ -198,7 +197,8 @@ def test_an_adapter_on_nf4_generates_and_merges_on_nf4(pool, quick_python, tiny,
     up, down = (names[f"base_model.model.{layer}.lora_{half}.weight"] for half in "BA")
     frozen = base[f"{layer}.weight"].float()
     for name, dtype in (("as trained", "nf4"), ("on the base", None)):
-        merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
+        lora.export(str(tiny.model), tmp_path / name, dtype="float32", adapter=str(learnt), codec=str(tiny.codec),
+                    base_dtype=dtype)
         whole = load_file(tmp_path / name / "model.safetensors")
         expected = (rounded(frozen, torch.float32) if dtype else frozen) + 2 * up @ down
         torch.testing.assert_close(whole[f"{layer}.weight"], expected)

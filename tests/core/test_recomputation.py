@@ -15,8 +15,8 @@ from tests.helpers.small_speech import pack_of, small_model
 class Executed(LiveBytes):
     """LiveBytes that also counts executed matrix products and attentions."""
 
-    def __init__(self, known):
-        super().__init__(known)
+    def __init__(self, model, batch):
+        super().__init__(model, batch)
         self.counts = Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -25,10 +25,6 @@ class Executed(LiveBytes):
         self.counts["kept products"] += product in kernels.PRODUCTS and kernels.keeps(product, args)
         self.counts["attention"] += op in kernels.ATTENTION_OPS
         return super().__torch_dispatch__(op, types, args, kwargs)
-
-
-def fields(batch):
-    return batch if isinstance(batch, tuple) else vars(batch).values()
 
 
 def speech(mode, targets):
@@ -64,8 +60,7 @@ def test_selective_is_between_nothing_and_all_in_memory_and_in_work(kind):
         model, batch, loss_of = make(mode, *more)
         parameters = [p for p in model.parameters() if p.requires_grad]
         torch.manual_seed(1)
-        with Executed([*model.parameters(), *model.buffers(),
-                       *(v for v in fields(batch) if isinstance(v, torch.Tensor))]) as work:
+        with Executed(model, batch) as work:
             with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in kind):
                 loss = loss_of()
             kept, forward = work.now, Counter(work.counts)

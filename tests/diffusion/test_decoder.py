@@ -21,9 +21,10 @@ from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sample_bd3lm import question_state
 from tests.helpers.block_problems import documents_of
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
-from tests.helpers.block_runs import MAIN, as_checkpoint, newest, short_run
+from tests.helpers.block_runs import SCRIPT, as_checkpoint, short_run
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import Run
+from tests.helpers.runs import newest
+from tests.helpers.trainer import RUN_SCRIPT, Run
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
@@ -78,8 +79,7 @@ def opened(folder):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
-    """Packed documents with ragged blocks; transformers gets a dense additive mask. The sampler's states of a block
-    equal training's states of its noisy copies."""
+    """Packed documents with ragged blocks. The sampler's states of a block equal training's of its noisy copies."""
     monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
     model, tokens, reference = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
@@ -232,7 +232,7 @@ def test_a_converted_model_trains_resumes_and_answers(pool, demo, models, tmp_pa
     runs = {}
     for mode, ranks, stops in (("ddp", 1, (4,)), ("fsdp", 2, (2, 4))):
         for steps in stops:
-            statuses, output = pool.run(ranks, MAIN, [
+            statuses, output = pool.run(ranks, RUN_SCRIPT, SCRIPT, [
                 *flags.split(), "--parallel", mode, "--max_steps", str(steps), "--output_dir", str(tmp_path / mode),
                 "--per_device_train_batch_size", str(4 // ranks)])
             assert not any(statuses), output

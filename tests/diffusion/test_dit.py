@@ -62,8 +62,7 @@ def test_flex_and_sdpa_agree():
 
 @pytest.mark.parametrize("system", ["gsm8k", "hdp", "random"])
 def test_tiles_are_those_of_create_block_mask(system):
-    """Cases: ragged documents, padding, full tiles and partial last tiles. The last tile of noisy copies also serves
-    clean queries."""
+    """Ragged documents, padding, full and partial tiles; the last tile of noisy copies also serves clean queries."""
     rng = np.random.default_rng(len(system))
     for n_noisy, n_clean in [(384, 512), (80, 112), (256, 384), (208, 640), (512, 256)]:
         doc, block = np.full((3, n_noisy + n_clean), -1), np.zeros((3, n_noisy + n_clean), np.int64)

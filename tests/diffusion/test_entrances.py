@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from core.cli import UserError
 from diffusion import choices, evaluate, published
 from tests.diffusion.test_sample_bd3lm import solver_of
-from tests.helpers.block_runs import newest, short_run
+from tests.helpers.block_runs import short_run
 from tests.helpers.chats import ask, write
+from tests.helpers.runs import newest
 
 
 @pytest.fixture

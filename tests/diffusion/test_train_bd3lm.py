@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from core import checkpoint
 from core.cli import UserError
 from diffusion import dit, make_problems, published
-from tests.helpers.block_runs import MAIN, SCRIPT, train_bd3lm
-from tests.helpers.runs import CLOCK, CUTS, newest, rows
+from tests.helpers.block_runs import SCRIPT, train_bd3lm
+from tests.helpers.runs import CLOCK, CUTS, newest, rows, steps_of
 from tests.helpers.scripts import ASKED_AT
-from tests.helpers.trainer import Run
+from tests.helpers.trainer import RUN_SCRIPT, Run
 
 LR = 2e-3
 COMMON = {"model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96, "max_steps": 4, "learning_rate": LR,
@@ -45,7 +45,7 @@ def arguments(demo, output_dir, *flags):
 
 def complete(pool, demo, output_dir, *flags, ranks=1):
     """Train to the end; returns the Run."""
-    statuses, output = pool.run(ranks, MAIN, arguments(demo, output_dir, *flags))
+    statuses, output = pool.run(ranks, RUN_SCRIPT, SCRIPT, arguments(demo, output_dir, *flags))
     assert not any(statuses), output
     return Run(0, output, output_dir)
 
@@ -126,7 +126,7 @@ def test_a_stop_during_a_validation_changes_nothing(pool, demo, shared, tmp_path
         assert statuses == [0], printed
         assert f"at step {step} of 6; checkpoint saved; rerun the same command to resume" in printed, printed
         assert "SIGTERM" in (output / "requeue").read_text()
-    statuses, printed = pool.run(1, MAIN, flags)
+    statuses, printed = pool.run(1, RUN_SCRIPT, SCRIPT, flags)
     assert statuses == [0] and "done       step 6" in printed and not (output / "requeue").exists(), printed
     resumed = Run(0, printed, output)
     assert rows(resumed) == rows(whole)
@@ -176,7 +176,7 @@ def test_early_stop_ends_the_run_and_a_rerun_does_nothing(pool, demo, tmp_path):
     for _ in range(2):
         run = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
         assert "done       step 3; no better bound in 2 validations; 0 steps skipped; best at step 1" in run.output
-        assert [step for step, _ in checkpoint.list_checkpoints(run.output_dir)] == [1, 3] and len(rows(run)) == 6
+        assert steps_of(run.output_dir) == [1, 3] and len(rows(run)) == 6
 
 
 def poisoned(arguments, call):
@@ -231,4 +231,4 @@ def test_resuming_with_other_flags_is_refused(demo, shared, flags, expected):
     output = shared(f"{SPLITS[0]} {SEARCH}").output_dir
     with pytest.raises(UserError, match=re.escape(expected)):
         train_bd3lm.main(arguments(demo, output, *flags.split(), *SEARCH.split(), "--max_steps", 8))
-    assert checkpoint.list_checkpoints(output)[-1][0] == 4
+    assert steps_of(output)[-1] == 4

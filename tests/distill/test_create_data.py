@@ -14,12 +14,11 @@ import pytest
 
 from core.cli import UserError
 from core import chat
-from distill import chat_data, create_data, teachers
+from distill import chat_data, create_data
 from distill.chat_data import IDS_PER_FILE
-from tests.helpers import chats
+from tests.helpers import chats, scripts
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers import scripts
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive, launches
 
@@ -212,8 +211,7 @@ def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
 
 
 def test_a_refused_line_does_not_stop_the_run(server, tmp_path, monkeypatch):
-    """The line and prompts that are too long are rejected with the reason. If the server answers none of many lines in
-    a row, the run stops; before the first answer nothing is recorded, so the command can be corrected."""
+    """If none of many lines in a row is answered, it stops; before the first answer, nothing is recorded."""
     monkeypatch.setattr(create_data, "REFUSED_IN_A_ROW", 5)
     refused = [f"de refused {i}" for i in range(20)]
     files(tmp_path, [*make_lines(8), "de refused", "en full", *(f"de long {i}" for i in range(60)), *refused[:6]])
@@ -231,14 +229,6 @@ def test_a_refused_line_does_not_stop_the_run(server, tmp_path, monkeypatch):
         printed = label(tmp_path, *flags(tmp_path, server, *more, output="c.jsonl"), ok=False)
         assert "error: the server answered none of 3 lines in a row (HTTP 403 " in printed
     assert not (tmp_path / "c.jsonl.work" / "shard-0-of-1.jsonl").read_text()
-
-
-def test_an_answer_may_be_a_tool_call():
-    call = {"function": {"name": "look", "arguments": '{"at": "it"}'}}
-    body = {"choices": [{"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}]}
-    answer = teachers.read_answer(json.dumps(body).encode())
-    assert (answer.text, answer.finish_reason) == ("", "stop")
-    assert answer.tool_calls == [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}]
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from distill import causal_lm, evaluate, frozen, packed_lm
 from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, add_prompt
-from tests.helpers import chats, students
-from tests.helpers import scripts
+from tests.helpers import chats, scripts, students
 from tests.helpers.lora_server import LoraServer
+from tests.helpers.students import column
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 WORLD = dist.World(device=torch.device("cpu"))
@@ -168,10 +168,6 @@ def train(pool, inputs):
     return run
 
 
-def losses(metrics, start=0):
-    return [metrics[step]["train/loss"] for step in sorted(metrics) if step > start and "train/loss" in metrics[step]]
-
-
 def weights_of(output_dir):
     return load_file(output_dir / "checkpoint-5" / "adapter_model.safetensors")
 
@@ -183,21 +179,20 @@ DRAWN = ("--on_policy", 0.6, "--max_new_tokens", 6, "--max_steps", 5, "--save_st
 
 @pytest.mark.slow
 def test_runs_on_drawn_answers_are_the_same(train, inputs, tmp_path):
-    """A run resumed at step 2 and one on two ranks are equal. On two ranks a server draws with the adapters of each
-    step. The server fails once, or always."""
+    """A run resumed at step 2 and one on two ranks, where a server draws with the adapters of each step, are equal."""
     folder = tmp_path / "one"
     whole = train(1, folder, *ALONE, *DRAWN)
     assert whole[1]["train/loss"] == pytest.approx(whole[1]["train/kl_loss"]), "nothing but the divergence is learned"
     shutil.copytree(folder, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[45]"))
     again = train(1, tmp_path / "again", *ALONE, *DRAWN)
     assert again[2] == whole[2], "with its clock: steps 1 and 2 were not done again"
-    assert losses(again, 2) == losses(whole, 2)
+    assert column(again) == column(whole)
     for name, tensor in weights_of(folder).items():
         assert torch.equal(tensor, weights_of(tmp_path / "again")[name])
     with LoraServer(inputs / "smollm2") as server:
         server.fails = {"/v1/completions": 503}
         served = train(2, tmp_path / "served", *SPLIT, *DRAWN, "--base_url", server.url)
-        assert losses(served) == pytest.approx(losses(whole), rel=1e-4)
+        assert column(served) == pytest.approx(column(whole), rel=1e-4)
         for name, tensor in weights_of(folder).items():     # Adam turns rounding into parts of a step of 5e-3
             torch.testing.assert_close(tensor, weights_of(tmp_path / "served")[name], rtol=1e-3, atol=5e-4)
         loads = [path for path, _ in server.calls if "lora" in path]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import evaluate
 from tests.helpers import chats, scripts, students
+from tests.helpers.students import column
 
 PROMPT = "Name the language. the quick brown fox\n"
 
@@ -27,18 +28,6 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def train(pool, inputs):
-    """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
-    def run(ranks, output_dir, *more, fails=""):
-        return students.train(
-            pool, ranks, output_dir, "--model_path", inputs / "student", "--train_data_file", inputs / "chats.jsonl",
-            "--prompt_file", inputs / "system.txt", "--prompt_role", "system", "--validation_split", 0.2, "--seed", 5,
-            "--learning_rate", 5e-3, "--max_steps", 5, "--save_steps", 1, "--save_total_limit", 0, "--eval_steps", 0,
-            "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more, fails=fails)
-    return run
-
-
 def kept_kl(inputs, student, file="keep.jsonl"):
     """KL(base, student) per token of the answers of a file, by a plain forward pass of each chat."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "student")
@@ -50,15 +39,16 @@ def kept_kl(inputs, student, file="keep.jsonl"):
     return total / count
 
 
-def column(metrics, name):
-    return {step: values[name] for step, values in sorted(metrics.items()) if name in values}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["lora", "full"])
-def test_kept_answers_are_scored_by_the_untouched_base(inputs, train, tmp_path, capsys, weights):
-    """Every second step scores them, on one rank and on two. Full weights are also resumed. Adapters are also evaluated
-    on other chats; the kept ones are left out."""
+def test_kept_answers_are_scored_by_the_untouched_base(pool, inputs, tmp_path, capsys, weights):
+    """Every second step scores them, on one rank and on two. An evaluation on other chats leaves out the kept ones."""
+    def train(ranks, output_dir, *more, fails=""):
+        return students.train(
+            pool, ranks, output_dir, "--model_path", inputs / "student", "--train_data_file", inputs / "chats.jsonl",
+            "--prompt_file", inputs / "system.txt", "--prompt_role", "system", "--validation_split", 0.2, "--seed", 5,
+            "--learning_rate", 5e-3, "--max_steps", 5, "--save_steps", 1, "--save_total_limit", 0, "--eval_steps", 0,
+            "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more, fails=fails)
     lora = ["--use_lora", "--lora_rank", 4] if weights == "lora" else []
     flags = [*lora, "--keep", inputs / "keep.jsonl", "--keep_every", 2]
     one_rank = train(1, tmp_path / "one", "--parallel", "ddp", *flags)

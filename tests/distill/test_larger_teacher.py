@@ -117,22 +117,6 @@ def test_contexts_for_the_teacher(inputs):
     assert "give --train_turns last" in str(context_of(messages=two, teacher_messages=two[2:3]))
 
 
-@pytest.fixture(scope="module")
-def train(pool, inputs):
-    """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
-    def run(ranks, output_dir, *more, fails=""):
-        return students.train(
-            pool, ranks, output_dir, "--model_path", inputs / "student", "--train_data_file", inputs / "few.jsonl",
-            "--seed", 5, "--learning_rate", 2e-3, "--train_turns", "last", "--max_steps", 4, "--save_steps", 1,
-            "--save_total_limit", 0, "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1,
-            *more, fails=fails)
-    return run
-
-
-def losses(metrics):
-    return [metrics[step]["train/loss"] for step in sorted(metrics) if "train/loss" in metrics[step]]
-
-
 def own_loss(inputs, student, step):
     """Mean KL(teacher, student) over the student's draws at a step, by plain loops without packing."""
     own, other = (AutoTokenizer.from_pretrained(inputs / name) for name in ("student", "teacher"))
@@ -151,16 +135,22 @@ def own_loss(inputs, student, step):
 
 
 @pytest.mark.slow
-def test_draws_come_from_the_current_student(inputs, train, tmp_path):
+def test_draws_come_from_the_current_student(pool, inputs, tmp_path):
     """A checkpoint holds the student before each step. A student one step older draws and scores otherwise."""
+    def train(ranks, output_dir, *more, fails=""):
+        return students.train(
+            pool, ranks, output_dir, "--model_path", inputs / "student", "--train_data_file", inputs / "few.jsonl",
+            "--seed", 5, "--learning_rate", 2e-3, "--train_turns", "last", "--max_steps", 4, "--save_steps", 1,
+            "--save_total_limit", 0, "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1,
+            *more, fails=fails)
     flags = ("--teacher_path", inputs / "teacher", "--prompt_file", inputs / "system.txt", "--prompt_role", "system",
              "--on_policy", 1, "--max_new_tokens", 6)
-    one_rank = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
+    losses = students.column(train(1, tmp_path / "one", "--parallel", "ddp", *flags))
     names = [inputs / "student", *(tmp_path / "one" / f"checkpoint-{step}" for step in (1, 2, 3))]
     nets = [AutoModelForCausalLM.from_pretrained(name) for name in names]
-    assert losses(one_rank) == pytest.approx([own_loss(inputs, net, step) for step, net in enumerate(nets)], abs=STEP)
+    assert losses == pytest.approx({step + 1: own_loss(inputs, net, step) for step, net in enumerate(nets)}, abs=STEP)
     for step in (1, 2, 3):
-        assert losses(one_rank)[step] != pytest.approx(own_loss(inputs, nets[step - 1], step), rel=1e-3), "stale"
+        assert losses[step + 1] != pytest.approx(own_loss(inputs, nets[step - 1], step), rel=1e-3), "stale"
     two_ranks = train(2, tmp_path / "two", "--parallel", "fsdp", *flags)
-    assert losses(two_ranks) == pytest.approx(losses(one_rank), rel=1e-5)
+    assert students.column(two_ranks) == pytest.approx(losses, rel=1e-5)
     train(1, tmp_path / "one", "--parallel", "ddp", *flags[2:], fails="teacher")        # another teacher: another run

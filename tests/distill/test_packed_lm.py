@@ -101,8 +101,7 @@ def test_other_architectures_packed(kind, settings):
 
 
 def test_work_is_counted_like_a_plain_sum():
-    """Chats of 3 and 7 tokens with 1 + 2 targets and 6 + 28 attended pairs; a head of 8 x 20, attention 16 wide in two
-    layers. The teacher's tokens are counted, their FLOPs are not."""
+    """Chats of 3 and 7 tokens have 6 + 28 attended pairs. The teacher's tokens are counted, their FLOPs are not."""
     sizes = types.SimpleNamespace(hidden_size=8, vocab_size=20, num_attention_heads=4, head_dim=4, num_hidden_layers=2)
     products, attended = 2 * 10 * 100 + 2 * 3 * 8 * 20, 4 * 34 * 16 * 2
     for prompted, lora, flops in ((False, False, 3 * (products + attended)), (True, True, 2 * products + 3 * attended)):

@@ -35,8 +35,7 @@ def scorer_of(server, k, timeout, rows):
 
 @pytest.mark.slow
 def test_losses_are_those_of_the_model_itself(pool, inputs, tmp_path):
-    """Two ranks score the student's draws. The first answers are lost, and no call counts twice. The API key is saved
-    in no file."""
+    """Two ranks score the student's draws. The first answers are lost; no file holds the API key."""
     def losses(name, *more):
         metrics = students.train(
             pool, 2, tmp_path / name, "--model_path", inputs / "student", "--train_data_file", inputs / "chats.jsonl",

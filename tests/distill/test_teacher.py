@@ -1,5 +1,4 @@
-"""Answers of the engine transformers equal generate's; labels; addresses and keys of servers. For other engines see
-test_create_data.py."""
+"""Answers of the engine transformers equal generate's; labels; addresses and keys of servers."""
 import json
 
 import pytest
@@ -48,11 +47,14 @@ def test_redirections_are_refused(monkeypatch):
         assert not second.calls
 
 
-def test_an_answer_may_be_a_list_of_texts():
+def test_an_answer_may_be_a_list_of_texts_or_a_tool_call():
     texts = [{"type": "text", "text": "Final "}, {"type": "text", "text": "Answer: fr"}]
-    for content, text in ((texts, "Final Answer: fr"), ([], ""), (None, "")):
-        body = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
-        assert teachers.read_answer(json.dumps(body).encode()).text == text
+    call = {"function": {"name": "look", "arguments": '{"at": "it"}'}}
+    for more, reason, text in (({"content": texts}, "stop", "Final Answer: fr"), ({"content": []}, "stop", ""),
+                               ({"content": None, "tool_calls": [call]}, "tool_calls", "")):
+        answer = teachers.read_answer(json.dumps({"choices": [{"message": more, "finish_reason": reason}]}).encode())
+        assert (answer.text, answer.finish_reason) == (text, "stop")
+    assert answer.tool_calls == [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}]
 
 
 @pytest.mark.parametrize("url, key, message", [

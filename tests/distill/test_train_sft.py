@@ -21,7 +21,7 @@ from tests.helpers import chats, students
 from tests.helpers.scripts import ASKED_AT
 from tests.helpers.runs import CLOCK, CUTS, assert_same_bits, moments, newest, rows, tensors
 from tests.helpers.students import HELD_OUT, SEED, sample_loss
-from tests.helpers.trainer import Run
+from tests.helpers.trainer import RUN_SCRIPT, Run
 
 LR, STEPS = 2e-3, 5
 # 20 of 24 samples are trained, 8 a step: an epoch's third step has 4, so some ranks get empty packs
@@ -53,7 +53,7 @@ def arguments(inputs, output_dir, name, *more):
 def complete(pool, inputs, output_dir, name, *more):
     """Train to the end; returns the Run."""
     ranks, line = arguments(inputs, output_dir, name, *more)
-    statuses, output = pool.run(ranks, students.MAIN, line)
+    statuses, output = pool.run(ranks, RUN_SCRIPT, students.SCRIPT, line)
     assert not any(statuses), output
     return Run(0, output, output_dir)
 

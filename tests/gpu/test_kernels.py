@@ -48,8 +48,7 @@ def test_flash_attention_3_is_tried_once_and_dropped_if_wrong(trial, message, mo
 @pytest.mark.slow
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton, or its folder in TRITON")
 def test_kernels_read_16_bytes_at_a_time_and_spill_nothing(tmp_path):
-    """The first of three pack lengths gets a graph each way, the others share two. Cross-entropy reads 8 bytes,
-    and 2 of the label's logit. The planted fault is torch.compile(dynamic=True), which reads 2 bytes at a time."""
+    """Cross-entropy reads 8, and 2 of the label's logit. The planted fault is dynamic=True, which reads 2 at a time."""
     env = os.environ | {"TRITON_CACHE_DIR": f"{tmp_path}/triton", "TRITON_DISABLE_LINE_INFO": "1",
                         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/inductor", "PYTHONPATH": os.environ.get("TRITON", "")}
     done = subprocess.run([sys.executable, "tests/gpu/compiled.py"], env=env, cwd=ROOT, text=True, capture_output=True)

@@ -1,22 +1,11 @@
-"""train_bd3lm.py, a script of module-level code, in this process or in ranks of the pool."""
+"""train_bd3lm.py, a script of module-level code, in this process."""
 import json
 
 from core import checkpoint
 from diffusion import choices
-from tests.helpers.trainer import run_script, trainer_of
+from tests.helpers.trainer import trainer_of
 
 SCRIPT = "diffusion/train_bd3lm.py"
-MAIN = "tests.helpers.block_runs.ranks_main"     # of pool.run
-
-
-def ranks_main(argv):
-    """Run the trainer on a command line; an error is one line."""
-    run_script(SCRIPT, argv)
-
-
-def newest(output_dir):
-    """Folder of a run's newest checkpoint."""
-    return checkpoint.list_checkpoints(output_dir)[-1][1]
 
 
 def as_checkpoint(folder, state):

@@ -13,11 +13,13 @@ from core import memory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Current and peak bytes of tensors that operations make in this context. `known` tensors do not count."""
+    """Current and peak bytes of tensors that operations make in this context, without those of a model and a batch."""
 
-    def __init__(self, known):
+    def __init__(self, model, batch):
         super().__init__()
         self.sizes, self.now, self.peak = {}, 0, 0
+        fields = batch if isinstance(batch, tuple) else vars(batch).values()
+        known = [*model.parameters(), *model.buffers(), *(v for v in fields if isinstance(v, torch.Tensor))]
         self.known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -49,9 +51,7 @@ def check_plan(step, setup, pack, model, batch, loss):
     """Check that a planned step with CPU kernels is within 3 % of a real step's peak, without weights and batch."""
     with mock.patch.object(memory, "gpu_kernels", lambda *_: contextlib.nullcontext()):
         planned = max(memory.step_bytes(step, setup, pack).values())
-    fields = batch if isinstance(batch, tuple) else vars(batch).values()
-    known = [*model.parameters(), *model.buffers(), *(v for v in fields if isinstance(v, torch.Tensor))]
-    with LiveBytes(known) as real:
+    with LiveBytes(model, batch) as real:
         with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
             value = loss(model, batch)
         value.backward()

@@ -1,7 +1,4 @@
-"""A replacement for vLLM's server with transformers and PEFT: completions and adapters; prompts and answers are ids.
-
-An answer is drawn from the softmax with the request's seed, as in generation.Draw.
-"""
+"""A replacement for vLLM's server with transformers and PEFT: completions and adapters; prompts and answers are ids."""
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 @torch.no_grad()
 def draw_answer(model, prompt, seed, tokens, ends):
-    """Ids drawn from the softmax after a prompt, one token after the other, each by a whole forward pass."""
+    """Ids drawn after a prompt, one token after the other, each by a whole forward pass; as in generation.Draw."""
     ids, numbers = list(prompt), torch.Generator().manual_seed(seed)
     while len(ids) < len(prompt) + tokens and (len(ids) == len(prompt) or ids[-1] not in ends):
         sums = model(torch.tensor([ids])).logits[0, -1].double().softmax(-1).cumsum(-1)
@@ -78,8 +75,7 @@ class LoraServer:
 
 
 class ScoreServer(LoraServer):
-    """with ScoreServer(model folder, name, fails) as server: url, calls. The answers of the first `fails` calls are
-    lost after the work is done."""
+    """with ScoreServer(model folder, name, fails) as server: url, calls. The first `fails` answers are lost."""
 
     def __init__(self, folder, name, fails=0):
         super().__init__(folder)

@@ -17,7 +17,12 @@ def rows(run, after=0, without=CLOCK):
 
 
 def newest(run):
-    return checkpoint.list_checkpoints(run.output_dir)[-1][1]
+    """Folder of the newest checkpoint of a Run or of an output folder."""
+    return checkpoint.list_checkpoints(getattr(run, "output_dir", run))[-1][1]
+
+
+def steps_of(output_dir):
+    return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
 
 
 def tensors(run, stem="model"):

@@ -1,7 +1,4 @@
-"""Conversations with random codes for tests of the model, from the trainer's data path without the codec.
-
-native_batch turns the same samples into inputs of transformers' forward, so both sides see the same labels.
-"""
+"""Conversations with random codes for tests of the model, from the trainer's data path without the codec."""
 import hashlib
 
 import numpy as np
@@ -9,13 +6,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
+from core.json_files import read_object
 from data import SpeechSamples
 from speech.codes import FRAME_RATE, decode_clips
 from speech.conversations import Clip, Turn
 from speech.labels import IGNORE, token_ids, total_loss
 from speech.weights import native_config
 from tests.helpers import dialogues
-from tests.helpers.checkpoints import config_of
 
 
 def native(folder):
@@ -66,7 +63,8 @@ TEXT_ONLY = [SYSTEM, *ask("Which way?", "Turn left where the road meets the mill
 
 def samples_of(model_folder, conversations, folder):
     """(TokenIds, [sample dict as SpeechSamples gives it]) of lists of Turns; folder: an empty one to write in."""
-    ids = token_ids(tokenizer := AutoTokenizer.from_pretrained(model_folder), native_config(config_of(model_folder)))
+    tokenizer, config = AutoTokenizer.from_pretrained(model_folder), read_object(model_folder / "config.json")
+    ids = token_ids(tokenizer, native_config(config))
     data = SpeechSamples(dialogues.table_of(conversations, tokenizer, ids, folder, codes_of), ids)
     return ids, [data[i] for i in range(len(data))]
 

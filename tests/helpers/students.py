@@ -9,12 +9,6 @@ from tests.helpers import trainer
 
 HELD_OUT, SEED = 0.15, 42
 SCRIPT = "distill/train_sft.py"
-MAIN = "tests.helpers.students.run_trainer"     # of pool.run
-
-
-def run_trainer(argv):
-    """Run train_sft.py on a command line, in this process."""
-    trainer.run_script(SCRIPT, argv)
 
 
 def plan_run(argv, gpus=2):
@@ -38,8 +32,7 @@ def sample_loss(model, table, number):
 
 
 def answer_rows(net, tokenizer, asked, answer):
-    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass of the conversation, without
-    white space after the end."""
+    """(logits of the rows that predict an answer's ids, these ids) by a plain forward pass, without final white space."""
     start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
     while tokenizer.decode(whole[-1:]).isspace():
@@ -64,10 +57,10 @@ def apart(student, teacher, kind, beta=0.5, k=0):
 
 def train(pool, ranks, output_dir, *flags, fails="", key=""):
     """{step: {metric: value}} of a run of train_sft.py; None if it fails, as expected, with the message `fails`.
-    key: a server's API key; no run prints it.
-    """
+    key: a server's API key; no run prints it."""
     words = "--output_dir", output_dir, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, *flags
-    statuses, output = pool.run(ranks, MAIN, list(map(str, words)), env={"OPENAI_API_KEY": key})
+    statuses, output = pool.run(ranks, trainer.RUN_SCRIPT, SCRIPT, list(map(str, words)),
+                                env={"OPENAI_API_KEY": key})
     assert any(statuses) == bool(fails) and fails in output and not (key and key in output), output
     if fails:
         return None
@@ -75,3 +68,8 @@ def train(pool, ranks, output_dir, *flags, fails="", key=""):
     for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
         metrics.setdefault(line["step"], {}).update(line)
     return metrics
+
+
+def column(metrics, name="train/loss"):
+    """{step: value} of one metric out of those of train()."""
+    return {step: values[name] for step, values in sorted(metrics.items()) if name in values}

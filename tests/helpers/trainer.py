@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import soundfile
 from core import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RUN_SCRIPT = f"{__name__}.run_script"       # of pool.run
 
 
 class Tiny:
@@ -63,13 +63,6 @@ def unheard(samples):
         clip = sample["messages"][-1]["content"][1]
         clip |= {"offset": (clip.get("offset") or 0) + 0.05, "duration": 0.5}
     return samples
-
-
-def mount(*args):
-    """Mount a file system; skips the test if that is not allowed."""
-    done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
 
 
 def trainer_arguments(tiny, output_dir, *flags):

@@ -79,7 +79,8 @@ def test_model_and_tokenizer_paths(run, tiny, tmp_path):
              "--model_path and --audio_tokenizer_path are swapped"),
             (("--model_path", "owner/gone"), "--model_path owner/gone: neither a local folder nor available"),
             (("--model_path", tmp_path), "is a 'bert' checkpoint, not 'higgs_audio_v2'"),
-            (("--model_path", copy_of(tiny.model, "a", "*.safetensors")), tmp_path / "a", "weights"),
+            (("--model_path", copy_of(tiny.model, "a", "*.safetensors")), tmp_path / "a",
+             "holds no model.safetensors, nor its parts"),
             (("--model_path", copy_of(tiny.model, "b", "tokenizer*")), tmp_path / "b", "tokenizer"),
             (("--audio_tokenizer_path", copy_of(tiny.codec, "c", "*.safetensors")), tmp_path / "c",
              "holds no *.safetensors weights")):

@@ -16,7 +16,6 @@ from core.cli import UserError
 from speech import weights
 from speech.speak import load_model
 from tests.helpers import spoken
-from tests.helpers.merging import merge
 from tests.helpers.spoken import logits
 from tests.helpers.trainer import run_script
 
@@ -94,14 +93,6 @@ def data(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(tiny, tmp_path_factory):
-    """The tiny native model in the 2025 layout."""
-    folder = tmp_path_factory.mktemp("served") / "model"
-    run_script("lora.py", ["export", "--model_path", str(tiny.model), "--output_dir", str(folder)])
-    return folder
-
-
-@pytest.fixture(scope="module")
 def original(tiny, tmp_path_factory):
     """A bf16 base in the published 2025 layout, with two split tensors and no processor file."""
     folder = tmp_path_factory.mktemp("original") / "model"
@@ -140,13 +131,12 @@ def make_adapter(tiny, folder, **more):
     return folder, net
 
 
-def test_2025_layout_has_the_published_names_and_the_same_bits(tiny, served):
-    native = load_file(tiny.model / "model.safetensors")
+def test_2025_layout_is_the_published_one(tiny, tmp_path):
+    """Names, bits and config.json."""
+    native, served = load_file(tiny.model / "model.safetensors"), tmp_path / "served"
+    run_script("lora.py", ["export", "--model_path", str(tiny.model), "--output_dir", str(served)])
     assert len(NAMES) == len(native) == 33
     assert same(tensors(served), {old: native[new] for old, new in NAMES.items()})
-
-
-def test_2025_config_is_the_published_one(tiny, served):
     expected = published_config(600, 128, 256, 2, 4, 2, 32, first=576, dtype="float32")
     expected["text_config"]["initializer_range"] = 0.06
     extra = {"audio_delay_token_id": 590, "bos_token_id": 576, "eos_token_id": 585}     # not in the release
@@ -158,20 +148,20 @@ def test_2025_config_is_the_published_one(tiny, served):
 
 
 def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):
-    merge(str(original), None, tmp_path / "native", None)
+    lora.export(str(original), tmp_path / "native")
     state = load_file(original / "model.safetensors")
     state = {name: value for name, value in state.items() if "codebook_weights" not in name and "inv_freq" not in name}
     for name, kinds in SPLIT.items():
         state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{kind}.weight") for kind in kinds])
     for source in (tmp_path / "native", original):      # the first export rebuilds the config, the second copies it
-        merge(str(source), None, out := tmp_path / f"from-{source.name}", None, layout="2025")
+        lora.export(str(source), out := tmp_path / f"from-{source.name}", "2025")
         assert same(tensors(out), state) and {t.dtype for t in state.values()} == {torch.bfloat16}
         assert read(out, "config.json") == read(original, "config.json")
 
 
 def test_native_export_of_a_2025_base_can_generate(original, tmp_path):
     """The base stops at <|end_of_text|> and has no repetition guard: its speech would run to the limit."""
-    merge(str(original), None, tmp_path / "out", "float32")
+    lora.export(str(original), tmp_path / "out", dtype="float32")
     expected = {"eos_token_id": 585, "pad_token_id": 577, "do_sample": True, **RAS}
     generation = read(tmp_path / "out", "generation_config.json")
     assert generation | expected == generation
@@ -184,13 +174,13 @@ def test_native_export_of_a_2025_base_can_generate(original, tmp_path):
 @pytest.mark.parametrize("layout", ["native", "2025"])
 def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_path, layout):
     folder, net = adapter
-    merge(str(tiny.model), folder, tmp_path / "out", layout=layout, shard_bytes=3 * 10**6)
+    lora.export(str(tiny.model), tmp_path / "out", layout, "float32", 3 * 10**6, folder)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 3      # each large table has a file
     named = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"].keys()
     assert named == (NAMES.keys() if layout == "2025" else set(NAMES.values()))
     back = tmp_path / "out"
     if layout == "2025":
-        merge(str(back), None, back := tmp_path / "back", None)
+        lora.export(str(back), back := tmp_path / "back")
     merged = load(back)
     torch.testing.assert_close(logits(merged, data), logits(net, data), rtol=1e-5, atol=1e-5)
     assert (logits(merged, data) - logits(load(tiny.model), data)).abs().max() > 0.05
@@ -200,7 +190,7 @@ def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_pa
                                   {"alpha_pattern": {"o_proj": 3}}], ids=str)
 def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
     folder, net = make_adapter(tiny, tmp_path / "adapter", **kind)
-    merge(str(tiny.model), folder, tmp_path / "out")
+    lora.export(str(tiny.model), tmp_path / "out", dtype="float32", adapter=folder)
     got, expected = tensors(tmp_path / "out"), net.merge_and_unload().state_dict()
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -213,7 +203,7 @@ def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, word
     """The merge would be wrong or incomplete."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
     with pytest.raises(UserError, match=f"adapter_config.json: the adapter has {words}, which is not supported"):
-        merge(str(tiny.model), folder, tmp_path / "out")
+        lora.export(str(tiny.model), tmp_path / "out", dtype="float32", adapter=folder)
 
 
 def test_speech_uses_an_adapter_like_peft(tiny, data, tmp_path):
@@ -239,14 +229,14 @@ def test_weights_that_are_not_finite_are_refused(tiny, adapter, tmp_path, where,
         state[name][1, 1] = value
     save_file(state, path, {"format": "pt"})
     with pytest.raises(UserError, match="NaN or infinity"):
-        merge(str(model), folder, tmp_path / "out")
+        lora.export(str(model), tmp_path / "out", dtype="float32", adapter=folder)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, original, tmp_path):
     """In bf16, an update below half a step of the weight would be lost."""
     folder, net = adapter
-    merge(str(original), folder, tmp_path / "out", None)
+    lora.export(str(original), tmp_path / "out", adapter=folder)
     got = tensors(tmp_path / "out")
     assert {t.dtype for t in got.values()} == {torch.float32}
     name = "layers.1.self_attn.q_proj"

@@ -15,7 +15,7 @@ from speech.weights import load_codec
 from speech.labels import delay_rows, token_ids
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, rows
-from tests.helpers.trainer import run_script, train_forked, unheard
+from tests.helpers.trainer import RUN_SCRIPT, run_script, train_forked, unheard
 
 CPU = torch.device("cpu")
 
@@ -160,8 +160,7 @@ def train(pool, tiny, data, output_dir, *flags, ranks=1, **options):
 def say(pool, tiny, output_dir, *flags, model=None, ranks=1):
     command = ["--model_path", model or tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", output_dir,
                "--save_codes", *flags]
-    statuses, output = pool.run(ranks, "tests.helpers.trainer.run_script", "speech/generate_tts.py",
-                                [str(word) for word in command])
+    statuses, output = pool.run(ranks, RUN_SCRIPT, "speech/generate_tts.py", [str(word) for word in command])
     assert not any(statuses), output
     records = [json.loads(path.read_text()) for path in sorted(output_dir.glob("*.json"))]
     return records, output

@@ -12,7 +12,6 @@ from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_labels, 
                            total_loss)
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
-
 E, _ = 901, IGNORE
 A0, A1, A2, B0, B1, B2, C0, C1, C2, D0, D1, D2 = range(12)
 CODES = np.array([[A0, B0, C0, D0], [A1, B1, C1, D1], [A2, B2, C2, D2]])        # 3 frames of 4 codebooks
@@ -50,25 +49,6 @@ def test_rows_equal_transformers_delay_pattern(frames, books):
     assert delay_rows(codes, BOS, EOS).tolist() == native.tolist()
 
 
-@pytest.fixture
-def zero_shot(tmp_path):
-    """The zero-shot cloning sample of the model card, read from a file."""
-    for name in ("ref.wav", "target.wav"):
-        (tmp_path / name).write_bytes(b"audio")
-    messages = [
-        {"role": "system", "content": "Generate audio following instruction.\n\n<|scene_desc_start|>\nAudio is "
-                                      "recorded from a quiet room.\n<|scene_desc_end|>"},
-        {"role": "user", "content": "This is how I sound."},
-        {"role": "assistant", "content": {"type": "audio", "audio_url": "ref.wav"}},
-        {"role": "user", "content": "The door is never locked: try it."},
-        {"role": "assistant", "content": {"type": "audio", "audio_url": "target.wav"}}]
-    (tmp_path / "data.json").write_text(json.dumps([{"messages": messages, "start_index": 3}]))
-    problems = []
-    sample, = read_samples(tmp_path / "data.json", problems)
-    assert not problems
-    return sample
-
-
 BY_HAND = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following instruction.\n\n"
            "<|scene_desc_start|>\nAudio is recorded from a quiet room.\n<|scene_desc_end|><|eot_id|>"
            "<|start_header_id|>user<|end_header_id|>\n\nThis is how I sound.<|eot_id|>"
@@ -97,9 +77,28 @@ def turn(role, *items):
                                       {"type": "audio", "url": "x"} for i in items]}
 
 
-def test_tokens_are_those_of_the_text_written_by_hand(tiny, zero_shot, tokenizer, ids):
-    """The native template writes the same text."""
-    assert stream(zero_shot, tokenizer, ids)[0] == tokenizer(BY_HAND, add_special_tokens=False)["input_ids"]
+def read_one(folder, **entry):
+    """The sample of an entry whose clips are files of this folder."""
+    for name in ("ref.wav", "x"):
+        (folder / name).write_bytes(b"audio")
+    (folder / "data.json").write_text(json.dumps([entry]))
+    problems = []
+    sample, = read_samples(folder / "data.json", problems)
+    assert not problems
+    return sample
+
+
+def test_tokens_are_those_of_the_text_written_by_hand(tiny, tmp_path, tokenizer, ids):
+    """The zero-shot cloning sample of the model card. The native template writes the same text."""
+    messages = [
+        {"role": "system", "content": "Generate audio following instruction.\n\n<|scene_desc_start|>\nAudio is "
+                                      "recorded from a quiet room.\n<|scene_desc_end|>"},
+        {"role": "user", "content": "This is how I sound."},
+        {"role": "assistant", "content": {"type": "audio", "audio_url": "ref.wav"}},
+        {"role": "user", "content": "The door is never locked: try it."},
+        {"role": "assistant", "content": {"type": "audio", "audio_url": "x"}}]
+    sample = read_one(tmp_path, messages=messages, start_index=3)
+    assert stream(sample, tokenizer, ids)[0] == tokenizer(BY_HAND, add_special_tokens=False)["input_ids"]
     conversation = [turn("system", "Generate audio following instruction."),
                     turn("scene", "Audio is recorded from a quiet room."), turn("user", "This is how I sound."),
                     turn("assistant", 0), turn("user", "The door is never locked: try it."), turn("assistant", 0)]
@@ -115,15 +114,11 @@ def test_tokenising_piece_by_piece_is_tokenising_the_whole_text(tokenizer, ids, 
 
 
 def test_scene_with_audio_is_that_of_the_native_template(tiny, tmp_path, tokenizer, ids):
-    (tmp_path / "x").write_bytes(b"audio")
     conversation = [turn("system", "Speak."), turn("scene", "A hall."), turn("scene", "SPEAKER0:", 0, "SPEAKER1:", 0),
                     turn("user", "Hello."), turn("assistant", 0)]
-    (tmp_path / "data.json").write_text(json.dumps([{"messages": conversation}]))
-    problems = []
-    sample, = read_samples(tmp_path / "data.json", problems)
-    tokens, labelled = stream(sample, tokenizer, ids)
+    tokens, labelled = stream(read_one(tmp_path, messages=conversation), tokenizer, ids)
     text = native_text(tiny, conversation)
-    assert not problems and tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert "SPEAKER0: <|audio_out_bos|>" in text and labelled.count(True) == 4      # only tokens of the target
 
 

@@ -18,12 +18,6 @@ AUDIO = {f"audio_mlp.{p}_proj" for p in ("gate", "up", "down")}
 TEXT = {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
 
 
-@pytest.fixture(scope="module")
-def data(tiny, tmp_path_factory):
-    """Keyword arguments of transformers' forward."""
-    return spoken.inputs_of(tiny.model, [spoken.CLONING, spoken.MULTI_TURN], tmp_path_factory.mktemp("table"))
-
-
 def base(tiny, dtype=torch.float32):
     return HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model, use_text_head=True, dtype=dtype).eval()
 
@@ -134,7 +128,8 @@ def saved(tiny, tmp_path_factory):
     return folder, net
 
 
-def test_saved_adapter_loads_in_plain_peft(tiny, data, saved):
+def test_saved_adapter_loads_in_plain_peft(tiny, saved, tmp_path):
+    data = spoken.inputs_of(tiny.model, [spoken.CLONING, spoken.MULTI_TURN], tmp_path / "table")
     folder, net = saved
     plain = PeftModel.from_pretrained(base(tiny), folder).eval()
     torch.testing.assert_close(spoken.logits(plain, data), spoken.logits(net, data), rtol=1e-5, atol=1e-5)

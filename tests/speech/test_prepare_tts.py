@@ -16,7 +16,7 @@ from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.codes import Encoding
 from speech.dataset import Reading, Sources
-from tests.helpers.trainer import speech_main
+from tests.helpers.trainer import RUN_SCRIPT, speech_main
 
 WORLD = World(device=torch.device("cpu"))
 
@@ -72,8 +72,7 @@ def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool
     shutil.copytree(speech.parent, mine)
     flags = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", mine / "m.jsonl:2",
              "--output_dir", tmp_path / "made", "--reference", "same_speaker", "--preprocess_num_proc", "1"]
-    statuses, output = pool.run(2, "tests.helpers.trainer.run_script", "speech/prepare_tts.py", list(map(str, flags)),
-                                cwd=tmp_path)
+    statuses, output = pool.run(2, RUN_SCRIPT, "speech/prepare_tts.py", list(map(str, flags)), cwd=tmp_path)
     assert statuses == [0, 0], output[-3000:]
     assert "24 rows = 24 kept + 0 refused" in output and "done       24 samples" in output
     tables = [Table(out / json.loads((out / "prepared.json").read_text())["table"])

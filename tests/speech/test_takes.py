@@ -9,6 +9,7 @@ import soundfile
 import torch
 
 from core.dist import World
+from core.json_files import read_object
 from speech import judges, speak, v2, v3
 from speech.codes import CodeReader, Encoding, ensure_codes
 from speech.weights import load_codec
@@ -17,7 +18,6 @@ from speech.conversations import Clip, Turn
 from speech.dataset import TableBuilder, read_samples
 from speech.labels import delay_rows
 from speech.speak import load_model
-from tests.helpers.checkpoints import config_of
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -30,7 +30,7 @@ TEXTS = ["five nine three seven four.", "one one eight zero.", "six two four nin
 @pytest.fixture(scope="module")
 def voice():
     """(native model that speaks digits, TokenIds, codec, settings, prepare(samples))."""
-    config = config_of(VOICE / "model")
+    config = read_object(VOICE / "model" / "config.json")
     native = load_model(VOICE / "model", config, None, torch.float32, CPU)
     tokenizer = v2.load_tokenizer(VOICE / "model")
     ids = v2.token_ids(tokenizer, native.config)
@@ -136,7 +136,7 @@ def test_tts_3_continues_codes_too(model3):
     reference = [Turn("user", ["One."], None), Turn("assistant", [Clip("0-0.npy")], None)]
     samples[0].turns[1:1] = reference
     tokenizer = v3.load_tokenizer(model3)
-    ids = v3.token_ids(tokenizer, v3.read_config(config_of(model3)))
+    ids = v3.token_ids(tokenizer, v3.read_config(read_object(model3 / "config.json")))
     prompt, = speak.prepare(samples, tokenizer, ids, None, None, 1000, {"0-0.npy": codes})
     assert np.array_equal(prompt.codes, [codes])
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from core import checkpoint, json_files
-from tests.helpers.runs import assert_same_bits, rows, tensors
+from tests.helpers.runs import assert_same_bits, rows, steps_of, tensors
 from tests.helpers.trainer import bad_token, brief, train_forked, unheard
 
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below
@@ -52,11 +52,6 @@ def shared(complete, tiny, tmp_path_factory):
 
 def state_of(path):
     return json_files.read_object(path / "trainer_state" / "state.json")
-
-
-def steps_of(output_dir):
-    """Steps of the checkpoints of a run."""
-    return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
 
 
 @pytest.mark.slow
