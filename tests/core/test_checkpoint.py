@@ -235,3 +235,13 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         if not came:
             break
     assert not came and changes > 15 and seen == {"checkpoint-2", "checkpoint-3"}
+
+
+def test_an_output_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    """Otherwise a run would start over next to its checkpoints."""
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(PermissionError):
+        checkpoint.list_checkpoints(tmp_path)

@@ -1,4 +1,5 @@
 """metrics.jsonl and the trackers that get its values."""
+import errno
 import json
 import math
 
@@ -56,6 +57,16 @@ def test_a_repeated_validation_is_logged_once(tmp_path, eval_due, kept):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
     assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
+
+
+def test_a_full_disk_for_tensorboard_is_named(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    record = MetricsLog(tmp_path, tmp_path / "logs", ["tensorboard"], {})
+    monkeypatch.setattr(record.board, "add_scalar", full)
+    with pytest.raises(OSError) as error:
+        record.write(1, {"train/loss": 1.0})
+    assert error.value.filename == str(tmp_path / "logs")
 
 
 def test_speed_without_pauses(monkeypatch):
