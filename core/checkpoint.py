@@ -357,8 +357,8 @@ def file_record(path):
 
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path)
-               for path in Path(output_dir).glob("checkpoint-*"))
+    paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()     # glob hides errors
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 

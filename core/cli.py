@@ -237,10 +237,13 @@ def read_config(parser, words):
         return []
     import yaml  # comes with transformers
     try:
-        values = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+        text = Path(file).read_text(encoding="utf-8")
+        values = yaml.load(text, yaml.BaseLoader) or {}
     except (OSError, yaml.YAMLError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(isinstance(values, dict), f"--config {file}: must be lines of flag: value")
+    twice = [name for name in values if len(re.findall(rf"^{name}:", text, re.M)) > 1]
+    require(not twice, f"--config {file}: {''.join(twice[:1])} is there twice")
     file_words = []
     for name, value in values.items():
         flag = f"--{name}"

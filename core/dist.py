@@ -76,8 +76,11 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     limit = world.limit = timedelta(seconds=timeout_s + MARGIN_S)
     if world.size > 1:
         store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
-        # after a restart torchrun's store still has the keys of the ranks that have died
-        world.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # after a restart torchrun's store still has the keys of the ranks that have died; only on
+        # one node is torchrun's count of restarts the same for all ranks
+        start = (os.environ.get("TORCHELASTIC_RESTART_COUNT") if world.local_size == world.size
+                 else store.add(f"starts/{world.rank}", 1))
+        world.store = dist.PrefixStore(str(start), store)
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=world.store or dist.HashStore(), rank=world.rank,

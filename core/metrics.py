@@ -107,7 +107,8 @@ class MetricsLog:
         self.board = self.wandb = None
         if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+            with self.error_names_file(logging_dir):
+                self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
         if "wandb" in report_to:
             # a resumed run continues the same W&B run, a new one does not
             run_id = Path(output_dir) / "wandb_id"
@@ -124,9 +125,10 @@ class MetricsLog:
         with self.error_names_file(self.path):
             self.file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()
+            with self.error_names_file(self.board.log_dir):
+                for name, value in values.items():
+                    self.board.add_scalar(name, value, step)
+                self.board.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
 

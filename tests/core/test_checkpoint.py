@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -231,3 +232,10 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         if not came:
             break
     assert not came and changes > 15 and seen == {"checkpoint-2", "checkpoint-3"}
+
+
+def test_no_run_starts_over_in_a_folder_that_cannot_be_listed(tmp_path, monkeypatch):
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, mock.Mock(side_effect=PermissionError))
+    with pytest.raises(PermissionError):
+        checkpoint.list_checkpoints(tmp_path)

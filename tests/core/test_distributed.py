@@ -1,4 +1,5 @@
 """core.dist: cases that the tests of the trainers do not reach."""
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -57,3 +58,14 @@ def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
             assert group._get_backend(torch.device("cpu")).options._timeout == limit
     finally:
         torch_dist.destroy_process_group()
+
+
+def test_nodes_that_counted_other_restarts_join():
+    """torchrun counts a restart only on the node whose rank died. Its store keeps the keys of the first start."""
+    store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = "from core import dist; assert dist.all_gather(dist.init(5), 0) == [0, 0]; dist.finish()"
+    for restarts in ("00", "01"):
+        nodes = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": restarts[rank], "RANK": str(rank),
+            "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}) for rank in range(2)]
+        assert [node.wait(120) for node in nodes] == [0, 0]

@@ -91,7 +91,8 @@ def test_the_command_line_overrides_the_file_of_flags(tmp_path):
 
 @pytest.mark.parametrize("text, message", [
     ("bf16: on\nlerning_rate: 1", "run.yaml: lerning_rate: no such flag"), ("seed: [", "cannot be read as YAML"),
-    ("- seed", "must be lines of flag: value"), ("seed: {a: 1}", "seed takes a value or a list")])
+    ("seed: 1\nseed: 2", "seed is there twice"), ("- seed", "must be lines of flag: value"),
+    ("seed: {a: 1}", "seed takes a value or a list")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, message, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)

@@ -1,6 +1,7 @@
 """metrics.jsonl and the trackers that get its values."""
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -56,6 +57,14 @@ def test_a_repeated_validation_is_logged_once(tmp_path, eval_due, kept):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
     assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
+
+
+def test_a_full_disk_for_tensorboard_is_named(tmp_path):
+    record = MetricsLog(tmp_path, tmp_path, [], {})
+    record.board = mock.Mock(log_dir="logs", **{"add_scalar.side_effect": OSError(28, "No space left on device")})
+    with pytest.raises(OSError) as error:
+        record.write(1, {"train/loss": 1.0})
+    assert error.value.filename == "logs"
 
 
 def test_speed_without_pauses(monkeypatch):
