@@ -71,16 +71,22 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one to the trainer")
     listed = None if dry else output_dir
-    problems = Problems(sources.drop, listed)
+    of_rows = Problems(sources.drop, listed)
+    # a dry run lists bad rows and bad audio together; a run stops before it encodes
+    of_audio = of_rows if dry else Problems(sources.drop, listed, more=True)
+
+    def finish(problems):
+        if dropped := problems.settle():
+            print(f"data       dropped: {dropped}", flush=True)
 
     def read():
-        read_all(builder, sources, problems, Path(output_dir) / "data")
-        if dropped := problems.settle():    # bad rows stop a run before it encodes
-            print(f"data       dropped: {dropped}", flush=True)
+        read_all(builder, sources, of_rows, Path(output_dir) / "data")
+        if not dry:
+            finish(of_rows)
 
     def write():
-        if dropped := settle(find_bad_audio(builder, codes), sources.drop, listed, more=True):
-            print(f"data       dropped: {dropped}", flush=True)
+        of_audio.add(find_bad_audio(builder, codes))
+        finish(of_audio)
         # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder

@@ -105,8 +105,7 @@ def evaluate(folder, samples, by, settings):
         rows.append({"name": audio.stem} | dict.fromkeys(METRICS) | row)
     metrics = {key: mean(row[key] for row in rows) for key in METRICS}
     if by.hear:
-        texts = list(map(audible_text, texts))
-        metrics |= judges.word_rates(texts, heard.values(), by.language)
+        metrics |= judges.word_rates(list(map(audible_text, texts)), heard.values(), by.language)
     return {"name": str(folder), "metrics": metrics, "samples": rows, "heard": heard,
             "settings": settings | {"samples": len(samples)}}
 

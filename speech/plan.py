@@ -87,9 +87,8 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
         seq_index=numbers(rows), audio_rows=numbers(audio_rows),
         audio_targets=numbers(audio_rows, codebooks), text_rows=numbers(text_rows),
         text_targets=numbers(text_rows), longest=rows, seqlens=(rows,))
-    if keep:
-        return model(batch, keep=True).sum()
-    return sum(losses.sum() for losses in model(batch)[:2])     # of audio and text
+    losses = [model(batch, keep=True)] if keep else model(batch)[:2]    # of audio and text
+    return sum(sums.sum() for sums in losses)
 
 
 def step_of(model):
@@ -107,15 +106,14 @@ def memory(model, setup, data, order):
 
 def choose(args, world, ranks, model, data):
     """--auto: set the flags that the user did not give."""
-    longest = data.keeper.settings.max_new_tokens + max(
-        len(prompt.tokens) for prompt in data.keeper.prompts) if data.keeper else 0
+    longest = 0 if not data.keeper else data.keeper.settings.max_new_tokens + max(
+        len(prompt.row(data.ids)["input_ids"]) for prompt in data.keeper.prompts)
     plans.choose_packs(args, world, ranks, data.table.lengths[data.train],
                        lambda setup, order: memory(model, setup, data, order), longest)
 
 
 def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
-    """Print the plan of a run; UserError if GPU or disk are too small. model: empty, as trained.
-    order: PackOrder. lines: about steps, intervals, start. left: steps to go."""
+    """Print the plan of the steps left; UserError if GPU or disk are too small. model: empty."""
     table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
     new = table.where[:, 0] < 0     # clips that are not encoded
     frames = table.where[new, 2].sum()
@@ -127,3 +125,5 @@ def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
         f"({frames / FRAME_RATE / 3600:.2f} h)", *lines], left, flops)
     plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",
                      2 * frames * data.ids.num_codebooks, "codes of new clips")
+    if "tensorboard" in args.report_to:
+        plans.check_disk(args.logging_dir, 0, "--logging_dir")

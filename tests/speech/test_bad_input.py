@@ -120,6 +120,10 @@ def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):
         return [(int(row["entry"].split()[1]) - 1, row["check"]) for row in rows]
     assert_refused(run(*flags, name="one"), "2 problems:", "sample 2", "role 'nobody'", "sample 4", "control token")
     assert read_problems("one") == [(1, "invalid"), (3, "control_token")]
+    (data / "gone.csv").write_text("audio,text\nspeech/0000_speaker0.wav,Hi.\ngone.csv,Ho.\ngone.wav,Ha.\n")
+    dry = "--dry_run", "--use_lora", "--report_to", "tensorboard", "--logging_dir", data / "gone.csv" / "logs"
+    assert_refused(run("--train_data_file", data / "gone.csv", *dry), "2 problems:", "line 3", "gone.wav")
+    assert_refused(run(*dry), "--logging_dir", "cannot be written")
     assert_refused(run(*flags, "--drop_bad", "invalid,control_token", name="one"), f"{path} sample 6 ",
               "more than --max_length 600", "--drop_too_long")
     done = run(*flags, "--drop_bad", name="two")

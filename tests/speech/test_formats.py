@@ -102,6 +102,8 @@ FORMATS = {
     "texts in capitals": ({"0.TXT": "Hi.", "0.WAV": "audio"}, "", [("0.WAV", "Hi.")], []),
     "a text for m4a": ({f"a{end}": "This is a." for end in (".txt", ".wav")} | {"b.m4a": "", "b.txt": "Hi."}, "",
                        PLAIN[:1], ["audio"]),
+    "subtitles of another file": ({"a.wav": "", "a.txt": "This is a.", "a.part.wav": "", "a.part.srt":
+        "1\n00:00:01,000 --> 00:00:02,000\nPart.\n"}, "", [("a.part.wav", "Part."), *PLAIN[:1]], []),
     "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n\\\t80.0\t900.0\n4.500000 5.000000 Sails\n"}, "",
                  [("c.wav", "The ship"), ("c.wav", "Sails")], []),
     "common voice": ({"train.tsv": "client_id\tpath\tsentence\nx\tc1.mp3\t\"Hi\" he calls.\n", "clips/c1.mp3": "",
@@ -121,6 +123,8 @@ FORMATS = {
                    [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], ["empty_text"]),
     "libritts": ({"19/198/19_198_000.wav": "", "19/198/19_198_000.normalized.txt": "Hi.", "19/198/._a.wav": "",
                   "19/198/19_198_000.original.txt": "hi"}, "", [("19_198_000.wav", "Hi.", "19")], []),
+    "libritts of names": ({"x/an-na_1.wav": "", "x/an-na_1.normalized.txt": "Hi."}, "",
+                          [("an-na_1.wav", "Hi.", "an-na")], []),
     "librispeech": ({"19/198/19-198.trans.txt": "19-198-0000 THE SHIP\n", "19/198/19-198-0000.flac": ""}, "",
                     [("19-198-0000.flac", "THE SHIP", "19")], [])}
 CUTS = {"audacity": [(0, 3.2), (4.5, 0.5)], "gigaspeech": [(1.5, 0.5), (3, 1)], "kaldi with segments": [(1.5, None)]}
