@@ -31,6 +31,8 @@ def start(args):
         if world.is_main:       # of an earlier run
             for name in (MARKER, "stop"):
                 (Path(folder) / name).unlink(missing_ok=True)
+        if "tensorboard" in args.report_to:
+            dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
     watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
     watch.report_progress("data preparation", args.wait_timeout)
 

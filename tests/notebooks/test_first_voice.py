@@ -32,7 +32,7 @@ def test_its_cells_run(tmp_path, monkeypatch, capsys, quick_python):
             outputs[cell["id"]] = capsys.readouterr().out
     plan = outputs["plan"]
     assert "GPU: " in outputs["set-up"] and "ddp, fp16\n" in plan and plan.endswith("dry run ok\n")
-    assert re.search(r"^data +10 ", plan, re.M), plan
+    assert re.search(r"^source .* 10 kept \+ 0 refused$", plan, re.M), plan
     lines = map(json.loads, (tmp_path / "work/out/metrics.jsonl").read_text().splitlines())
     assert any("train/loss_scale" in line for line in lines) and "done       step 2" in outputs["train"]
     assert len(heard) == 2 and all(len(open(path, "rb").read()) > 1000 for path in heard)
