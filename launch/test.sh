@@ -5,7 +5,7 @@
 #   bash launch/test.sh tests/speech/test_labels.py -x
 #   VERSIONS=oldest VENV=old bash launch/test.sh -m "not slow"
 set -euo pipefail
-TEST_PROCESSES=${TEST_PROCESSES:-4}     # files side by side; many tests wait more than they compute
+TEST_PROCESSES=${TEST_PROCESSES:-5}     # files side by side; many tests wait more than they compute
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE       # hundreds of processes would compile the same modules
