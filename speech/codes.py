@@ -67,9 +67,8 @@ def decode_clips(clips):
                 wave, measures = resample(wave, rate)
         except ValueError as error:
             return str(error)
-        missing = (SHORTEST_REFERENCE - len(wave)) * (clip.filled and wave.ndim == 1)
-        if missing > 0:
-            wave = np.pad(wave, (0, missing))
+        missing = max(0, SHORTEST_REFERENCE - len(wave)) * (clip.filled and wave.ndim == 1)
+        wave = np.pad(wave, (0, missing))
         # a clip that needs no padding has the key of the unpadded clip
         return key, key_of(clip, missing > 0, digest), wave, measures
 
@@ -272,7 +271,8 @@ def explain_damage(path):
 def read_index(folder):
     """(shard names, {file key: content key}, {content key: row}, "where" and measures of the rows
     as in ClipCodes). Row -1, the last one, is that of an unknown clip."""
-    shards = sorted(path.name for path in Path(folder).glob("codes-*.safetensors"))
+    names = os.listdir(folder) if os.path.exists(folder) else ()    # glob() hides a refused access
+    shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
     contents, rows, where, measures = {}, {}, [], []
     for number, shard in enumerate(shards):
         path = Path(folder) / shard

@@ -72,6 +72,7 @@ def test_ranks_end_with_torchrun(start):
     os.kill(max(in_sessions(parent.pid)), signal.SIGSTOP)    # one of them
     parent.kill()
     wait_until(lambda: not in_sessions(parent.pid), "end of the ranks")
+    assert parent.log.read_text().count("here") == 3        # no rank has started another time
 
 
 @pytest.mark.slow
