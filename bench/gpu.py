@@ -137,7 +137,7 @@ WAYS = {        # {way: flags}
     "fp32": [],
     "bf16": ["--bf16"],
     "bf16 fsdp": ["--bf16", "--parallel", "fsdp"],
-    "bf16 recomputed": ["--bf16", "--gradient_checkpointing", "selective"],
+    "bf16 recomputed": ["--bf16", "--gradient_checkpointing"],
     "bf16 compiled": ["--bf16", "--compile"],
     "bf16 compiled float8": ["--bf16", "--compile", "--float8"]}
 ONLY = {"bf16 compiled float8": ("speech lora", "chats lora"),      # cases of a way; default: all
@@ -238,7 +238,7 @@ if TINY:
 OPTIONS = {"eager": ["--compile", "false"], "compiled": ["--compile"], "full": [],
            "lora": ["--use_lora"], "all": ["--lora_target_modules", "all-linear"],
            "float8": ["--float8"], "fsdp": ["--parallel", "fsdp"],
-           "recomputed": ["--gradient_checkpointing", "selective"], "tiles64": []}
+           "recomputed": ["--gradient_checkpointing"], "tiles64": []}
 # FlexAttention's backward in smaller pieces: by registers two of them fit a core at once, not one
 TILES64 = {f"bwd_BLOCK_{name}": 64 for name in ("M1", "N1", "M2", "N2")} | {
     "bwd_num_warps": 4, "bwd_num_stages": 1}

@@ -36,7 +36,7 @@ SETTINGS = {
     "full": [(2, f"{SHORT} --per_device_train_batch_size 2 --group_by_length")],
     "fsdp_full": [(2, f"{SHORT} --per_device_train_batch_size 2 --parallel fsdp --cpu_offload")],
     "hsdp": [(4, f"{PACKS} --parallel hsdp:2 --no-reshard_after_forward")],
-    "dora_fp16": [(1, f"{LORA} --fp16 --use_dora --gradient_checkpointing selective")],
+    "dora_fp16": [(1, f"{LORA} --fp16 --use_dora --gradient_checkpointing")],
     "nf4": [(1, f"{LORA} --bf16 --base_dtype nf4 --lora_target_modules all-linear")],
     "tts3": [(1, f"{LORA} --bf16 --train_audio_table")],
     "keep": [(2, f"{LORA} --keep KEEP --keep_every 2")],

@@ -1,9 +1,4 @@
 """LoRA adapters in any model, plain or sharded: add, compute, fill, save, load. Files are PEFT's.
-
-Frozen linear layers that share an input, and their adapters, are one autograd operation. Each
-product is accumulated into the output, and the A matrices of the adapters are one matrix. Autograd
-on single layers would allocate and add a gradient as wide as the input for every weight and every
-adapter. Results differ by rounding only. Dropout draws one mask per input, PEFT one per adapter.
 """
 import contextlib
 import copy
@@ -17,7 +12,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from core import dist, json_files, kernels, tensor_io
+from core import dist, json_files, tensor_io
 from core.cli import UserError, require
 
 FULL_MARK = ".modules_to_save."             # in the names of modules that are trained without LoRA
@@ -31,110 +26,19 @@ FIELDS = set("""r lora_alpha target_modules exclude_modules use_rslora use_dora 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change the base as well
 
 
-# ---- Computation
-
-
-def add_products(lefts, rights):
-    """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., accumulated in place; 2-d, one dtype."""
-    out = lefts[0] @ rights[0]
-    for left, right in zip(lefts[1:], rights[1:]):
-        out.addmm_(left, right)
-    return out
-
-
-# An operator for compiled layers: torch 2.11's compiler gives no gradient to an output of an
-# autograd.Function that was changed in place, and Inductor copies the accumulator of each product.
-compiled_add_products = kernels.define_operator(
-    "add_products", "(Tensor[] lefts, Tensor[] rights) -> Tensor", add_products,
-    lambda lefts, rights: lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1]))
-
-
-def sum_products(lefts, rights):
-    """add_products, eager or compiled."""
-    compiling = torch.compiler.is_compiling()
-    return (compiled_add_products if compiling else add_products)(lefts, rights)
-
-
-class _Outputs(torch.autograd.Function):
-    """x W_i^T + scale dropout(x) A_i^T B_i^T of n layers; x (rows, in), A_i (rank_i, in)."""
-
-    @staticmethod
-    def forward(ctx, x, dtype, scale, rate, in_place, *weights):
-        """weights: all W, all A, all B. dtype: of the products. rate: dropout rate."""
-        n = len(weights) // 3
-        bases, downs, ups = weights[:n], weights[n:2 * n], [up.to(dtype) for up in weights[2 * n:]]
-        x, down = x.to(dtype), torch.cat(downs).to(dtype)
-        rows, *mask = torch.native_dropout(x, rate, True) if rate else (x,)
-        lows = (rows @ down.t() * scale).split(list(map(len, downs)), dim=1)
-        outputs = []
-        for base, up, low in zip(bases, ups, lows):
-            base = full_weight(base, (len(up), x.shape[1]), dtype).t()
-            outputs.append(sum_products([x, low], [base, up.t()]) if in_place
-                           else (x @ base).addmm(low, up.t()))
-        ctx.settings = scale, rate, downs[0].dtype
-        ctx.save_for_backward(*bases, *ups, *lows, down, rows, *mask)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (scale, rate, dtype), saved, n = ctx.settings, ctx.saved_tensors, len(grads)
-        bases, ups, lows = (saved[i * n:(i + 1) * n] for i in range(3))
-        down, rows, *mask = saved[3 * n:]
-        d_ups = [(grad.t() @ low).to(dtype) for grad, low in zip(grads, lows)]
-        d_low = torch.cat([grad @ up for grad, up in zip(grads, ups)], dim=1) * scale
-        d_downs = (d_low.t() @ rows).to(dtype).split([low.shape[1] for low in lows])
-        d_x = None
-        if ctx.needs_input_grad[0]:     # the first layer's input has none: embeddings are frozen
-            wholes = [full_weight(base, (len(up), rows.shape[1]), down.dtype)
-                      for base, up in zip(bases, ups)]
-            if rate:
-                d_x = sum_products(grads, wholes).addcmul(d_low @ down, *mask, value=1 / (1 - rate))
-            else:
-                d_x = sum_products([*grads, d_low], [*wholes, down])
-        return d_x, None, None, None, None, *(None for _ in bases), *d_downs, *d_ups
-
-
-def full_weight(weight, shape, dtype):
-    """A frozen weight in the compute dtype; NF4 weights are uint8."""
-    if weight.dtype != torch.uint8:
-        return weight.to(dtype)
-    from core import quantized
-    return quantized.unpack(weight, shape, dtype)
-
-
-def is_joinable(layer):
-    """True if outputs() can compute a layer: an enabled adapter on a frozen weight, no bias."""
-    base = getattr(layer, "base_layer", None)
-    return (hasattr(layer, "adds_in_place") and not (layer.disable_adapters or layer.merged)
-            and (type(base) is torch.nn.Linear or hasattr(base, "nf4")) and base.bias is None
-            and not base.weight.requires_grad)
-
-
-def outputs(x, *layers):
-    """[layer(x)] of linear layers. AddingLinear layers are computed together."""
-    if not all(map(is_joinable, layers)) or len({layer.scaling["default"] for layer in layers}) > 1:
-        return [layer(x) for layer in layers]
-    first, rows = layers[0], x.flatten(0, -2)
-    rate = getattr(first.lora_dropout["default"], "p", 0.0) * first.training
-    flat = _Outputs.apply(
-        rows, kernels.stream_dtype(rows), first.scaling["default"], rate, first.adds_in_place,
-        *(layer.base_layer.weight for layer in layers),
-        *(layer.lora_A["default"].weight for layer in layers),
-        *(layer.lora_B["default"].weight for layer in layers))
-    return [out.view(*x.shape[:-1], out.shape[-1]) for out in flat]
-
-
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer, computed by outputs(). PEFT's forward makes three more passes over
-    memory as wide as the output, which take longer than products of rank 16."""
-    # False copies the base's output first: selective recomputation may keep it
-    adds_in_place = True
-    together = staticmethod(outputs)        # kernels.outputs calls it
+    """PEFT's LoRA linear layer; the adapter's product is accumulated into the base's output. PEFT's
+    forward makes two more passes over memory as wide as the output."""
 
     def forward(self, x, *args, **kwargs):
-        if args or kwargs or not is_joinable(self):
+        if args or kwargs or self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
-        return outputs(x, self)[0]
+        out = self.base_layer(x)
+        low = self.lora_A["default"](self.lora_dropout["default"](x)).to(out.dtype)
+        up = self.lora_B["default"].weight.to(out.dtype)
+        # not in place: torch 2.11's compiler would lose the gradient of a base's autograd.Function
+        return torch.addmm(out.flatten(0, -2), low.flatten(0, -2), up.t(),
+                           alpha=self.scaling["default"]).view(out.shape)
 
 
 # ---- Adding adapters to a model

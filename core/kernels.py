@@ -3,10 +3,6 @@
 torch.compile fuses layers. Where they run eagerly, a norm is torch's own kernel, one launch instead
 of transformers' eight, and kernel() compiles a short function: SwiGLU, cross-entropy. It keeps only
 its inputs for the backward pass. On a CPU, and in compiled layers, transformers' code runs.
-
-Recomputation: "all" keeps a layer's input and computes the layer again. "selective" also keeps the
-outputs of attention (not FlexAttention) and of products, except the wide outputs of adapters, which
-are cheap to compute again. Gradients are bit-equal.
 """
 import functools
 import importlib.util
@@ -17,8 +13,7 @@ import torch.nn.functional as F
 from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
+from torch.utils.checkpoint import checkpoint
 
 from core.cli import UserError, notice, one_line
 
@@ -88,17 +83,6 @@ def kernel(function, *args):
     return (_compiled(function) if compiled else function)(*args)
 
 
-def define_operator(name, schema, function, fake):
-    """torch.ops.flat_trainers.NAME, an operator that torch.compile does not look into. fake:
-    returns outputs of the right shapes. A custom_op costs three times as much per call."""
-    operators, full = torch.ops.flat_trainers, f"flat_trainers::{name}"
-    if not hasattr(operators, name):        # a second copy of this file may be imported
-        torch.library.define(full, schema)
-        torch.library.impl(full, ("cpu", "cuda"), function)
-        torch.library.register_fake(full, fake)
-    return getattr(operators, name)
-
-
 # ---- Functions
 
 
@@ -112,12 +96,6 @@ def rms_norm(x, weight, eps):
     """x (..., H) over its root mean square, times weight (H,), in x's dtype. Sums are fp32."""
     with torch.autocast(x.device.type, enabled=False):      # autocast would return fp32
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
-
-
-def outputs(x, *layers):
-    """[layer(x)] of linear layers. Layers with adapters are computed together."""
-    together = getattr(layers[0], "together", None)
-    return together(x, *layers) if together else [layer(x) for layer in layers]
 
 
 def swiglu(gate, up):
@@ -138,8 +116,7 @@ def use(model):
         if NORM in code_of(kind):
             layer.__class__ = subclass_with(kind, norm_forward)
         elif SWIGLU in code_of(kind) and torch.equal(layer.act_fn(samples), F.silu(samples)):
-            # also in compiled layers: adapters of gate and up are computed together
-            layer.__class__ = subclass_with(kind, mlp_forward, True)
+            layer.__class__ = subclass_with(kind, mlp_forward)
     return model
 
 
@@ -151,15 +128,14 @@ def norm_forward(norm, x):
 
 
 def mlp_forward(mlp, x):
-    return mlp.down_proj(kernel(swiglu, *outputs(x, mlp.gate_proj, mlp.up_proj)))
+    return mlp.down_proj(kernel(swiglu, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 @functools.cache
-def subclass_with(kind, forward, compiled_too=False):
-    """A subclass of `kind` with another forward on a GPU."""
+def subclass_with(kind, forward):
+    """A subclass of `kind` with another forward where can_fuse(x)."""
     def choose_forward(self, x):
-        fast = can_fuse(x) or compiled_too and x.is_cuda
-        return forward(self, x) if fast else kind.forward(self, x)
+        return forward(self, x) if can_fuse(x) else kind.forward(self, x)
     return type(kind.__name__, (kind,), {"forward": choose_forward, "__module__": kind.__module__})
 
 
@@ -220,41 +196,10 @@ def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
 
 # ---- Recomputation for the backward pass
 
-ATTENTION_OPS = {torch.ops.torch_attn._varlen_attn.default, *(
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in (
-        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}
-# {operator: index of its first matrix}; _grouped_mm is the product of experts
-PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,
-            torch.ops.aten._scaled_mm.default: 0, torch.ops.aten._grouped_mm.default: 0}
-WIDER = 8       # a product that widens rows by more is recomputed, as that of an adapter's B matrix
 
-
-def keeps(op, args):
-    """True if selective recomputation keeps the output of an operator with these arguments."""
-    if op not in PRODUCTS:
-        return op in ATTENTION_OPS
-    inner, outer = args[PRODUCTS[op] + 1].shape[-2:]
-    return outer <= WIDER * inner
-
-
-def set_mode(model, layers, mode):
-    """Set the recomputation of a model's layers: "all", "selective" or None. The layers are
-    transformers', or the model calls them by model.call."""
-    def policy(context, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
-    contexts = functools.partial(selective_contexts, policy)
-    more = {"context_fn": contexts} if mode == "selective" else {}
-
-    def call(layer, *args, **kwargs):
-        if not mode:
-            return layer(*args, **kwargs)
-        return checkpoint(layer, *args, use_reentrant=False, **more, **kwargs)
-    for module in model.modules():      # adapters.AddingLinear must not change kept products
-        if mode == "selective" and hasattr(module, "adds_in_place"):
-            module.adds_in_place = False
-    if hasattr(model, "call"):
-        model.call = call
-        return
-    for layer in layers:        # transformers' own switch
-        layer.gradient_checkpointing = bool(mode)
-        layer._gradient_checkpointing_func = call
+def recompute(layers, enabled):
+    """Whether layers keep only their input for the backward pass, which computes them again. It is
+    transformers' switch of a decoder layer. Gradients are bit-equal."""
+    for layer in layers:
+        layer.gradient_checkpointing = bool(enabled)
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)

@@ -12,7 +12,6 @@ import itertools
 import os
 import shutil
 import weakref
-from collections import Counter
 from pathlib import Path
 from typing import Callable, NamedTuple
 from unittest import mock
@@ -33,7 +32,6 @@ from core.packing import PackOrder
 GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
-STAGES = "the heads", "a layer's backward", "the embedding's backward"
 # what --auto sets
 FLAGS = ("parallel", "max_tokens_per_batch", "per_device_train_batch_size",
          "gradient_checkpointing", "gradient_accumulation_steps")
@@ -61,9 +59,9 @@ class Setup(NamedTuple):
         return {"ddp": 1, "fsdp": self.ranks, "hsdp": self.shard_size}[self.parallel]
 
     @property
-    def frees_gradients(self):
-        """True if gradients only exist in the backward pass, where they replace activations."""
-        return self.gradient_accumulation_steps == 1 and (self.fsdp or self.ranks == 1)
+    def counts_gradients(self):
+        """False if gradients only exist in the backward pass, where they replace activations."""
+        return self.fsdp or self.ranks > 1 or self.gradient_accumulation_steps > 1
 
 
 def setup_of(args, ranks):
@@ -85,12 +83,12 @@ class Step(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of tensors that operators make in this context: now, and the peak by stage."""
+    """Counts bytes of tensors that operators make in this context: now, and at the peak."""
 
     def __init__(self, known):      # tensors that are not counted
         super().__init__()
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        self.now, self.stage, self.peaks, self.in_kernel = 0, STAGES[0], Counter(), False
+        self.now, self.peak, self.in_kernel = 0, 0, False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
@@ -104,7 +102,7 @@ class LiveBytes(TorchDispatchMode):
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self.forget, storage._cdata)
-        self.peaks[self.stage] = max(self.peaks[self.stage], self.now)
+        self.peak = max(self.peak, self.now)
         return results
 
     def forget(self, key):
@@ -118,12 +116,6 @@ class LiveBytes(TorchDispatchMode):
             self.in_kernel = False
             return out
         return self.note(FakeKernel.apply(uncounted, *args))
-
-    def begin(self, stage, tensors):
-        """Enter a stage as soon as the first of these tensors has a gradient."""
-        tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: setattr(self, "stage", stage))
 
 
 class FakeKernel(torch.autograd.Function):
@@ -166,89 +158,41 @@ def gpu_kernels(live, more):
 
 
 @functools.cache
-def step_bytes(step, setup, pack, count=None):
-    """{stage: peak bytes} of a micro-step with one pack; only forward if no weight is trained.
-    count: layers to run. By default 2 and 4 are, and more are extrapolated, as layers are alike."""
-    layer_count = len(step.layers(step.model))
-    if not count and layer_count > 4:
-        two, four = (step_bytes(step, setup, pack, few) for few in (2, 4))
-        return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (layer_count - 4)
-                for stage in four}
+def step_bytes(step, setup, pack):
+    """Peak bytes of a micro-step with one pack: activations and, in a single process, gradients;
+    only a forward pass if no weight is trained."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_copy(step, count or layer_count,
-                          torch.bfloat16 if setup.bf16 and setup.fsdp else None)
-        layers = step.layers(model)
-        kernels.set_mode(model, layers, setup.gradient_checkpointing)
+        model = fake_copy(step.model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
+        kernels.recompute(step.layers(model), setup.gradient_checkpointing)
         trained = [p for p in model.parameters() if p.requires_grad]
         model.train(bool(trained))
         known = [*model.parameters(), *model.buffers()]
-        if not setup.frees_gradients and not setup.fsdp:
-            for parameter in trained:
-                parameter.grad = torch.empty_like(parameter)
-                known.append(parameter.grad)
+        if setup.counts_gradients:
+            for p in trained:       # estimate() counts them; FSDP2 frees a layer's at once
+                p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         live = LiveBytes(known)
-        # a stage begins when gradients reach the last layer, or leave the first
-        layers[-1].register_forward_hook(lambda _, args, out: live.begin(STAGES[1], out))
-        layers[0].register_forward_pre_hook(
-            lambda _, *args: live.begin(STAGES[2], args), with_kwargs=True)
-        if setup.fsdp:
-            reduce_gradients(trained, layers, setup)
         with live, gpu_kernels(live, step.kernels):
             with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
                 loss = step.loss(model, *pack)
             if trained:
                 loss.backward()
-    return dict(live.peaks)
+    return live.peak
 
 
-def fake_copy(step, count, dtype=None):
-    """A copy, under FakeTensorMode, of a Step's model with `count` of its layers, the last among
-    them. dtype: of its parameters, None: as they are."""
-    dropped = set(step.layers(step.model)[count - 1:-1])
-    copies = {id(layer): layer for layer in dropped}        # deepcopy() takes these, once for each
-    for p in step.model.parameters():
+def fake_copy(model, dtype=None):
+    """A copy of a model, under FakeTensorMode. dtype: of its parameters, None: as they are."""
+    copies = {id(buffer): torch.empty(buffer.shape, dtype=buffer.dtype)
+              for buffer in model.buffers()}
+    for p in model.parameters():
         copies[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype), p.requires_grad)
-    for buffer in step.model.buffers():
-        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    model = copy.deepcopy(step.model, copies)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            left = [layer for layer in module if layer not in dropped]
-            module._modules = nn.ModuleList(left)._modules
-    return model
-
-
-def reduce_gradients(trained, layers, setup):
-    """Reduce gradients as FSDP2 does: a layer's are summed in an fp32 buffer, which lives until the
-    next layer's; this rank's shard is kept, or counted by estimate()."""
-    units = [set(layer.parameters()) & set(trained) for layer in layers]
-    units.append(set(trained).difference(*units))
-    buffers, shards = [], []
-
-    def reduce_unit(unit):
-        if any(p.grad is None for p in unit):
-            return
-        for p in unit:
-            p.grad = None
-        values = sum(p.numel() for p in unit)
-        buffers.clear()     # the previous unit's is freed first
-        buffers.append(torch.empty(values * (p.element_size() + 4), dtype=torch.uint8))
-        if setup.frees_gradients and not setup.cpu_offload:
-            shards.append(torch.empty(-(-values // setup.shards)))
-    for unit in units:
-        for p in unit:
-            p.register_post_accumulate_grad_hook(lambda _, unit=unit: reduce_unit(unit))
+    return copy.deepcopy(model, copies)
 
 
 class Memory(NamedTuple):
     """Bytes that one GPU needs with one pack."""
-    parts: dict         # {part: bytes}; they do not all exist at the same time
-    stages: dict        # {stage of a run: bytes}
-    standing: int = 0   # bytes that are there all the time
-
-    @property
-    def peak(self):
-        return max(self.stages.values())
+    parts: dict     # {part: bytes}
+    peak: float     # of the run
+    standing: float = 0     # bytes that are there all the time
 
 
 def count_values(module):
@@ -257,28 +201,25 @@ def count_values(module):
 
 def estimate(step, setup, pack):
     """Memory of a run whose largest pack is `pack`."""
-    model, layers = step.model, [count_values(layer) for layer in step.layers(step.model)]
+    model, layers = step.model, step.layers(step.model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
-             "optimizer": 8 * trained, "average": 4 * trained * step.average}
+    state = {"weights": sum(p.nbytes for p in model.parameters()), "optimizer": 8 * trained,
+             "average": 4 * trained * step.average,
+             "gradients": 4 * trained * setup.counts_gradients}
     parts = {name: 0 if setup.cpu_offload else n / setup.shards for name, n in state.items()}
-    if setup.fsdp and not setup.frees_gradients:
-        parts["gradients"] += 4 * trained
     parts["fixed"] = FIXED * (2 if setup.ranks > 1 or setup.fsdp else 1)
-    standing = sum(parts.values())
-    if setup.frees_gradients:       # step_bytes counts them
-        standing -= parts["gradients"]
-
-    gathered, work = {}, step_bytes(step, setup, pack)
     if setup.fsdp:      # whole weights: the layer in use, the next one and the one being freed
-        root = count_values(model) - sum(layers)
-        values = [root, root + sum(sorted(layers)[-3:]), root]
-        if not setup.reshard_after_forward:
-            values = [count_values(model)] * 3
-        gathered = {stage: n * (2 if setup.bf16 else 4) for stage, n in zip(STAGES, values)}
-    stages = {stage: standing + gathered.get(stage, 0) + work[stage] for stage in work}
-    parts |= {"copies": gathered.get(STAGES[1], 0), "activations": max(work.values())}
-    return Memory(parts, stages, standing)
+        sizes = sorted(map(count_values, layers))
+        whole = count_values(model) - sum(sizes[:-3] if setup.reshard_after_forward else [])
+        width = 2 if setup.bf16 else 4
+        reduced = max(sum(p.numel() for p in layer.parameters() if p.requires_grad)
+                      for layer in layers)
+        parts["copies"] = whole * width + reduced * (width + 4)     # and its sum in fp32
+        if setup.gradient_accumulation_steps > 1:       # reduced in the last micro-step
+            parts["gradients"] += 4 * trained
+    standing = sum(parts.values())
+    parts["activations"] = step_bytes(step, setup, pack)
+    return Memory(parts, standing + parts["activations"], standing)
 
 
 # ---- --auto: rank 0 tries setups, the fastest first, and takes the first that fits. Flags that the
@@ -291,9 +232,7 @@ EPOCH_STEPS = 10    # least optimizer steps of an epoch, if no flag gives the si
 
 def list_ways(args, setup):
     """Setups with every recomputation and sharding that the flags allow, the fastest first."""
-    modes, kinds = [None, "selective", "all"], ["ddp", "fsdp"]
-    if args.compile is True:        # "selective" cannot look into a compiled layer
-        modes.remove("selective")
+    modes, kinds = [None, "all"], ["ddp", "fsdp"]
     if "gradient_checkpointing" in args.named:
         modes = [setup.gradient_checkpointing]
     needs_ddp = any(getattr(args, name, None) for name in ("fp16", "float8", "base_dtype"))
@@ -424,11 +363,11 @@ def print_plan(args, needed, model, lines, steps, flops=0):
           f"plan       {plural(count_ranks(args), 'GPU')}, {args.parallel}, {dtype}",
           *lines, sep="\n")
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.parts.items() if used)
-    print(f"memory     {parts} GiB; the peak comes in {max(needed.stages, key=needed.stages.get)}")
+    print(f"memory     {parts} GiB")
 
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
-    copies = 2 if needed.parts["average"] else 1
+    copies = 2 if needed.parts.get("average") else 1
     saved = weights * copies + 8 * sum(p.numel() for p in trained)      # with Adam's moments
     most = 1 + max(0, steps) // args.save_steps if args.save_steps else 1
     if args.save_total_limit:       # besides them the best and the one being written

@@ -32,11 +32,8 @@ class FrozenLinear(nn.Linear):
     """A frozen nn.Linear that calls product() on flat rows."""
 
     def forward(self, x):
-        out = self.product(x.flatten(0, -2))
-        if self.bias is not None:
-            out = out + self.bias.to(out.dtype)
-        # no view where none is needed: an adapter adds to the output in place
-        return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])
+        out = self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 # ---- NF4
@@ -94,7 +91,7 @@ class _NF4Product(torch.autograd.Function):
 
 class NF4Linear(FrozenLinear):
     """A linear layer whose weight is packed by pack()."""
-    nf4 = True          # read by adapters.py and metrics.py
+    nf4 = True          # read by metrics.py
 
     def product(self, rows):
         rows = rows.to(kernels.stream_dtype(rows))
@@ -136,12 +133,16 @@ def rounded_kernel(rows):
 
 # rows (n, width) -> (rows in float8, each divided by its scale; (n, 1) float32 scales, tiny for a
 # row of zeros). A separate operator: fused with earlier operators of a compiled layer, Inductor
-# cannot split its loops when the number of rows changes (CantSplit, pytorch issue 183696).
-rounded = kernels.define_operator(
-    "rounded", "(Tensor rows) -> (Tensor, Tensor)",
-    lambda rows: kernels.kernel(rounded_kernel, rows),
-    lambda rows: (torch.empty_like(rows, dtype=FLOAT8),
-                  rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
+# cannot split its loops when the number of rows changes (CantSplit, pytorch issue 183696). A
+# custom_op costs three times as much per call.
+if not hasattr(torch.ops.flat_trainers, "rounded"):     # a second copy of this file may be imported
+    torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
+    torch.library.impl("flat_trainers::rounded", ("cpu", "cuda"),
+                       lambda rows: kernels.kernel(rounded_kernel, rows))
+    torch.library.register_fake("flat_trainers::rounded", lambda rows: (
+        torch.empty_like(rows, dtype=FLOAT8),
+        rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
+rounded = torch.ops.flat_trainers.rounded
 
 
 def product(rows, weight, scales):

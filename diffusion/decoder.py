@@ -111,7 +111,7 @@ class Decoder(dit.Network):
                 if not parameter.requires_grad:
                     parameter.data = parameter.data.to(getattr(torch, config.lora["dtype"]))
             self.mask_row = nn.Parameter(torch.zeros(config.native.hidden_size))
-        kernels.set_mode(self, self.layers, recompute)
+        kernels.recompute(self.layers, recompute)
 
     embed = property(lambda self: self.model.embed_tokens)
     layers = property(lambda self: self.model.layers)

@@ -288,11 +288,11 @@ class Layer(nn.Module):
 
 
 class DiT(Network):
-    """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of kernels.set_mode."""
+    """backend: "flex" (on a CPU forward only) or "sdpa". recompute: as --gradient_checkpointing."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
         super().__init__()
-        self.config, self.backend, self.call = config, backend, None    # call: of kernels.set_mode
+        self.config, self.backend = config, backend
         size, cond = config.hidden_size, config.cond_size
         self.embed = nn.Embedding(config.vocab_size, size)
         self.condition_in = nn.Linear(FREQUENCIES, cond)
@@ -305,7 +305,7 @@ class DiT(Network):
         for linear in [self.head, self.modulation, *(layer.modulation for layer in self.layers)]:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
-        kernels.set_mode(self, self.layers, recompute)
+        kernels.recompute(self.layers, recompute)
 
     def condition(self):
         """(cond_size,) embedding of noise level 0, whose cosines are 1 and sines 0."""
@@ -327,7 +327,10 @@ class DiT(Network):
         for layer in self.layers:
             is_last = layer is self.layers[-1]
             inputs = x, condition, cos, sin, *masks[is_last], past
-            x = self.call(layer, *inputs) if self.training else layer(*inputs)
+            if self.training and layer.gradient_checkpointing:
+                x = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                x = layer(*inputs)
         return x
 
     def head_inputs(self, hidden):

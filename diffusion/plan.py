@@ -48,8 +48,7 @@ def plan_memory(args, world, ranks, config, rows, order=None, left=0):
         needed = memory.estimate(step, setup, (few, *size, masked))
         forward = memory.step_bytes(frozen, setup._replace(gradient_checkpointing=None),
                                     (many, *size, round(masked * many / few)))
-        needed.stages["validation"] = needed.standing + max(forward.values())
-        return needed
+        return needed._replace(peak=max(needed.peak, needed.standing + forward))
     if order:
         needed = estimate(setup, order.sums(rows.table["targets"]).max())
         memory.print_plan(args, needed, step.model, [], left)

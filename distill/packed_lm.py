@@ -76,7 +76,7 @@ class PackedLM(nn.Module):
     """Module that DDP and FSDP2 wrap: forward(batch) -> sums, so any split of a batch adds up.
 
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
-    recompute: a mode of kernels.set_mode. prompted: (weight in the loss, kind, beta, k) for
+    recompute: as --gradient_checkpointing. prompted: (weight in the loss, kind, beta, k) for
     losses.divergence if a teacher scores the answers: frozen["teacher"], or this model without
     adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`."""
 
@@ -85,7 +85,7 @@ class PackedLM(nn.Module):
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
         self.sums, self.frozen = 5 if prompted else 3, {}       # number of Sums of forward
         kernels.use(self.native)
-        kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
+        kernels.recompute(causal_lm.decoder_layers(self.native), recompute)
         rows = LOGITS // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # whole tiles of matrix products
 

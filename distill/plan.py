@@ -40,8 +40,8 @@ def memory(model, setup, lengths, targets, order, kept):
         return needed
     # frozen models add their shards, and one forward each with the weights gathered for it
     from distill import frozen
-    width, stored, stages = 2 if setup.bf16 else 4, 0, {}
-    for name, other in frozen.models(model):
+    width, stored, peak = 2 if setup.bf16 else 4, 0, needed.peak
+    for _, other in frozen.models(model):
         gathered = 0
         if not setup.cpu_offload:
             stored += sum(p.nbytes for p in other.parameters()) / setup.shards
@@ -50,10 +50,8 @@ def memory(model, setup, lengths, targets, order, kept):
             stored += width * (plans.count_values(other) - sum(layers))
             gathered = 2 * width * max(layers)
         work = plans.step_bytes(step_of(other), setup._replace(gradient_checkpointing=None), pack)
-        stages[f"the {name}'s forward"] = needed.standing + max(work.values()) + gathered
-    stages |= needed.stages
-    return needed._replace(parts=needed.parts | {"teacher": stored},
-                           stages={name: used + stored for name, used in stages.items()})
+        peak = max(peak, needed.standing + work + gathered)
+    return needed._replace(parts=needed.parts | {"teacher": stored}, peak=peak + stored)
 
 
 def choose(args, world, ranks, model, lengths, targets, kept=None):

@@ -178,7 +178,7 @@ class PackedBase(torch.nn.Module):
     """Base class of the module that DDP wraps. forward(batch) returns sums, not means, so the parts
     of a step add up however it is split. v2.py and v3.py define layers(native),
     hidden_states(batch) and audio_logits(hidden, batch). net: native model or PeftModel.
-    recompute: mode of --gradient_checkpointing, or None."""
+    recompute: as --gradient_checkpointing."""
 
     def __init__(self, net, recompute=None):
         super().__init__()
@@ -186,8 +186,7 @@ class PackedBase(torch.nn.Module):
         # in a list, which torch does not search: else parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         kernels.use(self.base_model)
-        if recompute:
-            kernels.set_mode(self, self.layers(self.base_model), recompute)
+        kernels.recompute(self.layers(self.base_model), recompute)
 
     @property
     def base_model(self):

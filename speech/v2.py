@@ -86,8 +86,8 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
         # to sequence order here, since q, k and v are wider in total
         normed = Permute.apply(normed, seq_index, order)
-        q, k, v = (out.view(rows, -1, attn.head_dim) for out in kernels.outputs(
-            normed, attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k, v = (linear(normed).view(rows, -1, attn.head_dim)
+                   for linear in (attn.q_proj, attn.k_proj, attn.v_proj))
         q, k = modeling.apply_rotary_pos_emb(q, k, cos, sin)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))      # (1, heads, S, D)
         out, _ = kernels.packed_attention(attn, q, k, v, None, cu_seq_lens_q=cu_seqlens,
@@ -102,7 +102,7 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
 
 class PackedHiggs(labels.PackedBase):
     """The native model on packed batches, with adapters or without."""
-    layers, call = staticmethod(layers), None       # call: set by kernels.set_mode
+    layers = staticmethod(layers)
 
     def __init__(self, net, recompute=None):
         super().__init__(net, recompute)
@@ -123,10 +123,7 @@ class PackedHiggs(labels.PackedBase):
             ends = torch.tensor([0, *batch.seqlens]).cumsum(0)
         packed = n_text, order, batch.seq_index, cos[0], sin[0], ends, batch.longest
         for layer in model.layers:
-            if self.training and self.call:
-                hidden = self.call(layer, hidden, packed=packed)
-            else:
-                hidden = layer(hidden, packed=packed)
+            hidden = layer(hidden, packed=packed)
         return model.norm(hidden)
 
     def audio_logits(self, hidden, batch):

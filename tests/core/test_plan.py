@@ -45,12 +45,12 @@ def test_parts_of_the_memory(student):
     def estimate(ranks, parallel, **flags):
         return memory.estimate(step, Setup(ranks, parallel, gradient_checkpointing="all", **flags), pack)
     alone, sharded = estimate(1, "ddp"), estimate(8, "fsdp")
-    assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 4, 8]
-    assert alone.parts["copies"] == 0 and alone.parts["fixed"] == GIB
+    assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 0, 8]
+    assert "copies" not in alone.parts and alone.parts["fixed"] == GIB
     assert sum(sharded.parts[name] for name in ("weights", "gradients", "optimizer")) == 2 * values
     root, layer = 151936 * 2560 + 2560, (values - 151936 * 2560 - 2560) // 36
-    assert sharded.parts["copies"] == 2 * (root + 3 * layer) and sharded.parts["fixed"] == 2 * GIB
-    assert estimate(8, "fsdp", reshard_after_forward=False).parts["copies"] == 2 * values
+    assert sharded.parts["copies"] == 2 * (root + 3 * layer) + 6 * layer and sharded.parts["fixed"] == 2 * GIB
+    assert estimate(8, "fsdp", reshard_after_forward=False).parts["copies"] == 2 * values + 6 * layer
     away = estimate(8, "fsdp", cpu_offload=True)
     assert away.parts["weights"] == away.parts["optimizer"] == 0
     more = estimate(8, "fsdp", gradient_accumulation_steps=2)
@@ -72,18 +72,17 @@ def test_too_little_memory_is_refused():
     """5 % of the GPU stay free. Without a setup that fits, the run does not start."""
     args = flags(1, "--gpu_memory", 24)
     with pytest.raises(UserError, match="memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of"):
-        memory.check_memory(Memory({}, {"the heads": 22.9 * GIB}), args)
-    memory.check_memory(Memory({}, {"the heads": 22.7 * GIB}), args)
+        memory.check_memory(Memory({}, 22.9 * GIB), args)
+    memory.check_memory(Memory({}, 22.7 * GIB), args)
     args.dry_run = None
     with pytest.raises(UserError, match="memory: about 30.00 GiB needed on each GPU, which has 24.00 GiB"):
-        memory.choose(args, ALONE, 1, [Setup(1)], lambda setup: Memory({}, {"": 30 * GIB}))
+        memory.choose(args, ALONE, 1, [Setup(1)], lambda setup: Memory({}, 30 * GIB))
 
 
 def setups_of(args, ranks, lengths):
     """All Setups of --auto: it tries each, because none fits."""
     setups = []
-    memory.choose_packs(args, ALONE, ranks, lengths, lambda setup, order: setups.append(setup) or Memory(
-        {}, {"": 999 * GIB}))
+    memory.choose_packs(args, ALONE, ranks, lengths, lambda setup, order: setups.append(setup) or Memory({}, 999 * GIB))
     return setups
 
 

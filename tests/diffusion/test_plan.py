@@ -30,21 +30,11 @@ def test_validation_counts(monkeypatch):
     for rows_at_once in (1, 4096):
         vars(args).update(bf16=True, t_range=(0.0, 1.0), attn_backend="sdpa", per_device_eval_batch_size=rows_at_once)
         plan.plan_memory(args, None, 1, dit.config_of("tiny", 300, 299, 0.1), rows, SimpleNamespace(sums=lambda n: n))
-    assert plans[0].peak < plans[1].peak == plans[1].stages["validation"]
-
-
-def test_logits_in_pieces_are_planned_up_to_the_embedding(monkeypatch):
-    """Recomputation of a piece ends inside the cross-entropy; what follows still counts."""
-    peaks = []
-    for pieces in (8192, 100):
-        monkeypatch.setattr(dit, "HEAD_ROWS", pieces)
-        step = plan.step_of(dit.config_of("nano", 300, 299), "flex")
-        peaks.append(memory.step_bytes(step, Setup(1), (16, LENGTH, NOISY, 300)))
-    assert all(peaks[1][stage] == pytest.approx(peaks[0][stage], rel=0.2) for stage in memory.STAGES[1:])
+    assert plans[0].peak < plans[1].peak > plans[1].standing + plans[1].parts["activations"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bf16, recompute, masked, pieces", [(True, "selective", 40, 8192), (False, "all", 1000, 800)])
+@pytest.mark.parametrize("bf16, recompute, masked, pieces", [(True, "all", 40, 8192), (False, "all", 1000, 800)])
 def test_planned_memory_is_the_peak_of_a_real_step(bf16, recompute, masked, pieces, monkeypatch):
     """The logits of many masked tokens are computed in pieces."""
     monkeypatch.setattr(dit, "HEAD_ROWS", pieces)

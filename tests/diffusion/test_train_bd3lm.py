@@ -22,7 +22,7 @@ COMMON = {"model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96,
           "save_total_limit": 0, "report_to": "none"}
 HDP = "--system hdp --question_budget 48 --plan_budget 32 --execution_budget 64"
 SEARCH = "--clip_search_widths 0.5"
-SPLITS = "ddp 1x4", "ddp 2x2 --num_workers 1", "fsdp 2x1x2 --gradient_checkpointing selective"
+SPLITS = "ddp 1x4", "ddp 2x2 --num_workers 1", "fsdp 2x1x2 --gradient_checkpointing"
 
 
 @pytest.fixture(scope="module")

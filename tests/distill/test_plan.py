@@ -40,9 +40,9 @@ def batch_of(documents, n, trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, lora, bf16, recompute", [
-    ("qwen", True, True, "selective"), ("gemma", False, True, "all"), ("moe", True, True, None)])
+    ("qwen", True, True, "all"), ("gemma", False, True, "all"), ("moe", True, True, None)])
 def test_planned_memory_is_the_peak_of_a_real_step(kind, lora, bf16, recompute, monkeypatch):
-    """The peak has activations, logits, casts and gradients. The plan traces four of the six layers."""
+    """The peak has activations, logits, casts and gradients."""
     monkeypatch.setattr(kernels, "_attention_by_document", by_lengths([150] * 4))
     empty, model = built(kind, lora, bf16, False, recompute, dropout=0.1)
     batch = batch_of(4, 150, 120)

@@ -18,7 +18,7 @@ from tests.helpers.small_speech import small_model
 FREE = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "split", "split_with_sizes", "select", "unsqueeze",
         "squeeze", "alias", "detach", "empty", "empty_like", "new_empty", "as_strided", "permute", "unbind", "reshape",
         "empty_strided", "new_empty_strided", "lift_fresh", "device"}
-LAUNCHES = {"V2": 108, "V2, all linear": 180, "chats": 140}       # of a layer, norms aside
+LAUNCHES = {"V2": 128, "V2, all linear": 218, "chats": 142}       # of a layer, norms aside
 
 
 class Launches(TorchDispatchMode):
@@ -44,7 +44,10 @@ def launches(step, pack, fused):
         live = Launches()
         unfused = () if fused else ((kernels, "can_fuse", lambda x: False),)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = memory.fake_copy(step, count)
+            model = memory.fake_copy(step.model)
+            for layers in model.modules():
+                if isinstance(layers, torch.nn.ModuleList):
+                    del layers[count:]
             with live, memory.gpu_kernels(live, (*step.kernels, *unfused)):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = step.loss(model, *pack)

@@ -97,7 +97,7 @@ def differences(actual, expected, relative=False):
 
 
 # each method, each sharding and each mode at least once
-SAME = ["full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}", "lora fsdp 2x2x3 --gradient_checkpointing selective",
+SAME = ["full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}", "lora fsdp 2x2x3 --gradient_checkpointing",
         f"full {HSDP} {EVERY}", "packs ddp 2x1x1"]
 
 

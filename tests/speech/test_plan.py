@@ -24,7 +24,7 @@ from tests.speech import test_bad_input
 @pytest.mark.slow
 @pytest.mark.parametrize("targets, recompute, sharded", [("", "all", False), ("attention", None, True)])
 def test_planned_memory_is_the_peak_of_a_real_step(targets, recompute, sharded, monkeypatch):
-    """FSDP2 computes on weights in bfloat16. The plan traces four of the six layers."""
+    """FSDP2 computes on weights in bfloat16."""
     monkeypatch.setattr(kernels, "_attention_by_document", by_lengths([130] * 4))
     dtype = torch.bfloat16 if targets else torch.float32
     empty, model = (small_model(targets, dtype, recompute)[1] for _ in range(2))
