@@ -1,5 +1,4 @@
-"""LoRA adapters in any model, plain or sharded: add, compute, fill, save, load. Files are PEFT's.
-"""
+"""LoRA adapters in any model, plain or sharded: add, compute, fill, save, load. Files are PEFT's."""
 import contextlib
 import copy
 import math
