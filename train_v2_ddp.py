@@ -74,7 +74,7 @@ from functools import partial
 import torch
 
 import lora
-from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
+from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io
 from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
 from speech import conversations, weights
@@ -129,7 +129,6 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-dist.check_device(device, args)
 model, parts = empty_model(folder, config_dict)
 setting = args, tokenizer, ids, config, codec_dir, world
 prompts = keep_loss = None
@@ -270,7 +269,7 @@ def validate():
     loader = make_loader(table, ids, eval_packs, min(1, args.num_workers))
     for i, batch in enumerate(packing.iterate(loader)):
         # often enough for a prompt stop, rarely enough to cost nothing
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+        if i % 16 == 0 and run.any_stop(world, args.output_dir):
             return None
         with autocast():
             losses = model(batch.to(device))
@@ -372,7 +371,7 @@ while step < total_steps and not stopping:
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step, as this one is still running
-    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
+    monitor.push(step, norm, bool(run.stop_asked(args.output_dir)),
                  trains=bool(n_audio or n_text and args.text_loss_weight))
 
     # log: the host waits for the device here

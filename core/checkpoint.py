@@ -111,7 +111,7 @@ def new_folder(output_dir, flag="--output_dir"):
     """Yields a folder to fill, which is renamed to output_dir once all its files are there.
     UserError if output_dir has files, or the disk is full. A kill leaves NAME.unfinished-..."""
     final = Path(os.path.abspath(output_dir))
-    require(not final.exists() or final.is_dir() and not any(final.iterdir()),
+    require(not final.exists() or not os.listdir(final),
             f"{flag} {output_dir}: is there already and not empty; give another name")
     # in the same folder, so on the same disk: it can be renamed
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
@@ -191,7 +191,7 @@ def try_lock(path):
 
 
 class CheckpointManager:
-    """Writes the checkpoints of OUTPUT_DIR, one at a time, and finds the one to resume from."""
+    """Writes the checkpoints of OUTPUT_DIR, one at a time, in the background."""
 
     def __init__(self, world, output_dir, keep=0, timeout_s=6 * 3600):
         """On every rank. keep: how many of the newest stay besides the best, 0 = all."""
@@ -206,29 +206,25 @@ class CheckpointManager:
         self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
 
     def save(self, step, model, optimizer, stem, weights, save_config, state, files=None,
-             split=lambda name, tensor: {name: tensor}):
+             **staging):
         """Copy everything off the device and start writing checkpoint-STEP. Collective.
 
         weights: {name: parameter} for STEM.safetensors, taken after dist.reshard(model).
         save_config(folder): writes the small files at once, on rank 0. state: JSON-able, with
-        "best_step". files: {relative path: write(path)} of more. split: as in tensor_io.stage."""
+        "best_step". files: {relative path: write(path)} of more. staging: for tensor_io.stage."""
         self.wait()     # one at a time: two would hold twice the copies in host memory
         building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
-
-        def begin():
+        if self.world.is_main:
             with self.naming(step):
-                remove_named(self.output_dir, UNFINISHED)
-                building.mkdir(parents=True)
+                building.mkdir()
                 save_config(building)
-                return os.listdir(building)
-
-        configs = dist.rank0(self.world, begin)
+                configs = os.listdir(building)
         dist.reshard(model)
         rng = {"torch": torch.get_rng_state()}      # training uses no other generator
         if self.world.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        states = dist.all_gather(self.world, rng)
-        share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
+        states = dist.all_gather(self.world, rng)       # the other ranks wait here for the folder
+        share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", **staging)
         moments = optim.state_tensors(optimizer, model.named_parameters())
         share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
         if self.world.is_main:
@@ -261,37 +257,26 @@ class CheckpointManager:
                             f"({error}); earlier checkpoints are intact")
 
     def _write(self, step, building, share, best_step):
-        """Thread: write this rank's files and report to rank 0, which completes the checkpoint."""
-        try:
-            report = write_files(building, share), None
-        except Exception as error:      # reported, because rank 0 waits for this rank
-            report = {}, str(error)
+        """Thread: write this rank's files; on rank 0 complete the checkpoint once all ranks have
+        reported in the store. A collective would mix with those of training."""
         keys = [f"checkpoint/{step}/{rank}" for rank in range(self.world.size)]
-        with self.naming(step):     # in the store: a collective would mix with those of training
-            self.store.set(keys[self.world.rank], json.dumps(report))
-            if self.world.is_main:
-                self.store.wait(keys, timedelta(seconds=self.timeout_s))
-                reports = [json.loads(self.store.get(key)) for key in keys]
-                self._complete(step, building, best_step, reports)
-
-    def _complete(self, step, building, best_step, reports):
-        """Once every rank has reported: write the manifest, rename the folder, rotate."""
-        if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
-            shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
-            raise OSError("; ".join(failed))
-        final = self.output_dir / f"checkpoint-{step}"
-        files = {name: record for written, _ in reports for name, record in written.items()}
-        text = json.dumps({"step": step, "files": files}, indent=1)
-        # last: it proves that all other files are complete
-        write_files(building, {MANIFEST: lambda path: path.write_text(text)})
-        for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
-            fsync(folder)
-        if final.exists():      # passed over when resuming; now this step is reached again
-            move_aside(final, "was passed over when the run resumed", "passed-over")
-        os.rename(building, final)
-        fsync(final.parent)
-        # only now that a newer checkpoint is complete
-        rotate(self.output_dir, step, self.keep, best_step)
+        try:
+            report = write_files(building, share), ""
+        except Exception as error:      # reported, because rank 0 waits for this rank
+            report = {}, f"rank {self.world.rank}: {error}"
+        self.store.set(keys[self.world.rank], json.dumps(report))
+        if not self.world.is_main:
+            return
+        with self.naming(step):
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+            files, errors = zip(*(json.loads(self.store.get(key)) for key in keys))
+            if any(errors):
+                shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
+                raise OSError("; ".join(filter(None, errors)))
+            complete(building, step, {
+                name: record for share in files for name, record in share.items()})
+            # only now that a newer checkpoint is complete
+            rotate(self.output_dir, step, self.keep, best_step)
 
     def restore(self, path, model, optimizer):
         """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
@@ -306,8 +291,23 @@ class CheckpointManager:
                 torch.cuda.set_rng_state(rng["cuda"], self.world.device)
 
 
-def find_newest(output_dir, resume):
-    """(path, state) of the newest intact checkpoint or (None, {}). resume: auto | none | FOLDER."""
+def complete(building, step, files):
+    """Write the manifest and rename the folder to checkpoint-STEP. files: {name: file_record()}."""
+    final = building.with_name(f"checkpoint-{step}")
+    text = json.dumps({"step": step, "files": files}, indent=1)
+    # last: it proves that all other files are complete
+    write_files(building, {MANIFEST: lambda path: path.write_text(text)})
+    for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
+        fsync(folder)
+    if final.exists():      # passed over when resuming; now this step is reached again
+        move_aside(final, "was passed over when the run resumed", "passed-over")
+    os.rename(building, final)
+    fsync(final.parent)
+
+
+def find_newest(output_dir, resume, identity=None):
+    """(path, state) of the newest intact checkpoint or (None, {}). resume: auto | none | FOLDER.
+    UserError unless the checkpoint was made with the same `identity`, a dict."""
     named = resume not in ("auto", "none")
     listed = list_checkpoints(output_dir)
     # else new checkpoints would mix with old ones, and --resume auto would be ambiguous
@@ -323,21 +323,17 @@ def find_newest(output_dir, resume):
         # else the next --resume auto would continue from the abandoned later ones
         require(not named or not later, f"--resume {path}: later checkpoints are in --output_dir "
                 f"(step {later}); move them away or give another one")
+        for name, value in (identity or {}).items():
+            before = state["identity"].get(name)
+            # a dry run, which encodes no audio, knows only the first part of the data's fingerprint
+            short, long = sorted((str(before), str(value)), key=len)
+            require(before == value or long.startswith(f"{short} audio "),
+                    f"{path}: was made with another {name} ({before}, this run {value}); give the "
+                    "same flags and files, or another --output_dir")
         return path, state
     # starting over could overwrite checkpoints that can still be repaired
     require(not listed, f"{output_dir}: every checkpoint is damaged; give another --output_dir")
     return None, {}
-
-
-def check_identity(path, state, identity):
-    """UserError unless a checkpoint has the `identity` of this run, a dict."""
-    for name, value in identity.items():
-        before = state["identity"].get(name)
-        # a dry run, which encodes no audio, knows only the first part of the data's fingerprint
-        short, long = sorted((str(before), str(value)), key=len)
-        require(before == value or long.startswith(f"{short} audio "),
-                f"{path}: was made with another {name} ({before}, this run {value}); give the same "
-                "flags and files, or another --output_dir")
 
 
 def write_files(folder, files):
@@ -358,8 +354,8 @@ def file_record(path):
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
     paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()     # glob hides errors
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
-    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+    return sorted((int(path.name[11:]), path) for path in paths if path.is_dir()
+                  and re.fullmatch(r"checkpoint-\d+", path.name, re.ASCII))
 
 
 def find_damage(path):

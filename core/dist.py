@@ -1,13 +1,12 @@
 """Ranks, device, collectives, DDP and FSDP2 wrapping. A run fails as a whole, with one message.
 
-The global rank decides data, logs and saves; the local rank only picks the GPU. One process without
-torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) for gradients, and a
-gloo group with a long time limit for waits that may take hours (encoding audio, slow disks), where
-NCCL's watchdog would fire.
+One process without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs)
+for gradients, and a gloo group with a long time limit for waits that may take hours (encoding
+audio, slow disks), where NCCL's watchdog would fire.
 
 The first rank that raises records this in the run's store, prints the error (sys.excepthook) and
 exits; torchrun then asks the other ranks of its node to stop. A rank whose error only follows from
-that failure prints nothing. core/watchdog.py ends ranks that wait in a collective.
+that failure prints nothing. run.Watchdog ends ranks that wait in a collective.
 """
 import contextlib
 import multiprocessing
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from core import cli, kernels, lifetime
+from core import cli, kernels
 from core.cli import UserError, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
@@ -37,14 +36,14 @@ FAILED = "ranks that have failed"       # key of a counter in the store
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
 
-_world = None   # this process's World, for the error message
+_store = None   # of this process's World, for report_error
 
 
 @dataclass
 class World:
     """Rank, device, groups of this process. store and slow_group are None in a single process."""
-    rank: int = 0
-    local_rank: int = 0
+    rank: int = 0           # rank 0 decides, logs and saves
+    local_rank: int = 0     # only picks the GPU
     size: int = 1
     local_size: int = 1
     device: object = "cpu"          # torch.device
@@ -61,8 +60,8 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     """Join the process group that torchrun describes -> World. timeout_s, wait_timeout_s: limits of
     the two groups. fsdp: a single process also gets a process group. cpu_offload: collectives also
     take CPU tensors. UserError if ranks outnumber GPUs."""
-    global _world
-    world = _world = single_process()
+    global _store
+    world = single_process()
     world.rank, world.size, world.local_rank, world.local_size = (
         int(os.environ.get(name, default)) for name, default in (
             ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
@@ -80,7 +79,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         # one node is torchrun's count of restarts the same for all ranks
         start = (os.environ.get("TORCHELASTIC_RESTART_COUNT") if world.local_size == world.size
                  else store.add(f"starts/{world.rank}", 1))
-        world.store = dist.PrefixStore(str(start), store)
+        world.store = _store = dist.PrefixStore(str(start), store)
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=world.store or dist.HashStore(), rank=world.rank,
@@ -108,15 +107,6 @@ def finish():
         dist.destroy_process_group()
 
 
-def check_device(device, args):
-    """UserError if the device cannot compute in the precision that the flags ask for."""
-    if device.type == "cuda" and args.bf16:     # a CPU has it, slowly; --float8 needs --bf16
-        version, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        require(version >= (8, 0), f"--bf16: {name} has no bfloat16; give --fp16, or drop it")
-        require(version >= (8, 9) or not getattr(args, "float8", False),
-                f"--float8: {name} has no float8 products; drop the flag")
-
-
 # ---- Failing
 
 
@@ -127,10 +117,14 @@ def report_error(kind, error, trace):
         word in str(error) for word in COLLECTIVE_ERRORS)
     wait_until = time.monotonic() + 2 * GRACE_S
     while lost_peer and time.monotonic() < wait_until:      # that rank's message is better
-        if lifetime.stop_requested():       # by torchrun, which names a rank that was killed
+        if cli.stop_requested():       # by torchrun, which names a rank that was killed
             os._exit(1)
         time.sleep(0.1)
-    if claim_error_report(_world and _world.store, not lost_peer):
+    try:
+        first = _store is None or _store.add(FAILED, 1) == 1
+    except Exception:       # the process that hosts the store has ended
+        first = not lost_peer
+    if first:
         cli.report_error(kind, error, trace)
     sys.stdout.flush()
     kill_loaders()
@@ -143,14 +137,6 @@ def kill_loaders():
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # torch's handler would raise
     for child in multiprocessing.active_children():
         child.kill()
-
-
-def claim_error_report(store, if_store_is_gone=False):
-    """Record in the store that this rank failed; True if it is the first, which must report."""
-    try:
-        return store is None or store.add(FAILED, 1) == 1
-    except Exception:       # the process that hosts the store has ended
-        return if_store_is_gone
 
 
 @contextlib.contextmanager

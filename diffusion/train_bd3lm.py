@@ -81,7 +81,7 @@ import math
 import numpy as np
 import torch
 
-from core import dist, metrics, optim, packing, run, tensor_io, watchdog
+from core import dist, metrics, optim, packing, run, tensor_io
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, problems
 
@@ -90,7 +90,6 @@ world, watch, work_dir = run.start(args)
 ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
-dist.check_device(device, args)
 args.compile = dist.choose_compile(world, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
@@ -219,7 +218,7 @@ def validate():
     global t_range, stale, best_loss, best_tie, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     result = elbo.validate(world, model, average, task, t_range,
-                           partial(watchdog.any_stop, world, args.output_dir))
+                           partial(run.any_stop, world, args.output_dir))
     if result is None:
         return None
     values, t_range = result
@@ -334,7 +333,7 @@ while step < total_steps and not stopping and stale < patience:
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step, as this one is still running
-    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)))
+    monitor.push(step, norm, bool(run.stop_asked(args.output_dir)))
 
     # log: the host waits for the device here
     last = step == total_steps

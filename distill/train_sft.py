@@ -105,7 +105,7 @@ from functools import partial
 
 import torch
 
-from core import chat, dist, metrics, optim, packing, run, watchdog
+from core import chat, dist, metrics, optim, packing, run
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 
@@ -116,7 +116,6 @@ if args.use_lora:
 world, watch, work_dir = run.start(args)
 ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
-dist.check_device(device, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 dtype = causal_lm.half_dtype(args)
@@ -262,7 +261,7 @@ def validate():
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
         # often enough for a prompt stop, rarely enough to cost nothing
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+        if i % 16 == 0 and run.any_stop(world, args.output_dir):
             return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stack().double()
@@ -370,7 +369,7 @@ while step < total_steps and not stopping:
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step, as this one is still running
-    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
+    monitor.push(step, norm, bool(run.stop_asked(args.output_dir)),
                  trains=bool(work["targets"]))
 
     # log: the host waits for the device here

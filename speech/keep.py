@@ -15,7 +15,7 @@ from core import adapters, dist
 from core.checkpoint import move_aside, write_atomically
 from core.cli import require
 from core.packing import PackOrder
-from core.watchdog import Stopped
+from core.run import Stopped
 from speech import speak, weights
 from speech.codes import FRAME_RATE
 from speech.labels import total_loss

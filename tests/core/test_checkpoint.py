@@ -99,10 +99,11 @@ def test_auto_resume_skips_damaged_checkpoints_and_an_explicit_one_is_refused(tm
         checkpoint.find_newest(tmp_path, "auto")
 
 
-def test_a_checkpoint_of_other_flags_is_refused():
-    checkpoint.check_identity("checkpoint-4", STATE, {"seed": 1})
+def test_a_checkpoint_of_other_flags_is_refused(tmp_path):
+    path = make(tmp_path / "checkpoint-4")
+    assert checkpoint.find_newest(tmp_path, "auto", {"seed": 1}) == (path, STATE)
     with pytest.raises(UserError, match="was made with another seed .1, this run 2.*or another --output_dir"):
-        checkpoint.check_identity("checkpoint-4", STATE, {"seed": 2})
+        checkpoint.find_newest(tmp_path, "auto", {"seed": 2})
 
 
 def test_a_second_save_of_a_step_keeps_the_first(tmp_path):
