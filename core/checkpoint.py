@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, written in the background, with everything that exact resume needs.
+"""Checkpoints: atomic, written by all ranks, with everything that exact resume needs.
 
 OUTPUT_DIR/checkpoint-STEP/ holds the adapter or model, trainer_state/ and manifest.json, which is
 written last and has the SHA-256 of every file. The folder is built under a .tmp name, synced and
@@ -17,11 +17,9 @@ import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import HashStore
 
 from core import dist, json_files, optim, tensor_io
 from core.cli import UserError, notice, one_line, require
@@ -190,119 +188,82 @@ def try_lock(path):
 # ---- The checkpoints of a run
 
 
-class CheckpointManager:
-    """Writes the checkpoints of OUTPUT_DIR, one at a time, in the background."""
+def save(world, args, step, model, optimizer, tensors, save_config, state,
+         split=lambda name, tensor: {name: tensor}):
+    """Write OUTPUT_DIR/checkpoint-STEP and delete older ones. Collective. UserError on all ranks.
 
-    def __init__(self, world, output_dir, keep=0, timeout_s=6 * 3600):
-        """On every rank. keep: how many of the newest stay besides the best, 0 = all."""
-        self.world, self.output_dir = world, Path(output_dir)
-        self.keep, self.timeout_s = keep, timeout_s
-        # its thread writes the checkpoints; the interpreter's exit waits until they are complete
-        self.writer = ThreadPoolExecutor(1)
-        self.written = self.writer.submit(lambda: None)     # Future of the current or last write
-        # a blocking call on a store blocks its other threads: this one is the writer's
-        self.store = world.store.clone() if world.store is not None else HashStore()
-        # in the folder's name: ranks of an earlier run that still run never write into this one
-        self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
+    tensors: {stem: {name: tensor}} for STEM.safetensors, taken after dist.reshard(model).
+    save_config(folder): writes the small files, on rank 0. state: JSON-able, with "best_step".
+    split: as in tensor_io.stage."""
+    output_dir = Path(args.output_dir)
 
-    def save(self, step, model, optimizer, stem, weights, save_config, state, files=None,
-             **staging):
-        """Copy everything off the device and start writing checkpoint-STEP. Collective.
-
-        weights: {name: parameter} for STEM.safetensors, taken after dist.reshard(model).
-        save_config(folder): writes the small files at once, on rank 0. state: JSON-able, with
-        "best_step". files: {relative path: write(path)} of more. staging: for tensor_io.stage."""
-        self.wait()     # one at a time: two would hold twice the copies in host memory
-        building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
-        if self.world.is_main:
-            with self.naming(step):
-                building.mkdir()
-                save_config(building)
-                configs = os.listdir(building)
-        dist.reshard(model)
-        rng = {"torch": torch.get_rng_state()}      # training uses no other generator
-        if self.world.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        states = dist.all_gather(self.world, rng)       # the other ranks wait here for the folder
-        share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", **staging)
-        moments = optim.state_tensors(optimizer, model.named_parameters())
-        share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
-        if self.world.is_main:
-            text = json.dumps(state, indent=1)
-            share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
-                      f"{STATE}/state.json": lambda path: path.write_text(text),
-                      **dict.fromkeys(configs, lambda path: None)}        # already written
-        self.written = self.writer.submit(
-            self._write, step, building, share, state.get("best_step"))
-
-    def wait(self):
-        """Wait for the current write; raises its error. Collective."""
-        if not self.world.is_main:
-            self.written.exception()    # this rank's share is written; rank 0 reports an error
-        dist.barrier(self.world)    # fails if a rank has died, for which rank 0's thread waits
-        dist.rank0(self.world, self.written.result)
-
-    def check(self):
-        """Raise UserError if the last write failed; rank 0 sees failures of all ranks. Cheap."""
-        if self.written.done():
-            self.written.result()
-
-    @contextlib.contextmanager
-    def naming(self, step):
-        """Context whose errors name the checkpoint that could not be written."""
+    def on_all_ranks(write):
+        """[write() of each rank]. If one fails, all ranks raise its error."""
         try:
-            yield
+            report = write(), ""
         except Exception as error:      # tokenizers raise a bare Exception for a full disk
-            raise UserError(f"checkpoint-{step} could not be written to {self.output_dir} "
-                            f"({error}); earlier checkpoints are intact")
+            report = None, f"rank {world.rank}: {error}"
+        results, errors = zip(*dist.all_gather(world, report))
+        if any(errors):
+            if world.is_main:
+                remove_named(output_dir, UNFINISHED)    # frees disk space for the next one
+            raise UserError(f"checkpoint-{step} could not be written to {output_dir} "
+                            f"({'; '.join(filter(None, errors))}); earlier checkpoints are intact")
+        return results
 
-    def _write(self, step, building, share, best_step):
-        """Thread: write this rank's files; on rank 0 complete the checkpoint once all ranks have
-        reported in the store. A collective would mix with those of training."""
-        keys = [f"checkpoint/{step}/{rank}" for rank in range(self.world.size)]
-        try:
-            report = write_files(building, share), ""
-        except Exception as error:      # reported, because rank 0 waits for this rank
-            report = {}, f"rank {self.world.rank}: {error}"
-        self.store.set(keys[self.world.rank], json.dumps(report))
-        if not self.world.is_main:
-            return
-        with self.naming(step):
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
-            files, errors = zip(*(json.loads(self.store.get(key)) for key in keys))
-            if any(errors):
-                shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
-                raise OSError("; ".join(filter(None, errors)))
-            complete(building, step, {
-                name: record for share in files for name, record in share.items()})
-            # only now that a newer checkpoint is complete
-            rotate(self.output_dir, step, self.keep, best_step)
+    def begin():
+        if world.is_main:
+            # a new name: ranks of an earlier run that still run never write into this folder
+            folder = output_dir / f"checkpoint-{step}.tmp-{uuid.uuid4().hex[:8]}"
+            folder.mkdir()
+            save_config(folder)
+            return folder, os.listdir(folder)
 
-    def restore(self, path, model, optimizer):
-        """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
-        moments = optim.state_tensors(optimizer, model.named_parameters())
-        tensor_io.load(self.world, Path(path) / STATE, "optimizer", moments)
-        # weights_only: a checkpoint from somebody else must not run code
-        states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
-        if self.world.rank < len(states):
-            rng = states[self.world.rank]
-            torch.set_rng_state(rng["torch"])
-            if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
-                torch.cuda.set_rng_state(rng["cuda"], self.world.device)
+    building, configs = on_all_ranks(begin)[0]
+    dist.reshard(model)
+    rng = {"torch": torch.get_rng_state()}      # training uses no other generator
+    if world.device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(world.device)
+    states = dist.all_gather(world, rng)
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    share = tensor_io.stage(world, f"{STATE}/optimizer", moments)
+    for stem, named in tensors.items():
+        share |= tensor_io.stage(world, stem, named, stem != "adapter_model", split)
+    if world.is_main:
+        share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
+                  f"{STATE}/state.json": lambda path: path.write_text(json.dumps(state, indent=1)),
+                  **dict.fromkeys(configs, lambda path: None)}        # already written
+    records = on_all_ranks(lambda: write_files(building, share))
+
+    def complete():
+        files = {name: record for share in records for name, record in share.items()}
+        text = json.dumps({"step": step, "files": files}, indent=1)
+        # last: it proves that all other files are complete
+        write_files(building, {MANIFEST: lambda path: path.write_text(text)})
+        for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
+            fsync(folder)
+        final = output_dir / f"checkpoint-{step}"
+        if final.exists():      # passed over when resuming; now this step is reached again
+            move_aside(final, "was passed over when the run resumed", "passed-over")
+        os.rename(building, final)
+        fsync(output_dir)
+        # only now that a newer checkpoint is complete
+        rotate(output_dir, step, args.save_total_limit, state["best_step"])
+
+    on_all_ranks(lambda: world.is_main and complete())
 
 
-def complete(building, step, files):
-    """Write the manifest and rename the folder to checkpoint-STEP. files: {name: file_record()}."""
-    final = building.with_name(f"checkpoint-{step}")
-    text = json.dumps({"step": step, "files": files}, indent=1)
-    # last: it proves that all other files are complete
-    write_files(building, {MANIFEST: lambda path: path.write_text(text)})
-    for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
-        fsync(folder)
-    if final.exists():      # passed over when resuming; now this step is reached again
-        move_aside(final, "was passed over when the run resumed", "passed-over")
-    os.rename(building, final)
-    fsync(final.parent)
+def restore(world, path, model, optimizer):
+    """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    tensor_io.load(world, Path(path) / STATE, "optimizer", moments)
+    # weights_only: a checkpoint from somebody else must not run code
+    states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
+    if world.rank < len(states):
+        rng = states[world.rank]
+        torch.set_rng_state(rng["torch"])
+        if "cuda" in rng and world.device.type == "cuda":      # else it resumes without
+            torch.cuda.set_rng_state(rng["cuda"], world.device)
 
 
 def find_newest(output_dir, resume, identity=None):

@@ -84,15 +84,6 @@ def open_output(args, world):
         checkpoint.prepare_folder(args.logging_dir, "--logging_dir")
 
 
-def open_checkpoints(args, world, identity):
-    """(CheckpointManager, newest intact checkpoint or None, its state or {}). UserError unless the
-    checkpoint has the same `identity`, a dict. Collective."""
-    checkpoints = checkpoint.CheckpointManager(
-        world, args.output_dir, args.save_total_limit, args.wait_timeout)
-    return checkpoints, *dist.rank0(
-        world, checkpoint.find_newest, args.output_dir, args.resume, identity)
-
-
 def schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals):
     """Lines about the steps of a run, its intervals and its start."""
     packs = ranks * args.gradient_accumulation_steps
@@ -119,11 +110,9 @@ def open_log(args, world, step, eval_due):
                               eval_due)
 
 
-def end(args, watch, checkpoints, log, step, total_steps, stopping, result):
-    """Wait for the last checkpoint, print how the run ended, leave the process group. stopping: the
-    run was asked to stop, so the launcher's marker is written. result: text for a complete run."""
-    watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
-    checkpoints.wait()
+def end(args, log, step, total_steps, stopping, result):
+    """Print how the run ended and leave the process group. stopping: the run was asked to stop, so
+    the launcher's marker is written. result: text for a complete run."""
     disarm()       # from here on no rank waits for another
     if log:
         log.close()
