@@ -81,13 +81,6 @@ def remove_named(folder, pattern):
                 path.unlink(missing_ok=True)
 
 
-def move_aside(path, why, suffix="damaged"):
-    """Rename a file or folder to NAME.suffix-TIME, and print why. Nothing is deleted."""
-    aside = path.with_name(f"{path.name}.{suffix}-{time.time_ns()}")
-    os.rename(path, aside)
-    print(f"{path} {why}; it is kept as {aside.name}", flush=True)
-
-
 def prepare_folder(folder, flag="--output_dir"):
     """Make a folder and try to write into it; UserError that names its flag."""
     try:
@@ -129,29 +122,28 @@ def new_folder(output_dir, flag="--output_dir"):
 # journal. It holds an flock on FOLDER/NAME.lock, which the kernel releases when the process ends.
 # The file names the owner and is never deleted.
 
-WAIT_S = 3              # a restarted run waits for ranks of the last one that are about to end
-LEASE_S = 120           # a requeued one for a file server, which keeps a lost node's locks for 90 s
+# a restarted run waits for ranks of the last one that are about to end, a requeued one for a file
+# server, which keeps a lost node's locks for 90 s
+WAIT_S = 3 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 120
 
 _held = {}              # {path of a lock: its open file} of this process
 # else a lock would be held until the last child ends
 os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.values()])
 
 
-def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
+def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=lambda: None):
     """Lock a folder until the returned file is closed, or the process ends. UserError if another
     process still holds the lock after wait_s seconds. waiting: called meanwhile."""
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
         _held[path].close()
-    if wait_s is None:
-        wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
     end = time.monotonic() + wait_s
     while (lock := try_lock(path)) is None:
         owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
         used = f"{folder}: another run is using it ({owner})"
         require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
-        if wait_s > WAIT_S:
-            print(f"waiting    {used}", flush=True)
+        if wait_s > 3:
+            print(f"waiting    {used}")
             wait_s = 0      # it is announced once
         waiting()
         time.sleep(0.2)
@@ -244,7 +236,7 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
             fsync(folder)
         final = output_dir / f"checkpoint-{step}"
         if final.exists():      # passed over when resuming; now this step is reached again
-            move_aside(final, "was passed over when the run resumed", "passed-over")
+            os.rename(final, f"{final}.passed-over-{time.time_ns()}")
         os.rename(building, final)
         fsync(output_dir)
         # only now that a newer checkpoint is complete

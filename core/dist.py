@@ -115,8 +115,8 @@ def report_error(kind, error, trace):
     ends by os._exit, since a clean exit could wait for lost peers."""
     lost_peer = isinstance(error, dist.DistError) or not isinstance(error, UserError) and any(
         word in str(error) for word in COLLECTIVE_ERRORS)
-    wait_until = time.monotonic() + 2 * GRACE_S
-    while lost_peer and time.monotonic() < wait_until:      # that rank's message is better
+    end = time.monotonic() + 2 * GRACE_S
+    while lost_peer and time.monotonic() < end:     # that rank's message is better
         if cli.stop_requested():       # by torchrun, which names a rank that was killed
             os._exit(1)
         time.sleep(0.1)
@@ -233,11 +233,10 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
                             mesh_dim_names=("replicate", "shard")[-len(shape):])
     for group in mesh.get_all_groups():     # new groups ignore the limit of the default group
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     unit = partial(fsdp2.fully_shard, mesh=mesh, mp_policy=fsdp2.MixedPrecisionPolicy(
-        torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False))
-    if cpu_offload:
-        unit.keywords["offload_policy"] = fsdp2.CPUOffloadPolicy(
-            pin_memory=world.device.type == "cuda")
+        torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False),
+        offload_policy=offload if cpu_offload else fsdp2.OffloadPolicy())
     for layer in layers:
         unit(layer, reshard_after_forward=reshard_after_forward)
     # the backward pass needs the root again at once
@@ -256,19 +255,15 @@ def gather_weights(module):
     """In this context every rank holds the whole weights of a sharded module, so its forward needs
     no other rank. FSDP2's hooks are off: they would record forwards that the other ranks did not
     run, and the next backward would prefetch layers on this rank alone and hang."""
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    hooks = [(table, dict(table)) for unit in units
-             for table in (unit._forward_pre_hooks, unit._forward_hooks)]
-    for unit in units:
-        unit.unshard()
-    for table, _ in hooks:
-        table.clear()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(reshard, module)
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                for table in (unit._forward_pre_hooks, unit._forward_hooks):
+                    undo.callback(table.update, dict(table))
+                    table.clear()
         yield
-    finally:
-        for table, before in hooks:
-            table.update(before)
-        reshard(module)
 
 
 def wrap_ddp(model, world):

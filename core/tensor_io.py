@@ -1,8 +1,8 @@
 """Read and write safetensors files of plain or sharded parameters.
 
-Every rank reads only its rows of each tensor. A sharded tensor is gathered once, by the rank that
-writes it. Each rank writes a separate file, so no host needs memory for the full model. Files hold
-whole tensors under the names of transformers and PEFT, so any number of ranks can read them.
+Every rank reads only its rows of each tensor, and writes a separate file, so no host needs memory
+for the full model. Files hold whole tensors under the names of transformers and PEFT, so any number
+of ranks can read them.
 """
 import hashlib
 import json
@@ -21,7 +21,7 @@ from core.cli import UserError, first_line, require
 from core.dist import error_names_file
 
 WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
-FLOATS = ("F64", "F32", "F16", "BF16")      # integers and float8 would need scales
+FLOATS = {"F64", "F32", "F16", "BF16"}      # integers and float8 would need scales
 # renamed in torch 2.13
 gather_rows = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
 
@@ -130,8 +130,7 @@ def mismatch(wanted, slices):
                   f"{name} {shape_of(slices[name])} instead of {tuple(wanted[name])}"
                   for name in both if shape_of(slices[name]) != tuple(wanted[name])],
               "tensors that are not floats": [
-                  name for name in both if any(
-                      piece.get_dtype() not in FLOATS for piece in slices[name])]}
+                  name for name in both if {p.get_dtype() for p in slices[name]} - FLOATS]}
     return "; ".join(f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
                      for fault, names in faults.items() if names)
 

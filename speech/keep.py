@@ -6,13 +6,14 @@ base is the model with its adapters switched off, so memory holds one model. No 
 needed.
 """
 import hashlib
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from core import adapters, dist
-from core.checkpoint import move_aside, write_atomically
+from core.checkpoint import write_atomically
 from core.cli import require
 from core.packing import PackOrder
 from core.run import Stopped
@@ -76,7 +77,8 @@ class Keeper:
                     if str(saved["fingerprint"]) == self.fingerprint:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
             except Exception as error:      # damage raises many kinds
-                move_aside(path, f"cannot be read ({error}), so the base speaks again")
+                path.rename(f"{path}.damaged-{time.time_ns()}")
+                print(f"{path} cannot be read ({error}), so the base speaks again")
         with adapters.disable(model.net):
             spoken = speak.generate_all(model.base_model, self.prompts, self.ids, self.settings,
                                         self.args.seed, world.device)
