@@ -6,7 +6,6 @@ base is the model with its adapters switched off, so memory holds one model. No 
 needed.
 """
 import hashlib
-import time
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +76,7 @@ class Keeper:
                     if str(saved["fingerprint"]) == self.fingerprint:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
             except Exception as error:      # damage raises many kinds
-                path.rename(f"{path}.damaged-{time.time_ns()}")
+                path.rename(f"{path}.damaged")
                 print(f"{path} cannot be read ({error}), so the base speaks again")
         with adapters.disable(model.net):
             spoken = speak.generate_all(model.base_model, self.prompts, self.ids, self.settings,
