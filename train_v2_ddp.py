@@ -159,7 +159,8 @@ args.compile = dist.choose_compile(world, args)     # after --auto, which may ex
 # ---- Resume from the newest intact checkpoint, on any number of ranks
 identity = None     # on rank 0: a run resumes only a checkpoint with the same values
 if main_rank:
-    base = tensor_io.fingerprint(folder)
+    base = tensor_io.fingerprint_files(
+        [*sorted(folder.glob("*.safetensors")), folder / "config.json"])
     identity = {"base model": base, "codec": table.reader.folder.name,
                 "set of trained weights": choices.trained_weights(args),
                 "--normalize_text": args.normalize_text, "seed": args.seed,

@@ -36,7 +36,7 @@ FAILED = "ranks that have failed"       # key of a counter in the store
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
 
-_store = None   # of this process's World, for report_error
+_world = None   # this process's World, for report_error
 
 
 @dataclass
@@ -60,8 +60,8 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     """Join the process group that torchrun describes -> World. timeout_s, wait_timeout_s: limits of
     the two groups. fsdp: a single process also gets a process group. cpu_offload: collectives also
     take CPU tensors. UserError if ranks outnumber GPUs."""
-    global _store
-    world = single_process()
+    global _world
+    world = _world = single_process()
     world.rank, world.size, world.local_rank, world.local_size = (
         int(os.environ.get(name, default)) for name, default in (
             ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
@@ -79,7 +79,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         # one node is torchrun's count of restarts the same for all ranks
         start = (os.environ.get("TORCHELASTIC_RESTART_COUNT") if world.local_size == world.size
                  else store.add(f"starts/{world.rank}", 1))
-        world.store = _store = dist.PrefixStore(str(start), store)
+        world.store = dist.PrefixStore(str(start), store)
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=world.store or dist.HashStore(), rank=world.rank,
@@ -121,7 +121,7 @@ def report_error(kind, error, trace):
             os._exit(1)
         time.sleep(0.1)
     try:
-        first = _store is None or _store.add(FAILED, 1) == 1
+        first = not (_world and _world.store) or _world.store.add(FAILED, 1) == 1
     except Exception:       # the process that hosts the store has ended
         first = not lost_peer
     if first:

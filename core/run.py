@@ -1,5 +1,4 @@
-"""Start, stop and end of a trainer, and a watchdog that names hanging ranks. The loop is in each
-script.
+"""Start, stop and end of a trainer, and a watchdog. The loop is in each script.
 
 SIGTERM and SIGUSR1 only set a flag. The loop checks it, saves, leaves OUTPUT_DIR/requeue for the
 launcher and exits with status 0. A thread of each rank reports the progress of its main thread to
@@ -176,7 +175,6 @@ class Watchdog:
         self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
         # the more ranks, the longer each interval, but a failure is noticed within GRACE_S
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
-        self.who = f"{os.uname().nodename}, process {os.getpid()}"
         self.beats = 0      # used as the clock, which must not run while the process is paused
         self.unanswered = 0     # seconds since the store's last answer
         self.state = {"progress": 0, "since": 0, "where": "start", "limit_s": limit_s}
@@ -227,7 +225,8 @@ class Watchdog:
         """Report this rank's phase to the store; True if a rank has failed."""
         self.beats += 1
         # reads self.state once: the main thread may replace it
-        report = self.state | {"beats": self.beats, "who": self.who}
+        report = self.state | {"beats": self.beats,
+                               "who": f"{os.uname().nodename}, process {os.getpid()}"}
         self.store.set(self.keys[self.world.rank], json.dumps(report))
         failed = self.store.check([FAILED])     # unlike set(), this waits for an answer
         self.unanswered = 0

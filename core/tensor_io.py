@@ -72,12 +72,6 @@ def find_folder(name, flag):
                         f"({type(error).__name__}: {first_line(error)})")
 
 
-def fingerprint(folder, form="{} {}"):
-    """Short hash that identifies a model: fingerprint_files of its weights and config."""
-    folder = Path(folder)
-    return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"], form)
-
-
 def fingerprint_files(paths, form="{} {}"):
     """Short hash of files: their names and sizes, formatted by `form`, and both their ends."""
     digest = hashlib.sha256()
