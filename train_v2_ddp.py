@@ -74,7 +74,8 @@ from functools import partial
 import torch
 
 import lora
-from core import adapters, dist, json_files, metrics, optim, packing, run, tensor_io, watchdog
+from core import (adapters, checkpoint, dist, json_files, metrics, optim, packing, run,
+                  tensor_io)
 from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
 from speech import conversations, weights
@@ -129,7 +130,6 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-dist.check_device(device, args)
 model, parts = empty_model(folder, config_dict)
 setting = args, tokenizer, ids, config, codec_dir, world
 prompts = keep_loss = None
@@ -159,7 +159,8 @@ args.compile = dist.choose_compile(world, args)     # after --auto, which may ex
 # ---- Resume from the newest intact checkpoint, on any number of ranks
 identity = None     # on rank 0: a run resumes only a checkpoint with the same values
 if main_rank:
-    base = tensor_io.fingerprint(folder)
+    base = tensor_io.fingerprint_files(
+        [*sorted(folder.glob("*.safetensors")), folder / "config.json"])
     identity = {"base model": base, "codec": table.reader.folder.name,
                 "set of trained weights": choices.trained_weights(args),
                 "--normalize_text": args.normalize_text, "seed": args.seed,
@@ -167,7 +168,8 @@ if main_rank:
                 "--keep": keep_loss.extend_fingerprint(base) if keep_loss else None}
 # validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), args.text_loss_weight]
-checkpoints, resume, state = run.open_checkpoints(args, world, identity)
+resume, state = dist.rank0(
+    world, checkpoint.find_newest, args.output_dir, args.resume, identity)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     config_dict = json_files.read_object(resume / "config.json")
     model, parts = empty_model(resume, config_dict)
@@ -256,7 +258,7 @@ if device.type == "cuda":       # try the largest pack now, or it may fail hours
     model.zero_grad(set_to_none=True)       # discard the trial's gradients
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
-    checkpoints.restore(resume, model, optimizer)
+    checkpoint.restore(world, resume, model, optimizer)
 
 
 # ---- Validation and checkpoints; they read sums, log, monitor and eval_due of the loop below
@@ -270,7 +272,7 @@ def validate():
     loader = make_loader(table, ids, eval_packs, min(1, args.num_workers))
     for i, batch in enumerate(packing.iterate(loader)):
         # often enough for a prompt stop, rarely enough to cost nothing
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+        if i % 16 == 0 and run.any_stop(world, args.output_dir):
             return None
         with autocast():
             losses = model(batch.to(device))
@@ -292,7 +294,7 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
+    """Write a checkpoint. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
@@ -308,7 +310,7 @@ def save():
         else:
             module.save_config(native, tokenizer, path, folder)
 
-    checkpoints.save(step, model, optimizer, stem, named, save_config, {
+    checkpoint.save(world, args, step, model, optimizer, {stem: named}, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
@@ -320,8 +322,7 @@ def save():
 # (the last two: of keep_loss); the sums in a checkpoint are of all ranks
 unlogged = state["unlogged"] if resume and main_rank else [0.0] * (n_sums + 2)
 sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
-monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
-                            before_error=checkpoints.wait)
+monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
 batches = packing.iterate(make_loader(      # loader processes read ahead
@@ -372,7 +373,7 @@ while step < total_steps and not stopping:
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step, as this one is still running
-    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
+    monitor.push(step, norm, bool(run.stop_asked(args.output_dir)),
                  trains=bool(n_audio or n_text and args.text_loss_weight))
 
     # log: the host waits for the device here
@@ -402,7 +403,6 @@ while step < total_steps and not stopping:
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
     with timer.paused():
-        checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
             # asked to stop during validation: the next start validates first
@@ -413,5 +413,5 @@ while step < total_steps and not stopping:
             save()
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
-run.end(args, watch, checkpoints, log, step, total_steps, stopping,
+run.end(args, log, step, total_steps, stopping,
         f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

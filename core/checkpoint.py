@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, written in the background, with everything that exact resume needs.
+"""Checkpoints: atomic, written by all ranks, with everything that exact resume needs.
 
 OUTPUT_DIR/checkpoint-STEP/ holds the adapter or model, trainer_state/ and manifest.json, which is
 written last and has the SHA-256 of every file. The folder is built under a .tmp name, synced and
@@ -17,11 +17,9 @@ import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import HashStore
 
 from core import dist, json_files, optim, tensor_io
 from core.cli import UserError, notice, one_line, require
@@ -83,13 +81,6 @@ def remove_named(folder, pattern):
                 path.unlink(missing_ok=True)
 
 
-def move_aside(path, why, suffix="damaged"):
-    """Rename a file or folder to NAME.suffix-TIME, and print why. Nothing is deleted."""
-    aside = path.with_name(f"{path.name}.{suffix}-{time.time_ns()}")
-    os.rename(path, aside)
-    print(f"{path} {why}; it is kept as {aside.name}", flush=True)
-
-
 def prepare_folder(folder, flag="--output_dir"):
     """Make a folder and try to write into it; UserError that names its flag."""
     try:
@@ -111,7 +102,7 @@ def new_folder(output_dir, flag="--output_dir"):
     """Yields a folder to fill, which is renamed to output_dir once all its files are there.
     UserError if output_dir has files, or the disk is full. A kill leaves NAME.unfinished-..."""
     final = Path(os.path.abspath(output_dir))
-    require(not final.exists() or final.is_dir() and not any(final.iterdir()),
+    require(not final.exists() or not os.listdir(final),
             f"{flag} {output_dir}: is there already and not empty; give another name")
     # in the same folder, so on the same disk: it can be renamed
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
@@ -131,29 +122,28 @@ def new_folder(output_dir, flag="--output_dir"):
 # journal. It holds an flock on FOLDER/NAME.lock, which the kernel releases when the process ends.
 # The file names the owner and is never deleted.
 
-WAIT_S = 3              # a restarted run waits for ranks of the last one that are about to end
-LEASE_S = 120           # a requeued one for a file server, which keeps a lost node's locks for 90 s
+# a restarted run waits for ranks of the last one that are about to end, a requeued one for a file
+# server, which keeps a lost node's locks for 90 s
+WAIT_S = 3 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 120
 
 _held = {}              # {path of a lock: its open file} of this process
 # else a lock would be held until the last child ends
 os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.values()])
 
 
-def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
+def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=lambda: None):
     """Lock a folder until the returned file is closed, or the process ends. UserError if another
     process still holds the lock after wait_s seconds. waiting: called meanwhile."""
     path = Path(folder) / f"{name}.lock"
     if path in _held:       # by an earlier run of this process
         _held[path].close()
-    if wait_s is None:
-        wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
     end = time.monotonic() + wait_s
     while (lock := try_lock(path)) is None:
         owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
         used = f"{folder}: another run is using it ({owner})"
         require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
-        if wait_s > WAIT_S:
-            print(f"waiting    {used}", flush=True)
+        if wait_s > 3:
+            print(f"waiting    {used}")
             wait_s = 0      # it is announced once
         waiting()
         time.sleep(0.2)
@@ -190,124 +180,87 @@ def try_lock(path):
 # ---- The checkpoints of a run
 
 
-class CheckpointManager:
-    """Writes the checkpoints of OUTPUT_DIR, one at a time, and finds the one to resume from."""
+def save(world, args, step, model, optimizer, tensors, save_config, state,
+         split=lambda name, tensor: {name: tensor}):
+    """Write OUTPUT_DIR/checkpoint-STEP and delete older ones. Collective. UserError on all ranks.
 
-    def __init__(self, world, output_dir, keep=0, timeout_s=6 * 3600):
-        """On every rank. keep: how many of the newest stay besides the best, 0 = all."""
-        self.world, self.output_dir = world, Path(output_dir)
-        self.keep, self.timeout_s = keep, timeout_s
-        # its thread writes the checkpoints; the interpreter's exit waits until they are complete
-        self.writer = ThreadPoolExecutor(1)
-        self.written = self.writer.submit(lambda: None)     # Future of the current or last write
-        # a blocking call on a store blocks its other threads: this one is the writer's
-        self.store = world.store.clone() if world.store is not None else HashStore()
-        # in the folder's name: ranks of an earlier run that still run never write into this one
-        self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
+    tensors: {stem: {name: tensor}} for STEM.safetensors, taken after dist.reshard(model).
+    save_config(folder): writes the small files, on rank 0. state: JSON-able, with "best_step".
+    split: as in tensor_io.stage."""
+    output_dir = Path(args.output_dir)
 
-    def save(self, step, model, optimizer, stem, weights, save_config, state, files=None,
-             split=lambda name, tensor: {name: tensor}):
-        """Copy everything off the device and start writing checkpoint-STEP. Collective.
-
-        weights: {name: parameter} for STEM.safetensors, taken after dist.reshard(model).
-        save_config(folder): writes the small files at once, on rank 0. state: JSON-able, with
-        "best_step". files: {relative path: write(path)} of more. split: as in tensor_io.stage."""
-        self.wait()     # one at a time: two would hold twice the copies in host memory
-        building = self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
-
-        def begin():
-            with self.naming(step):
-                remove_named(self.output_dir, UNFINISHED)
-                building.mkdir(parents=True)
-                save_config(building)
-                return os.listdir(building)
-
-        configs = dist.rank0(self.world, begin)
-        dist.reshard(model)
-        rng = {"torch": torch.get_rng_state()}      # training uses no other generator
-        if self.world.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        states = dist.all_gather(self.world, rng)
-        share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
-        moments = optim.state_tensors(optimizer, model.named_parameters())
-        share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
-        if self.world.is_main:
-            text = json.dumps(state, indent=1)
-            share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
-                      f"{STATE}/state.json": lambda path: path.write_text(text),
-                      **dict.fromkeys(configs, lambda path: None)}        # already written
-        self.written = self.writer.submit(
-            self._write, step, building, share, state.get("best_step"))
-
-    def wait(self):
-        """Wait for the current write; raises its error. Collective."""
-        if not self.world.is_main:
-            self.written.exception()    # this rank's share is written; rank 0 reports an error
-        dist.barrier(self.world)    # fails if a rank has died, for which rank 0's thread waits
-        dist.rank0(self.world, self.written.result)
-
-    def check(self):
-        """Raise UserError if the last write failed; rank 0 sees failures of all ranks. Cheap."""
-        if self.written.done():
-            self.written.result()
-
-    @contextlib.contextmanager
-    def naming(self, step):
-        """Context whose errors name the checkpoint that could not be written."""
+    def on_all_ranks(write):
+        """[write() of each rank]. If one fails, all ranks raise its error."""
         try:
-            yield
+            report = write(), ""
         except Exception as error:      # tokenizers raise a bare Exception for a full disk
-            raise UserError(f"checkpoint-{step} could not be written to {self.output_dir} "
-                            f"({error}); earlier checkpoints are intact")
+            report = None, f"rank {world.rank}: {error}"
+        results, errors = zip(*dist.all_gather(world, report))
+        if any(errors):
+            if world.is_main:
+                remove_named(output_dir, UNFINISHED)    # frees disk space for the next one
+            raise UserError(f"checkpoint-{step} could not be written to {output_dir} "
+                            f"({'; '.join(filter(None, errors))}); earlier checkpoints are intact")
+        return results
 
-    def _write(self, step, building, share, best_step):
-        """Thread: write this rank's files and report to rank 0, which completes the checkpoint."""
-        try:
-            report = write_files(building, share), None
-        except Exception as error:      # reported, because rank 0 waits for this rank
-            report = {}, str(error)
-        keys = [f"checkpoint/{step}/{rank}" for rank in range(self.world.size)]
-        with self.naming(step):     # in the store: a collective would mix with those of training
-            self.store.set(keys[self.world.rank], json.dumps(report))
-            if self.world.is_main:
-                self.store.wait(keys, timedelta(seconds=self.timeout_s))
-                reports = [json.loads(self.store.get(key)) for key in keys]
-                self._complete(step, building, best_step, reports)
+    def begin():
+        if world.is_main:
+            # a new name: ranks of an earlier run that still run never write into this folder
+            folder = output_dir / f"checkpoint-{step}.tmp-{uuid.uuid4().hex[:8]}"
+            folder.mkdir()
+            save_config(folder)
+            return folder, os.listdir(folder)
 
-    def _complete(self, step, building, best_step, reports):
-        """Once every rank has reported: write the manifest, rename the folder, rotate."""
-        if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
-            shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
-            raise OSError("; ".join(failed))
-        final = self.output_dir / f"checkpoint-{step}"
-        files = {name: record for written, _ in reports for name, record in written.items()}
+    building, configs = on_all_ranks(begin)[0]
+    dist.reshard(model)
+    rng = {"torch": torch.get_rng_state()}      # training uses no other generator
+    if world.device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(world.device)
+    states = dist.all_gather(world, rng)
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    share = tensor_io.stage(world, f"{STATE}/optimizer", moments)
+    for stem, named in tensors.items():
+        share |= tensor_io.stage(world, stem, named, stem != "adapter_model", split)
+    if world.is_main:
+        share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
+                  f"{STATE}/state.json": lambda path: path.write_text(json.dumps(state, indent=1)),
+                  **dict.fromkeys(configs, lambda path: None)}        # already written
+    records = on_all_ranks(lambda: write_files(building, share))
+
+    def complete():
+        files = {name: record for share in records for name, record in share.items()}
         text = json.dumps({"step": step, "files": files}, indent=1)
         # last: it proves that all other files are complete
         write_files(building, {MANIFEST: lambda path: path.write_text(text)})
         for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
             fsync(folder)
+        final = output_dir / f"checkpoint-{step}"
         if final.exists():      # passed over when resuming; now this step is reached again
-            move_aside(final, "was passed over when the run resumed", "passed-over")
+            os.rename(final, f"{final}.passed-over-{time.time_ns()}")
         os.rename(building, final)
-        fsync(final.parent)
+        fsync(output_dir)
         # only now that a newer checkpoint is complete
-        rotate(self.output_dir, step, self.keep, best_step)
+        rotate(output_dir, step, args.save_total_limit, state["best_step"])
 
-    def restore(self, path, model, optimizer):
-        """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
-        moments = optim.state_tensors(optimizer, model.named_parameters())
-        tensor_io.load(self.world, Path(path) / STATE, "optimizer", moments)
-        # weights_only: a checkpoint from somebody else must not run code
-        states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
-        if self.world.rank < len(states):
-            rng = states[self.world.rank]
-            torch.set_rng_state(rng["torch"])
-            if "cuda" in rng and self.world.device.type == "cuda":      # else it resumes without
-                torch.cuda.set_rng_state(rng["cuda"], self.world.device)
+    on_all_ranks(lambda: world.is_main and complete())
 
 
-def find_newest(output_dir, resume):
-    """(path, state) of the newest intact checkpoint or (None, {}). resume: auto | none | FOLDER."""
+def restore(world, path, model, optimizer):
+    """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    tensor_io.load(world, Path(path) / STATE, "optimizer", moments)
+    # weights_only: a checkpoint from somebody else must not run code
+    states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
+    if world.rank < len(states):
+        rng = states[world.rank]
+        torch.set_rng_state(rng["torch"])
+        if "cuda" in rng and world.device.type == "cuda":      # else it resumes without
+            torch.cuda.set_rng_state(rng["cuda"], world.device)
+
+
+def find_newest(output_dir, resume, identity=None):
+    """(path, state) of the newest intact checkpoint or (None, {}). resume: auto | none | FOLDER.
+    UserError unless the checkpoint was made with the same `identity`, a dict."""
     named = resume not in ("auto", "none")
     listed = list_checkpoints(output_dir)
     # else new checkpoints would mix with old ones, and --resume auto would be ambiguous
@@ -323,21 +276,17 @@ def find_newest(output_dir, resume):
         # else the next --resume auto would continue from the abandoned later ones
         require(not named or not later, f"--resume {path}: later checkpoints are in --output_dir "
                 f"(step {later}); move them away or give another one")
+        for name, value in (identity or {}).items():
+            before = state["identity"].get(name)
+            # a dry run, which encodes no audio, knows only the first part of the data's fingerprint
+            short, long = sorted((str(before), str(value)), key=len)
+            require(before == value or long.startswith(f"{short} audio "),
+                    f"{path}: was made with another {name} ({before}, this run {value}); give the "
+                    "same flags and files, or another --output_dir")
         return path, state
     # starting over could overwrite checkpoints that can still be repaired
     require(not listed, f"{output_dir}: every checkpoint is damaged; give another --output_dir")
     return None, {}
-
-
-def check_identity(path, state, identity):
-    """UserError unless a checkpoint has the `identity` of this run, a dict."""
-    for name, value in identity.items():
-        before = state["identity"].get(name)
-        # a dry run, which encodes no audio, knows only the first part of the data's fingerprint
-        short, long = sorted((str(before), str(value)), key=len)
-        require(before == value or long.startswith(f"{short} audio "),
-                f"{path}: was made with another {name} ({before}, this run {value}); give the same "
-                "flags and files, or another --output_dir")
 
 
 def write_files(folder, files):
@@ -358,8 +307,8 @@ def file_record(path):
 def list_checkpoints(output_dir):
     """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
     paths = Path(output_dir).iterdir() if os.path.isdir(output_dir) else ()     # glob hides errors
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
-    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+    return sorted((int(path.name[11:]), path) for path in paths if path.is_dir()
+                  and re.fullmatch(r"checkpoint-\d+", path.name, re.ASCII))
 
 
 def find_damage(path):

@@ -4,19 +4,19 @@ Imports the standard library only, so --help and mistakes are answered before to
 """
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import importlib.util
 import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from functools import partial
 from pathlib import Path
-
-from core import lifetime
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
@@ -178,7 +178,7 @@ def parse(parser, check=None, argv=None):
     here on this process ends with its torchrun, and a trainer only records SIGTERM and SIGUSR1."""
     words, status = sys.argv[1:] if argv is None else list(argv), 2
     if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun's ranks end with it
-        lifetime.end_with_parent()
+        end_with_parent()
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # no stack traces of a lost store
     if argv is None:
         faulthandler.enable(2)      # a crash in native code prints the stack of each thread
@@ -210,7 +210,7 @@ def parse(parser, check=None, argv=None):
         sys.exit(0)
     planned = getattr(args, "dry_run", False)       # False: no trainer; None: a run; else GPUs
     if planned is None:
-        lifetime.catch_signals()
+        catch_signals()
     elif planned is not False and os.environ.get("RANK", "0") != "0":
         sys.exit(0)     # one process plans for all
     return args
@@ -493,3 +493,27 @@ def set_intervals(args, total_steps, before, validates, **own):
     saves, evals = (f"every {plural(steps, 'step')}" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     return f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates
+
+
+# ---- Signals that ask a run to stop; a rank ends with its torchrun
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
+PR_SET_PDEATHSIG = 1        # prctl(2): send a signal when the thread that forked us ends
+
+_requested = []     # names of received SIGNALS
+
+
+def catch_signals():
+    """From now on SIGNALS are recorded and do not end the process."""
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: _requested.append(signal.Signals(number).name))
+
+
+def stop_requested():
+    """Name of the first signal that asked this process to stop, or None."""
+    return _requested[0] if _requested else None
+
+
+def end_with_parent():
+    """From now on the kernel kills this process when its parent ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

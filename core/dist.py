@@ -1,13 +1,12 @@
 """Ranks, device, collectives, DDP and FSDP2 wrapping. A run fails as a whole, with one message.
 
-The global rank decides data, logs and saves; the local rank only picks the GPU. One process without
-torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) for gradients, and a
-gloo group with a long time limit for waits that may take hours (encoding audio, slow disks), where
-NCCL's watchdog would fire.
+One process without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs)
+for gradients, and a gloo group with a long time limit for waits that may take hours (encoding
+audio, slow disks), where NCCL's watchdog would fire.
 
 The first rank that raises records this in the run's store, prints the error (sys.excepthook) and
 exits; torchrun then asks the other ranks of its node to stop. A rank whose error only follows from
-that failure prints nothing. core/watchdog.py ends ranks that wait in a collective.
+that failure prints nothing. run.Watchdog ends ranks that wait in a collective.
 """
 import contextlib
 import multiprocessing
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from core import cli, kernels, lifetime
+from core import cli, kernels
 from core.cli import UserError, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
@@ -37,14 +36,14 @@ FAILED = "ranks that have failed"       # key of a counter in the store
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
 
-_world = None   # this process's World, for the error message
+_world = None   # this process's World, for report_error
 
 
 @dataclass
 class World:
     """Rank, device, groups of this process. store and slow_group are None in a single process."""
-    rank: int = 0
-    local_rank: int = 0
+    rank: int = 0           # rank 0 decides, logs and saves
+    local_rank: int = 0     # only picks the GPU
     size: int = 1
     local_size: int = 1
     device: object = "cpu"          # torch.device
@@ -108,15 +107,6 @@ def finish():
         dist.destroy_process_group()
 
 
-def check_device(device, args):
-    """UserError if the device cannot compute in the precision that the flags ask for."""
-    if device.type == "cuda" and args.bf16:     # a CPU has it, slowly; --float8 needs --bf16
-        version, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        require(version >= (8, 0), f"--bf16: {name} has no bfloat16; give --fp16, or drop it")
-        require(version >= (8, 9) or not getattr(args, "float8", False),
-                f"--float8: {name} has no float8 products; drop the flag")
-
-
 # ---- Failing
 
 
@@ -125,12 +115,16 @@ def report_error(kind, error, trace):
     ends by os._exit, since a clean exit could wait for lost peers."""
     lost_peer = isinstance(error, dist.DistError) or not isinstance(error, UserError) and any(
         word in str(error) for word in COLLECTIVE_ERRORS)
-    wait_until = time.monotonic() + 2 * GRACE_S
-    while lost_peer and time.monotonic() < wait_until:      # that rank's message is better
-        if lifetime.stop_requested():       # by torchrun, which names a rank that was killed
+    end = time.monotonic() + 2 * GRACE_S
+    while lost_peer and time.monotonic() < end:     # that rank's message is better
+        if cli.stop_requested():       # by torchrun, which names a rank that was killed
             os._exit(1)
         time.sleep(0.1)
-    if claim_error_report(_world and _world.store, not lost_peer):
+    try:
+        first = not (_world and _world.store) or _world.store.add(FAILED, 1) == 1
+    except Exception:       # the process that hosts the store has ended
+        first = not lost_peer
+    if first:
         cli.report_error(kind, error, trace)
     sys.stdout.flush()
     kill_loaders()
@@ -143,14 +137,6 @@ def kill_loaders():
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # torch's handler would raise
     for child in multiprocessing.active_children():
         child.kill()
-
-
-def claim_error_report(store, if_store_is_gone=False):
-    """Record in the store that this rank failed; True if it is the first, which must report."""
-    try:
-        return store is None or store.add(FAILED, 1) == 1
-    except Exception:       # the process that hosts the store has ended
-        return if_store_is_gone
 
 
 @contextlib.contextmanager
@@ -246,11 +232,10 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
                             mesh_dim_names=("replicate", "shard")[-len(shape):])
     for group in mesh.get_all_groups():     # new groups ignore the limit of the default group
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     unit = partial(fsdp2.fully_shard, mesh=mesh, mp_policy=fsdp2.MixedPrecisionPolicy(
-        torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False))
-    if cpu_offload:
-        unit.keywords["offload_policy"] = fsdp2.CPUOffloadPolicy(
-            pin_memory=world.device.type == "cuda")
+        torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False),
+        offload_policy=offload if cpu_offload else fsdp2.OffloadPolicy())
     for layer in layers:
         unit(layer, reshard_after_forward=reshard_after_forward)
     # the backward pass needs the root again at once
@@ -269,19 +254,15 @@ def gather_weights(module):
     """In this context every rank holds the whole weights of a sharded module, so its forward needs
     no other rank. FSDP2's hooks are off: they would record forwards that the other ranks did not
     run, and the next backward would prefetch layers on this rank alone and hang."""
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    hooks = [(table, dict(table)) for unit in units
-             for table in (unit._forward_pre_hooks, unit._forward_hooks)]
-    for unit in units:
-        unit.unshard()
-    for table, _ in hooks:
-        table.clear()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(reshard, module)
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                for table in (unit._forward_pre_hooks, unit._forward_hooks):
+                    undo.callback(table.update, dict(table))
+                    table.clear()
         yield
-    finally:
-        for table, before in hooks:
-            table.update(before)
-        reshard(module)
 
 
 def wrap_ddp(model, world):

@@ -107,11 +107,9 @@ class StepMonitor:
     """Reports to the host if a step's gradient was not finite or exactly 0, and if a rank was asked
     to stop. It fetches these flags one step late, so that the device never waits."""
 
-    def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
-                 before_error=lambda: None):
-        """sample_name(i): file and row of a sample. skipped: steps skipped before a resume.
-        before_error(): completes the checkpoint that is being written, on every rank."""
-        self.world, self.sample_name, self.before_error = world, sample_name, before_error
+    def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None):
+        """sample_name(i): file and row of a sample. skipped: steps skipped before a resume."""
+        self.world, self.sample_name = world, sample_name
         self.skipped, self.max_bad_steps, self.scaler = skipped, max_bad_steps, scaler
         self.in_a_row, self.stop, self.losses, self.pending = 0, False, [], None
         self.host = torch.zeros(3, pin_memory=world.device.type == "cuda")
@@ -141,7 +139,6 @@ class StepMonitor:
         bad, zero, stop = (bool(flag) for flag in self.host.tolist())
         self.stop |= stop
         if zero:
-            self.before_error()
             raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
                             "look at the flags that choose the trained modules")
         if not bad:
@@ -158,5 +155,4 @@ class StepMonitor:
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:
-            self.before_error()
             raise UserError(f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from core.cli import UserError, first_line, require
 from core.dist import error_names_file
-from core.watchdog import BLOCKED_SIGNALS, init_loader
+from core.run import BLOCKED_SIGNALS, init_loader
 
 # --group_by_length: the packs of a step have similar lengths, but steps come in random order. So
 # blocks of sorted packs are shuffled: of the largest of SIZES that gives BLOCKS of them.

@@ -1,8 +1,8 @@
 """Read and write safetensors files of plain or sharded parameters.
 
-Every rank reads only its rows of each tensor. A sharded tensor is gathered once, by the rank that
-writes it. Each rank writes a separate file, so no host needs memory for the full model. Files hold
-whole tensors under the names of transformers and PEFT, so any number of ranks can read them.
+Every rank reads only its rows of each tensor, and writes a separate file, so no host needs memory
+for the full model. Files hold whole tensors under the names of transformers and PEFT, so any number
+of ranks can read them.
 """
 import hashlib
 import json
@@ -11,18 +11,19 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import distributed as c10d
 from torch.distributed.tensor import DTensor
 
+from core import dist
 from core.cli import UserError, first_line, require
-from core.dist import barrier, error_names_file
+from core.dist import error_names_file
 
 WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
-FLOATS = ("F64", "F32", "F16", "BF16")      # integers and float8 would need scales
+FLOATS = {"F64", "F32", "F16", "BF16"}      # integers and float8 would need scales
 # renamed in torch 2.13
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_rows = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
 
 
 def local_rows(tensor):
@@ -51,7 +52,7 @@ def full_tensor(tensor):
     padded = local.new_zeros(rows, *local.shape[1:])
     padded[:len(local)] = local
     whole = local.new_empty(shards * rows, *local.shape[1:])
-    all_gather(whole, padded, group=mesh.get_group(mesh.ndim - 1))
+    gather_rows(whole, padded, group=mesh.get_group(mesh.ndim - 1))
     return whole[:tensor.shape[0]]
 
 
@@ -69,12 +70,6 @@ def find_folder(name, flag):
     except Exception as error:      # a dozen types: no hub name, no network, no permission
         raise UserError(f"{flag} {name}: neither a local folder nor available on the Hub "
                         f"({type(error).__name__}: {first_line(error)})")
-
-
-def fingerprint(folder, form="{} {}"):
-    """Short hash that identifies a model: fingerprint_files of its weights and config."""
-    folder = Path(folder)
-    return fingerprint_files([*sorted(folder.glob("*.safetensors")), folder / "config.json"], form)
 
 
 def fingerprint_files(paths, form="{} {}"):
@@ -129,8 +124,7 @@ def mismatch(wanted, slices):
                   f"{name} {shape_of(slices[name])} instead of {tuple(wanted[name])}"
                   for name in both if shape_of(slices[name]) != tuple(wanted[name])],
               "tensors that are not floats": [
-                  name for name in both if any(
-                      piece.get_dtype() not in FLOATS for piece in slices[name])]}
+                  name for name in both if {p.get_dtype() for p in slices[name]} - FLOATS]}
     return "; ".join(f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
                      for fault, names in faults.items() if names)
 
@@ -166,7 +160,7 @@ def load(world, folder, stem, tensors):
     require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
     for name, tensor in tensors.items():
         read_rows(f"{folder}: {name}", tensor.detach(), slices[name])
-    barrier(world)      # a slow disk may take longer than a gradient collective's limit
+    dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
 # ---- Writing
@@ -178,34 +172,23 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     Collective, with the same names on every rank. Rank 0 writes plain tensors; if `spread`, sharded
     ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
     hold it."""
-    share, owners, numels = {}, {}, [0] * world.size    # {name: tensor}, {name: rank}, loads
+    share, numels = {}, [0] * world.size        # {name: tensor on the host}, what each rank writes
     waiting, gathered = {}, 0       # tensors to copy, and bytes gathered since the last copy
-
-    def copy_to_host():
-        share.update((name, tensor.to("cpu", copy=True)) for name, tensor in waiting.items())
-        waiting.clear()
-
-    for name, tensor in named.items():
-        owners[name], tensor = 0, tensor.detach()
+    for number, (name, tensor) in enumerate(named.items(), 1):
+        owner, tensor = 0, tensor.detach()
         if isinstance(tensor, DTensor):
             if spread:
-                owners[name] = numels.index(min(numels))    # the rank with the least to write
-                numels[owners[name]] += tensor.numel()
-            mesh = tensor.device_mesh       # under HSDP only the writer's replica gathers
-            if owners[name] not in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)):
-                continue
+                owner = numels.index(min(numels))       # the rank with the least to write
+                numels[owner] += tensor.numel()
             tensor = full_tensor(tensor.to(world.device))       # shards may be on the host
             gathered += tensor.nbytes
         assert tensor.untyped_storage().nbytes() or not tensor.numel(), (
             f"{name} is a gathered weight that FSDP2 has freed: call dist.reshard(model) first")
-        if owners[name] == world.rank:
-            waiting[name] = tensor.reshape(tensor.shape or (1,)).contiguous()
-        if gathered > WINDOW * world.size:      # all ranks copy at the same time
-            copy_to_host()
-            gathered = 0
-    copy_to_host()
-    share = {name: piece for key, tensor in share.items()
-             for name, piece in split(key, tensor).items()}
+        if owner == world.rank:
+            waiting |= split(name, tensor.reshape(tensor.shape or (1,)).contiguous())
+        if gathered > WINDOW * world.size or number == len(named):  # all ranks copy simultaneously
+            share |= {key: piece.to("cpu", copy=True) for key, piece in waiting.items()}
+            waiting, gathered = {}, 0
 
     def write(path):
         bad = sorted(name for name, tensor in share.items() if not is_finite(tensor))
@@ -214,16 +197,16 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
                          f"{', '.join(bad[:5])}")
         save(share, path)
 
-    used = sorted(set(owners.values()))
-    files = {rank: f"{stem}.safetensors" if len(used) == 1 else
-             f"{stem}-{number:05d}-of-{len(used):05d}.safetensors"
-             for number, rank in enumerate(used, 1)}
+    names = {rank: held for rank, held in enumerate(dist.all_gather(world, list(share))) if held}
+    files = {rank: f"{stem}-{number:05d}-of-{len(names):05d}.safetensors"
+             for number, rank in enumerate(names, 1)}
+    if len(names) == 1:
+        return {f"{stem}.safetensors": write} if share else {}
     writes = {files[world.rank]: write} if share else {}
-    if len(used) > 1 and world.is_main:     # the index that transformers reads
-        places = {name: Path(files[owners[key]]).name for key, tensor in named.items()
-                  for name in split(key, torch.empty(tensor.shape, device="meta"))}
+    if files and world.is_main:     # the index that transformers reads
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in named.values())},
-                 "weight_map": dict(sorted(places.items()))}
+                 "weight_map": dict(sorted((name, Path(files[rank]).name)
+                                           for rank, held in names.items() for name in held))}
         writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(
             json.dumps(index, indent=1) + "\n")
     return writes

@@ -81,7 +81,7 @@ import math
 import numpy as np
 import torch
 
-from core import dist, metrics, optim, packing, run, tensor_io, watchdog
+from core import checkpoint, dist, metrics, optim, packing, run, tensor_io
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, problems
 
@@ -90,7 +90,6 @@ world, watch, work_dir = run.start(args)
 ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
-dist.check_device(device, args)
 args.compile = dist.choose_compile(world, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
@@ -146,7 +145,8 @@ identity = {**dataclasses.asdict(layout), "seed": args.seed,
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
                             *([len(chosen), args.best_by] if chosen else [])]
-checkpoints, resume, state = run.open_checkpoints(args, world, identity)
+resume, state = dist.rank0(
+    world, checkpoint.find_newest, args.output_dir, args.resume, identity)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
@@ -210,7 +210,7 @@ parameters = list(model.parameters())
 optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay, args.adam_beta2)
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
-    checkpoints.restore(resume, model, optimizer)
+    checkpoint.restore(world, resume, model, optimizer)
 
 
 # ---- Validation and checkpoints
@@ -219,7 +219,7 @@ def validate():
     global t_range, stale, best_loss, best_tie, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     result = elbo.validate(world, model, average, task, t_range,
-                           partial(watchdog.any_stop, world, args.output_dir))
+                           partial(run.any_stop, world, args.output_dir))
     if result is None:
         return None
     values, t_range = result
@@ -241,10 +241,9 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
+    """Write a checkpoint. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
-    checkpoints.wait()      # before the next copies take memory
     dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
 
     def save_config(path):
@@ -255,13 +254,13 @@ def save():
         if origin or templated:     # these files keep a chat template usable
             published.copy_chat_files(tokenizer, path)
 
-    checkpoints.save(step, model, optimizer, "model", elbo.trained_parameters(model), save_config, {
+    tensors = {"model": elbo.trained_parameters(model), "ema": average.shadow}
+    checkpoint.save(world, args, step, model, optimizer, tensors, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "best_tie": best_tie,
         "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,
         "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
-        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.safe_flags(args)},
-        files=tensor_io.stage(world, "ema", average.shadow))
+        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.safe_flags(args)})
 
 
 # ---- Loop
@@ -269,8 +268,7 @@ unlogged = state["unlogged"] if resume and main_rank else [0.0] * 4
 # losses, targets, plain losses, masked tokens since the last log line
 sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, lambda number: rows.documents.problems[number].name,
-                            args.max_bad_steps, state.get("skipped", 0),
-                            before_error=checkpoints.wait)
+                            args.max_bad_steps, state.get("skipped", 0))
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
 batches = packing.iterate(packing.pack_loader(
     rows, packs, lambda items: blocks.collate(items, batch_rows, rows), args.num_workers, 4))
@@ -334,7 +332,7 @@ while step < total_steps and not stopping and stale < patience:
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step, as this one is still running
-    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)))
+    monitor.push(step, norm, bool(run.stop_asked(args.output_dir)))
 
     # log: the host waits for the device here
     last = step == total_steps
@@ -369,7 +367,6 @@ while step < total_steps and not stopping and stale < patience:
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
     with timer.paused():
-        checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
             # asked to stop during validation: the next start validates first
@@ -380,5 +377,5 @@ while step < total_steps and not stopping and stale < patience:
             save()
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
-run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
+run.end(args, log, step, total_steps, stopping, early * (step < total_steps) +
         f"{cli.plural(monitor.skipped, 'step')} skipped; best at step {best_step}")

@@ -73,7 +73,8 @@ def load_config(folder):
 
 def fingerprint_weights(folder):
     """Short hash of a model folder's config and weight files, as stored in chat checkpoints."""
-    return tensor_io.fingerprint(folder, '["{}", {}]')
+    paths = [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]
+    return tensor_io.fingerprint_files(paths, '["{}", {}]')
 
 
 # ---- Empty models

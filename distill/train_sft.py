@@ -105,7 +105,7 @@ from functools import partial
 
 import torch
 
-from core import chat, dist, metrics, optim, packing, run, watchdog
+from core import chat, checkpoint, dist, metrics, optim, packing, run
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 
@@ -116,7 +116,6 @@ if args.use_lora:
 world, watch, work_dir = run.start(args)
 ranks = cli.count_ranks(args)
 main_rank, device = world.is_main, world.device
-dist.check_device(device, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 dtype = causal_lm.half_dtype(args)
@@ -188,7 +187,8 @@ if main_rank:
                 "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch
                 else f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data are not comparable
-checkpoints, resume, state = run.open_checkpoints(args, world, identity)
+resume, state = dist.rank0(
+    world, checkpoint.find_newest, args.output_dir, args.resume, identity)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     model, parts = empty_model(resume)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
@@ -242,7 +242,7 @@ optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args
 scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
-    checkpoints.restore(resume, model, optimizer)
+    checkpoint.restore(world, resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 sampler = frozen.Sampler(args, world) if args.base_url else None        # generates on a server
 weights = packed_lm.layer_weights(model.native)
@@ -262,7 +262,7 @@ def validate():
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
         # often enough for a prompt stop, rarely enough to cost nothing
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+        if i % 16 == 0 and run.any_stop(world, args.output_dir):
             return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stack().double()
@@ -278,7 +278,7 @@ def validate():
 
 
 def save():
-    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
+    """Write a checkpoint. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     dist.reshard(model)     # FSDP2's parameters stay gathered after a validation
@@ -293,7 +293,7 @@ def save():
         model.native.config.save_pretrained(path)
         model.native.generation_config.save_pretrained(path)
 
-    checkpoints.save(step, model, optimizer, stem, named, save_config, {
+    checkpoint.save(world, args, step, model, optimizer, {stem: named}, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
@@ -304,8 +304,7 @@ def save():
 # ---- Loop
 sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model.sums,
                     dtype=torch.float64, device=device)
-monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
-                            before_error=checkpoints.wait)
+monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
 loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
@@ -370,7 +369,7 @@ while step < total_steps and not stopping:
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
     monitor.poll()      # of the previous step, as this one is still running
-    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
+    monitor.push(step, norm, bool(run.stop_asked(args.output_dir)),
                  trains=bool(work["targets"]))
 
     # log: the host waits for the device here
@@ -397,7 +396,6 @@ while step < total_steps and not stopping:
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
     with timer.paused():
-        checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
             eval_due = stopping = improved is None      # asked to stop: the next start validates
@@ -407,5 +405,5 @@ while step < total_steps and not stopping:
             save()
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
-run.end(args, watch, checkpoints, log, step, total_steps, stopping,
+run.end(args, log, step, total_steps, stopping,
         f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

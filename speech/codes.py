@@ -26,8 +26,8 @@ from safetensors.numpy import save_file
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from core import checkpoint, packing, tensor_io, watchdog
-from core.cli import UserError, first_line, require
+from core import checkpoint, packing, run, tensor_io
+from core.cli import UserError, first_line, require, stop_requested
 from core.dist import all_gather, rank0
 from speech.choices import LONGEST_CLIP_S
 from speech.conversations import FRAME_RATE, MIN_REFERENCE_S, SAMPLE_RATE
@@ -330,8 +330,8 @@ def ensure_codes(world, clips, encoding):
     known = None        # on rank 0: ClipCodes
 
     def check_stop():
-        if watchdog.stop_requested():
-            raise watchdog.Stopped("")
+        if stop_requested():
+            raise run.Stopped("")
 
     def plan():
         """(cache folder, [jobs of each rank]); jobs are None if the run has to stop. A job is
@@ -346,7 +346,7 @@ def ensure_codes(world, clips, encoding):
         try:
             lock.enter_context(checkpoint.lock_folder(
                 folder, "--code_cache", wait_s=0.9 * encoding.wait_limit_s, waiting=check_stop))
-        except watchdog.Stopped:
+        except run.Stopped:
             return folder, None
         checkpoint.remove_named(folder, checkpoint.TEMPORARY)
         known = look_up(folder, clips)      # another run may have filled it
@@ -364,11 +364,11 @@ def ensure_codes(world, clips, encoding):
         if jobs:
             share = encode_jobs(world, jobs, folder, encoding)
             torch.cuda.empty_cache()        # free the codec's memory
-            for rank_errors, asked in all_gather(world, (share, bool(watchdog.stop_requested()))):
+            for rank_errors, asked in all_gather(world, (share, bool(stop_requested()))):
                 errors |= rank_errors
                 stop = stop or asked
         if stop:
-            raise watchdog.Stopped("asked to stop while audio was being encoded")
+            raise run.Stopped("asked to stop while audio was being encoded")
         if not world.is_main:
             return None
         known = look_up(folder, clips) if jobs else known
@@ -390,7 +390,7 @@ def encode_jobs(world, jobs, folder, encoding):
     # numpy: tensors would use /dev/shm, which is small in containers
     loader = DataLoader(mine, batch_size=None, num_workers=workers,
                         collate_fn=lambda job: decode_clips(list(job.values())),
-                        worker_init_fn=watchdog.init_loader,
+                        worker_init_fn=run.init_loader,
                         multiprocessing_context="fork" if workers else None)
 
     with tqdm(total=total, unit="clip", desc="encoding audio", disable=not world.is_main,
@@ -410,7 +410,7 @@ def encode_jobs(world, jobs, folder, encoding):
                 except (ValueError, torch.OutOfMemoryError) as error:
                     errors[number] = f"{clip.path}: {first_line(error)}"
             bar.update(store.add("encoded clips", len(job)) - bar.n)
-            if store.add("stop encoding", int(bool(watchdog.stop_requested()))):
+            if store.add("stop encoding", int(bool(stop_requested()))):
                 break
             if len(files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
                 write_shard(folder, encoded, files)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from core import adapters, dist
-from core.checkpoint import move_aside, write_atomically
+from core.checkpoint import write_atomically
 from core.cli import require
 from core.packing import PackOrder
-from core.watchdog import Stopped
+from core.run import Stopped
 from speech import speak, weights
 from speech.codes import FRAME_RATE
 from speech.labels import total_loss
@@ -76,7 +76,8 @@ class Keeper:
                     if str(saved["fingerprint"]) == self.fingerprint:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
             except Exception as error:      # damage raises many kinds
-                move_aside(path, f"cannot be read ({error}), so the base speaks again")
+                path.rename(f"{path}.damaged")
+                print(f"{path} cannot be read ({error}), so the base speaks again")
         with adapters.disable(model.net):
             spoken = speak.generate_all(model.base_model, self.prompts, self.ids, self.settings,
                                         self.args.seed, world.device)

@@ -66,7 +66,7 @@ if ARGS and ARGS.device == "cpu":
 
 import numpy as np
 
-from core import checkpoint, dist, lifetime, watchdog
+from core import checkpoint, dist, run
 from core.problems import LIST, Problems
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
@@ -183,7 +183,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
 def main():
     args = ARGS
-    lifetime.catch_signals()
+    cli.catch_signals()
     world = dist.init(600, args.wait_timeout)
     require(args.device != "cuda" or world.device.type == "cuda",
             "--device cuda: there is no GPU here")
@@ -197,7 +197,7 @@ def main():
     try:
         report = prepare(world, tokenizer, ids, *read_flags(args, ids, codec_dir), args.output_dir,
                          args.min_clip_seconds, args.max_clip_seconds)
-    except watchdog.Stopped as why:
+    except run.Stopped as why:
         raise UserError(f"{why}; rerun the same command to resume")
     if world.is_main:
         for check, counts in report["checks"].items():

@@ -19,9 +19,8 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist
 from core.checkpoint import write_atomically, write_json
-from core.cli import UserError, plural, problem_text, require
+from core.cli import UserError, plural, problem_text, require, stop_requested
 from core.json_files import read_text
-from core.watchdog import stop_requested
 from speech import judges, weights
 from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip
 from speech.weights import load_codec

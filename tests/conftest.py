@@ -80,10 +80,10 @@ def as_a_fresh_process():
     unraisable = sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
-    if "core.lifetime" in sys.modules:
-        sys.modules["core.lifetime"]._requested.clear()
-    if "core.watchdog" in sys.modules:
-        sys.modules["core.watchdog"]._disarmed.clear()
+    if "core.cli" in sys.modules:
+        sys.modules["core.cli"]._requested.clear()
+    if "core.run" in sys.modules:
+        sys.modules["core.run"]._disarmed.clear()
 
 
 @pytest.fixture(scope="session")

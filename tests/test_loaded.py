@@ -20,13 +20,13 @@ def files(folder, names):
 
 
 ALL = files(
-    "core/", "problems checkpoint cli dist json_files kernels lifetime metrics optim packing tensor_io watchdog")
+    "core/", "problems checkpoint cli dist json_files kernels metrics optim packing run tensor_io")
 # LoRA on ChatML with cached codes needs no other format, no TTS 3, no judge and no memory plan
-SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("core/", "adapters") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices codes conversations dataset labels v2 weights")
-CHATS = files("core/", "chat checkpoint cli dist problems run tensor_io") | files(
+CHATS = files("core/", "chat checkpoint cli dist problems tensor_io") | files(
     "distill/", "causal_lm chat_data losses packed_lm train_sft")
-BLOCKS = files("core/", "run") | files("diffusion/", "blocks choices dit elbo problems train_bd3lm")
+BLOCKS = files("diffusion/", "blocks choices dit elbo problems train_bd3lm")
 # {script: (files that it may load besides ALL, maximum of lines in all of them)}
 LIMITS = {"train_v2_ddp.py": (SPEECH, 6_174), "distill/train_sft.py": (CHATS, 4_400),
           "diffusion/train_bd3lm.py": (BLOCKS, 4_537)}

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.race
 
 RANK = """
 import os, threading, time
-from core import lifetime
-lifetime.end_with_parent()
+from core import cli
+cli.end_with_parent()
 print("here", flush=True)
 def speak():
     while True:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from core import packing
 from core.cli import UserError, require
-from core.watchdog import init_loader
+from core.run import init_loader
 
 
 @pytest.fixture(autouse=True)

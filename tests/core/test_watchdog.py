@@ -1,4 +1,4 @@
-"""core.watchdog on simulated time: the beats of two ranks are the clock. Real hangs: test_recovery.py."""
+"""run.Watchdog on simulated time: the beats of two ranks are the clock. Real hangs: test_recovery.py."""
 import os
 import re
 import time
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from core import watchdog
+from core import run
 from core.dist import World
 
 
@@ -15,7 +15,7 @@ class Ended(BaseException):
     """The watchdog has ended its process."""
 
 
-class Watchdog(watchdog.Watchdog):
+class Watchdog(run.Watchdog):
     """The main thread moves on to a step at the `moves`-th read of its state."""
     moves = 0
 
@@ -36,7 +36,7 @@ class Watchdog(watchdog.Watchdog):
 def beats(monkeypatch):
     """beats(script) -> rank 0's beats until it ended its process, or 0. The generator script(watchdog of rank 0, of
     rank 1) runs between two beats. A step may take 10."""
-    def run(script):
+    def simulate(script):
         dogs = [Watchdog(World(rank=rank, local_rank=rank, size=2, local_size=2), 10) for rank in range(2)]
         assert dogs[0].beat_s == 1
         dogs[0].store = dogs[1].store = HashStore()
@@ -44,7 +44,7 @@ def beats(monkeypatch):
 
         def wait(seconds):      # rank 1's beats are part of the script
             return not steps.gi_running and next(steps, "end")
-        monkeypatch.setattr(watchdog, "_disarmed", SimpleNamespace(wait=wait, is_set=lambda: False))
+        monkeypatch.setattr(run, "_disarmed", SimpleNamespace(wait=wait, is_set=lambda: False))
         with pytest.raises((Ended, SystemExit)) as caught:
             dogs[0]._watch()
         return caught.type is Ended and dogs[0].beats
@@ -52,7 +52,7 @@ def beats(monkeypatch):
     def end(status):
         raise Ended
     monkeypatch.setattr(os, "_exit", end)
-    return run
+    return simulate
 
 
 def test_a_pause_of_the_machine_is_no_hang(beats, monkeypatch):
@@ -98,5 +98,5 @@ def test_the_rank_that_holds_up_the_others_is_named(beats, capsys, frozen, words
             if not frozen:
                 dogs[1]._beat()
             yield
-    assert 10 + watchdog.GRACE_S < beats(hang) < 30
+    assert 10 + run.GRACE_S < beats(hang) < 30
     assert re.match(f"error: {words}", capsys.readouterr().err)

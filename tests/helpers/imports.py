@@ -5,7 +5,7 @@ import inspect
 
 import data  # noqa: F401
 import lora  # noqa: F401
-from core import adapters, checkpoint, dist, kernels, metrics, optim, packing, watchdog  # noqa: F401
+from core import adapters, checkpoint, dist, kernels, metrics, optim, packing, run  # noqa: F401
 from speech import v2, weights  # noqa: F401
 
 inspect.findsource = functools.cache(inspect.findsource)    # it parses a whole file for each class

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from core import packing, watchdog
+from core import packing, run
 from core.cli import UserError
 from speech.codes import CodeReader, codec_fingerprint, file_key, look_up, write_shard
 from speech.conversations import Clip
@@ -92,6 +92,6 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
     with pytest.raises(UserError, match=f"{shard}: is damaged .codes with another checksum"):
         reader.codes(*where[3].tolist())
     loader = DataLoader(where.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
-                        collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)
+                        collate_fn=lambda row: reader.codes(*row), worker_init_fn=run.init_loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again"):
         list(packing.iterate(loader))
