@@ -294,7 +294,7 @@ def validate():
 
 
 def save():
-    """Write a checkpoint. Call on every rank."""
+    """Copy the state to the host; a thread writes it during the next steps. Call on every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
     unlogged = dist.all_reduce(world, sums.clone()).tolist()    # sums since the last log line
     dist.reshard(model)     # FSDP2's parameters stay gathered after a validation

@@ -1,4 +1,4 @@
-"""LoRA adapters in any model, plain or sharded: add, compute, fill, save, load. Files are PEFT's."""
+"""LoRA adapters in any model, plain or sharded: add, compute, fill, save, load, in PEFT's files."""
 import contextlib
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, written by all ranks, with everything that exact resume needs.
+"""Checkpoints: atomic, written in the background, with everything that exact resume needs.
 
 OUTPUT_DIR/checkpoint-STEP/ holds the adapter or model, trainer_state/ and manifest.json, which is
 written last and has the SHA-256 of every file. The folder is built under a .tmp name, synced and
@@ -179,14 +179,25 @@ def try_lock(path):
 
 # ---- The checkpoints of a run
 
+_writer = ThreadPoolExecutor(1)     # the interpreter's exit waits for it
+_writing = []       # Future of the checkpoint that _writer writes
+
+
+def wait():
+    """Wait for the checkpoint that is being written. Call on every rank. UserError if it failed."""
+    while _writing:
+        _writing.pop().result()
+
 
 def save(world, args, step, model, optimizer, tensors, save_config, state,
          split=lambda name, tensor: {name: tensor}):
-    """Write OUTPUT_DIR/checkpoint-STEP and delete older ones. Collective. UserError on all ranks.
+    """Copy everything off the device and start to write OUTPUT_DIR/checkpoint-STEP. Collective.
+    Older checkpoints are deleted once it is complete. UserError on all ranks if the last failed.
 
     tensors: {stem: {name: tensor}} for STEM.safetensors, taken after dist.reshard(model).
     save_config(folder): writes the small files, on rank 0. state: JSON-able, with "best_step".
     split: as in tensor_io.stage."""
+    wait()      # one at a time: two would hold twice the copies in host memory
     output_dir = Path(args.output_dir)
 
     def on_all_ranks(write):
@@ -195,7 +206,7 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
             report = write(), ""
         except Exception as error:      # tokenizers raise a bare Exception for a full disk
             report = None, f"rank {world.rank}: {error}"
-        results, errors = zip(*dist.all_gather(world, report))
+        results, errors = zip(*dist.all_gather(world, report, world.save_group))
         if any(errors):
             if world.is_main:
                 remove_named(output_dir, UNFINISHED)    # frees disk space for the next one
@@ -225,9 +236,8 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
         share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
                   f"{STATE}/state.json": lambda path: path.write_text(json.dumps(state, indent=1)),
                   **dict.fromkeys(configs, lambda path: None)}        # already written
-    records = on_all_ranks(lambda: write_files(building, share))
 
-    def complete():
+    def complete(records):
         files = {name: record for share in records for name, record in share.items()}
         text = json.dumps({"step": step, "files": files}, indent=1)
         # last: it proves that all other files are complete
@@ -242,7 +252,11 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
         # only now that a newer checkpoint is complete
         rotate(output_dir, step, args.save_total_limit, state["best_step"])
 
-    on_all_ranks(lambda: world.is_main and complete())
+    def write():
+        records = on_all_ranks(lambda: write_files(building, share))
+        on_all_ranks(lambda: world.is_main and complete(records))
+
+    _writing.append(_writer.submit(write))
 
 
 def restore(world, path, model, optimizer):

@@ -49,6 +49,7 @@ class World:
     device: object = "cpu"          # torch.device
     store: object = None            # key-value store of the run, used outside of collectives
     slow_group: object = None       # gloo on the CPU, with a long time limit
+    save_group: object = None       # the same, for the thread that writes checkpoints
     limit: timedelta = timedelta(seconds=600 + MARGIN_S)     # of gradient collectives
 
     @property
@@ -88,8 +89,8 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         # again: torch has wrapped it in a hook that prints nothing if ours ends the process
         sys.excepthook = report_error
     if world.size > 1:      # new_group ignores the default group's limit
-        world.slow_group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=wait_timeout_s + MARGIN_S))
+        world.slow_group, world.save_group = (dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=wait_timeout_s + MARGIN_S)) for _ in "12")
     return world
 
 
@@ -163,11 +164,12 @@ def rank0(world, function, *args):
     return result[0]
 
 
-def all_gather(world, value):
-    """The (picklable) values of all ranks as a list in rank order, on every rank."""
+def all_gather(world, value, group=None):
+    """The (picklable) values of all ranks as a list in rank order, on every rank. group: one of
+    gloo, by default the slow one."""
     values = [value] * world.size
     if world.size > 1:
-        dist.all_gather_object(values, value, group=world.slow_group)
+        dist.all_gather_object(values, value, group=group or world.slow_group)
     return values
 
 

@@ -110,8 +110,9 @@ def open_log(args, world, step, eval_due):
 
 
 def end(args, log, step, total_steps, stopping, result):
-    """Print how the run ended and leave the process group. stopping: the run was asked to stop, so
-    the launcher's marker is written. result: text for a complete run."""
+    """Wait for the last checkpoint, print how the run ended, leave the process group. stopping: the
+    run was asked to stop, so the launcher's marker is written. result: text for a complete run."""
+    checkpoint.wait()
     disarm()       # from here on no rank waits for another
     if log:
         log.close()

@@ -6,12 +6,13 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from core import checkpoint, tensor_io
 from core.cli import UserError
@@ -41,8 +42,8 @@ def make(folder):
     return folder
 
 
-def save(out, step):
-    """Save as a trainer does; only the best and the last checkpoint stay."""
+def save(out, step, begun=lambda model: None):
+    """Save as a trainer does; only the best and the last checkpoint stay. begun(model) runs during the write."""
     checkpoint.claim_output(out)
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, step)
@@ -51,6 +52,8 @@ def save(out, step):
     checkpoint.save(World(device=torch.device("cpu")), args, step, model, optimizer, {
         "model": dict(model.named_parameters())}, lambda folder: (
         folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1})
+    begun(model)
+    checkpoint.wait()
 
 
 @pytest.mark.parametrize("name, data, why", [
@@ -111,6 +114,17 @@ def test_a_second_save_of_a_step_keeps_the_first(tmp_path):
         assert checkpoint.find_damage(tmp_path / "checkpoint-4") == ""
     aside, = tmp_path.glob("checkpoint-4.passed-over-*")
     assert checkpoint.find_damage(aside) == ""
+
+
+def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, monkeypatch):
+    trained, write_files = threading.Event(), checkpoint.write_files
+
+    def train(model):
+        torch.nn.init.zeros_(model.weight)
+        trained.set()
+    monkeypatch.setattr(checkpoint, "write_files", lambda *args: trained.wait(60) and write_files(*args))
+    save(tmp_path, 4, train)
+    assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")["weight"].unique().tolist() == [4]
 
 
 def test_files_are_synced_before_the_rename(tmp_path, monkeypatch):
