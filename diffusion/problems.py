@@ -4,6 +4,7 @@ Special tokens follow kuleshov-group/bd3lms (gsm8k: a mask after GPT-2's vocabul
 ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
 """
 import functools
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,15 +197,16 @@ def read_chats(path, folder, tokens, bad):
     from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
     problems = []
-    for records, unusable in chat.read_chunks(path, 1024):
-        bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
-        answers = []
-        for line, record in records:
+    lines = chat.numbered_lines(path)
+    while chunk := list(itertools.islice(lines, 1024)):
+        answers, unusable = [], []
+        for line, record in chat.read_records(path, unusable, chunk):
             places = [i for i, message in enumerate(record["messages"])
                       if message["role"] == "assistant" and message.get("weight", 1)]
             # without a trained answer use the last message: the encoder gives the reason
             answers += [(f"{path}:{line}", i, record)
                         for i in places or [len(record["messages"]) - 1]]
+        bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
         results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
                                  [record.get("tools") for _, _, record in answers])
         for (name, i, record), result in zip(answers, results):

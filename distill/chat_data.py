@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, dist, packing
-from core.chat import to_json, question, read_chunks, read_records
+from core.chat import numbered_lines, question, read_records, to_json
 from core.cli import UserError, require
 from core.dist import error_names_file
-from core.packing import Column, parallel_map_ordered
+from core.packing import Column, map_chunks
 from core.problems import Problems, problem
 
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
@@ -45,11 +45,11 @@ class Reading(NamedTuple):
     teacher: object = None      # chat.Encoder of the teacher; None: the student's
 
 
-def encode_chunk(records, path, reading, problems):
-    """Tokenise [(line, record)] into {column of the table: array; "ends": Counter}. Adds a Problem
-    for each unusable record to `problems`."""
+def encode_chunk(path, reading, lines):
+    """Tokenise numbered lines -> ({column of the table: array; "ends": Counter}, [Problem])."""
     encoder, limit, prompt = reading[:3]
-    encoder.ends, ids, masks, numbers = Counter(), [], [], []
+    encoder.ends, ids, masks, numbers, problems = Counter(), [], [], [], []
+    records = list(read_records(path, problems, lines))
 
     def refuse(line, check, why):
         problems.append(problem(f"{path}:{line}", check, why, path))
@@ -83,7 +83,7 @@ def encode_chunk(records, path, reading, problems):
     return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
             "trained": np.fromiter(itertools.chain.from_iterable(masks), bool, total),
             **dict(zip(("lengths", "targets", "lines", "keys", "own", "asked"), numbers)),
-            "ends": encoder.ends}
+            "ends": encoder.ends}, problems
 
 
 def question_hash(messages):
@@ -104,29 +104,20 @@ def write_table(folder, paths, reading, output_dir=None):
     columns["offsets"].append([0])
     for source, path in enumerate(paths):
         first = len(columns["lengths"])
-
-        def chunks(first, step, path=path):
-            for records, bad_records in read_chunks(path, CHUNK, first, step):
-                yield encode_chunk(records, path, reading, bad_records), bad_records
-
-        def append(result, source=source):
-            chunk, bad_records = result
-            problems.add(bad_records)
+        encode = partial(encode_chunk, path, reading)
+        for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, reading.processes):
+            problems.add(bad)
             ends.update(chunk["ends"])
             chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
             for name, column in columns.items():
                 column.append(chunk[name])
-
-        parallel_map_ordered(chunks, reading.processes, append)
         samples.append(len(columns["lengths"]) - first)
         check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
         if not samples[-1] and not problems.n_fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     dropped = problems.settle(hint * bool(problems.counts["too_long"]))
-    for column in columns.values():
-        column.close()
     reading.encoder.ends = ends
     with error_names_file(folder):
         (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
@@ -239,7 +230,9 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
     once = {int(table.lines[i]): i for i in reversed(held_out)}     # of one file
     text = ""
-    for line, record in read_records(table.paths[table.sources[held_out[0]]], [], once):
+    path = table.paths[table.sources[held_out[0]]]
+    lines = (numbered for numbered in numbered_lines(path) if numbered[0] in once)
+    for line, record in read_records(path, [], lines):
         i = once[line]
         row = {"id": int(ids[i]), "messages": record["messages"]}
         row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}

@@ -288,9 +288,9 @@ class Keeper:
         epoch, turn = divmod(step // self.args.keep_every, turns_per_epoch)
         window = self.order.window(epoch, turn * per_step, per_step)
         targets = int(self.table.targets[window].sum())
-        plan, total = self.order.epoch(epoch), torch.zeros((), device=self.world.device)
+        total = torch.zeros((), device=self.world.device)
         for micro in range(accumulation):
-            pack = plan.pack(turn * per_step + micro * size + self.world.rank)
+            pack = self.order.window(epoch, turn * per_step + micro * size + self.world.rank)
             batch = collate_kept([self.table[int(i)] for i in pack]).to(self.world.device)
             # the step's gradients are reduced already; averaging equal values changes nothing
             with dist.gradient_sync(self.model, micro == accumulation - 1):

@@ -12,11 +12,8 @@ from tests.helpers import chats
 @pytest.mark.parametrize("processes", [0, 1, 2])
 @pytest.mark.parametrize("n", [0, 3, 4, 5, 23])
 def test_results_come_in_order(n, processes):
-    def share(first, step):
-        for i in range(first, n, step):
-            yield i, os.getpid()
-    results = []
-    packing.parallel_map_ordered(share, processes, results.append)
+    results = [result for chunk in packing.map_chunks(
+        lambda chunk: [(i, os.getpid()) for i in chunk], range(n), 1, processes) for result in chunk]
     assert [i for i, _ in results] == list(range(n))
     elsewhere = {pid for i, pid in results if pid != os.getpid()}
     assert len(elsewhere) == min(processes, n)
