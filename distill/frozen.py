@@ -21,8 +21,8 @@ from core.cli import require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import collate, collate_kept
+from distill.divergence import FLOOR
 from distill.generation import Draw, generate
-from distill.losses import FLOOR
 from distill.teachers import NEUTRAL, Server
 
 ROUNDING = 1e-3         # a server's rounding may put a log-probability this far above 0
@@ -295,7 +295,7 @@ class Keeper:
             # the step's gradients are reduced already; averaging equal values changes nothing
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):
-                    loss = self.model(batch).loss
+                    loss, *_ = self.model(batch)
                 (loss * (size * self.args.keep_weight / targets * scale)).backward()
             total += loss.detach()
         total = dist.all_reduce(self.world, total).item()

@@ -6,7 +6,6 @@ The head reads only rows that predict a trained token, in chunks, inside the wra
 FSDP2 gathers its weight once.
 """
 import math
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -59,19 +58,6 @@ def check_model(model):
 # ---- Model and loss
 
 
-class Sums(NamedTuple):
-    """Sums over a batch: 0-d fp32 tensors."""
-    loss: torch.Tensor                  # the trained loss
-    right: torch.Tensor                 # targets that were the likeliest token
-    targets: torch.Tensor               # trained tokens
-    ce: torch.Tensor = None             # with a teacher: cross-entropies of all targets
-    divergence: torch.Tensor = None     # from the teacher, of all targets
-
-    def stack(self):
-        """(3,) or (5,) fp32 of the sums that are set, without gradients, for the log."""
-        return torch.stack([value.detach() for value in self if value is not None])
-
-
 class PackedLM(nn.Module):
     """Module that DDP and FSDP2 wrap: forward(batch) -> sums, so any split of a batch adds up.
 
@@ -83,7 +69,7 @@ class PackedLM(nn.Module):
     def __init__(self, net, recompute=None, prompted=None):
         super().__init__()
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
-        self.sums, self.frozen = 5 if prompted else 3, {}       # number of Sums of forward
+        self.sums, self.frozen = 5 if prompted else 3, {}       # number of sums of forward
         kernels.use(self.native)
         kernels.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
         rows = LOGITS // self.native.get_output_embeddings().out_features
@@ -95,15 +81,16 @@ class PackedLM(nn.Module):
         return self.net.get_base_model() if self.lora else self.net
 
     def forward(self, batch: PackedChats):
-        """Sums. Without a teacher only the first three, and the loss is the cross-entropy."""
+        """Sums over the batch, 0-d fp32 tensors: (the trained loss, targets that were the likeliest
+        token, targets), with a teacher also (cross-entropy, divergence). Only the first has
+        gradients."""
         prompted = KEPT if batch.kept else self.prompted
         teacher, teacher_head = self.teacher_rows(batch) if prompted else ((), None)
         (rows,), head = self.rows(batch)
         loss, right, *parts = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
                                            prompted, teacher_head)
         # filled on the device: copying a Python number would wait for the GPU
-        targets = torch.full_like(right, len(batch.targets))
-        return Sums(loss, right, targets, *parts)      # parts: cross-entropy, divergence
+        return loss, right, torch.full_like(right, len(batch.targets)), *parts
 
     def rows(self, batch):
         """(((R, H) inputs of the head that predict the targets,), (weight, bias) of the head)."""
@@ -171,7 +158,7 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def loss_report(sums, prefix):
-    """Stacked Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
+    """Sums of forward() over all ranks -> {metric name: float}; nan if every step was skipped."""
     loss, right, targets, *parts = sums
     names = ("loss", "accuracy", "ce_loss", "kl_loss")      # the last two with a teacher
     return {f"{prefix}/{name}": total / targets if targets else math.nan

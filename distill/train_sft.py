@@ -265,7 +265,7 @@ def validate():
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
         with dist.autocast(device, dtype):
-            total += model(batch.to(device)).stack().double()
+            total += torch.stack(model(batch.to(device))).double()
     model.train()
     values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
     print0(packed_lm.EVAL_LINE.format(step, **values))
@@ -349,12 +349,12 @@ while step < total_steps and not stopping:
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
             with dist.autocast(device, dtype):
-                batch_sums = wrapped(batch)     # over this batch's targets
+                loss, *others = wrapped(batch)      # sums over this batch's targets
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
             scale = world.size / work["targets"] * scaler.scale
-            (batch_sums.loss * scale).backward()
-        monitor.watch(batch_sums.loss, mine)
-        step_sums += batch_sums.stack()
+            (loss * scale).backward()
+        monitor.watch(loss, mine)
+        step_sums += torch.stack([loss.detach(), *others])
     if keeper:
         keeper.backward(step, scaler.scale, log)
 
