@@ -3,7 +3,6 @@
 Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are not padded.
 """
 import hashlib
-import itertools
 import json
 import uuid
 from collections import Counter
@@ -46,44 +45,41 @@ class Reading(NamedTuple):
 
 
 def encode_chunk(path, reading, lines):
-    """Tokenise numbered lines -> ({column of the table: array; "ends": Counter}, [Problem])."""
+    """Tokenise numbered lines -> ({column of the table: array}, Counter of end ids, [Problem])."""
     encoder, limit, prompt = reading[:3]
-    encoder.ends, ids, masks, numbers, problems = Counter(), [], [], [], []
-    records = list(read_records(path, problems, lines))
-
-    def refuse(line, check, why):
-        problems.append(problem(f"{path}:{line}", check, why, path))
-
-    results = encoder.encode([record["messages"] for _, record in records],
-                             [record.get("tools") for _, record in records])
+    encoder.ends, problems, chunk = Counter(), [], {name: [] for name in COLUMNS}
+    records = dict(read_records(path, problems, lines))
+    results = encoder.encode([record["messages"] for record in records.values()],
+                             [record.get("tools") for record in records.values()])
     if prompt:
         from distill.teaching import add_teachers_version
-        results = add_teachers_version(prompt, reading.teacher or encoder,
-                                       [record for _, record in records], results)
-    for (line, record), result in zip(records, results):
+        results = add_teachers_version(prompt, reading.teacher or encoder, [*records.values()],
+                                       results)
+    for (line, record), result in zip(records.items(), results):
         # a chat becomes several samples if the template rewrites earlier turns
         for sample in result if isinstance(result, list) else [result]:
+            check, why = "template", None
             if isinstance(sample, ValueError):
-                refuse(line, "template", sample)
+                why = sample
             elif "teacher_messages" in record and not prompt:
-                refuse(line, "template", 'has "teacher_messages", and no --teacher_path reads them')
-            elif (length := len(sample[0])) > limit:
-                refuse(line, "too_long", f"{length} tokens, more than {limit}")
-            else:
-                ids.append(sample[0])
-                masks.append(sample[1])
-                own = sample[2] if prompt else length
-                key = record.get("id")
-                grouped = type(key) is int and 0 <= key < 2**63
-                # a sample's first token is not predicted
-                numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
-                                key if grouped else -1, own, question_hash(record["messages"])))
-    numbers = np.array(numbers, np.int64).reshape(-1, 6).T
-    total = numbers[0].sum()
-    return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
-            "trained": np.fromiter(itertools.chain.from_iterable(masks), bool, total),
-            **dict(zip(("lengths", "targets", "lines", "keys", "own", "asked"), numbers)),
-            "ends": encoder.ends}, problems
+                why = 'has "teacher_messages", and no --teacher_path reads them'
+            elif len(sample[0]) > limit:
+                check, why = "too_long", f"{len(sample[0])} tokens, more than {limit}"
+            if why:
+                problems.append(problem(f"{path}:{line}", check, why, path))
+                continue
+            ids, mask, own, key = *sample[:2], len(sample[0]), record.get("id")
+            if prompt:
+                own = sample[2]
+            values = {"tokens": ids, "trained": mask, "lengths": [len(ids)], "own": [own],
+                      # a sample's first token is not predicted
+                      "targets": [sum(mask[:own]) - mask[0]], "lines": [line],
+                      "keys": [key if type(key) is int and 0 <= key < 2**63 else -1],
+                      "asked": [question_hash(record["messages"])]}
+            for name in values:
+                chunk[name] += values[name]
+    return ({name: np.array(chunk[name], kind) for name, kind in COLUMNS.items()}, encoder.ends,
+            problems)
 
 
 def question_hash(messages):
@@ -105,9 +101,10 @@ def write_table(folder, paths, reading, output_dir=None):
     for source, path in enumerate(paths):
         first = len(columns["lengths"])
         encode = partial(encode_chunk, path, reading)
-        for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, reading.processes):
+        for chunk, chunk_ends, bad in map_chunks(encode, numbered_lines(path), CHUNK,
+                                                 reading.processes):
             problems.add(bad)
-            ends.update(chunk["ends"])
+            ends.update(chunk_ends)
             chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
             for name, column in columns.items():
@@ -259,10 +256,6 @@ class PackedChats(packing.Batch):
     teacher: object = None          # PackedChats of the same R targets in the teacher's version
     kept: bool = False              # True for --keep: the base scores it
 
-    def to(self, device):
-        """The batch on another device."""
-        return replace(super().to(device), teacher=self.teacher and self.teacher.to(device))
-
 
 def collate_kept(samples):
     """PackedChats of --keep's samples: student and base read the same tokens."""
@@ -293,7 +286,7 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers)
 
 
-def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_id=0):
+def make_loader(table, packs, num_workers, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     batch = partial(collate, pad_to=pad_to, pad_id=pad_id, prompted=table.prompted)
-    return packing.pack_loader(table, packs, batch, num_workers, prefetch_factor)
+    return packing.pack_loader(table, packs, batch, num_workers, prefetch_factor=4)

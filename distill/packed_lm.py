@@ -32,27 +32,25 @@ MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout 
 
 def check_model(model):
     """UserError if packed documents would not be independent, or the loss not transformers'."""
-    name, config = type(model).__name__, model.config
-    parameters = [name for name, _ in model.named_parameters()]
+    config, parameters = model.config, [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    layers = set(getattr(config, "layer_types", None) or ())
     mixture = any(".experts." in name for name in parameters)
     for bad, why in (
-            (not model._supports_attention_backend,
-             "has a custom attention that cannot be replaced: it cannot be packed"),
-            (getattr(model, "_is_stateful", False) or other, "has layers that carry state from one "
-             f"packed document into the next ({', '.join(sorted(other))})"),
-            (kinds & LENGTH_ROPE, f": its {' or '.join(kinds & LENGTH_ROPE)} rotary embedding "
+            (not model._supports_attention_backend, "its attention cannot be replaced"),
+            (getattr(model, "_is_stateful", False) or layers - SUPPORTED_LAYERS,
+             "it has layers that carry state from one packed document into the next"),
+            (kinds & LENGTH_ROPE, f"its {' or '.join(kinds & LENGTH_ROPE)} rotary embedding "
              "depends on the longest document of a pack"),
-            (any(name.endswith(".sinks") for name in parameters), "has attention sinks"),
-            (mixture and config.model_type not in MIXTURES, "is a mixture of experts of a kind "
-             f"that is not supported; {', '.join(sorted(MIXTURES))} are"),
-            (not isinstance(model.get_output_embeddings(), nn.Linear), "has no linear output head"),
+            (any(name.endswith(".sinks") for name in parameters), "it has attention sinks"),
+            (mixture and config.model_type not in MIXTURES,
+             f"of mixtures of experts only {', '.join(sorted(MIXTURES))} are"),
+            (not isinstance(model.get_output_embeddings(), nn.Linear), "it has no linear head"),
             *((getattr(config, setting, neutral) not in (neutral, None),
-               f": config.json has {setting} {getattr(config, setting, None)}")
+               f"its config.json has {setting} {getattr(config, setting, None)}")
               for setting, neutral in NEUTRAL.items())):
-        require(not bad, f"{name} {why}, so it is not supported".replace(" :", ":"))
+        require(not bad, f"{type(model).__name__} is not supported: {why}")
 
 
 # ---- Model and loss
@@ -63,7 +61,7 @@ class PackedLM(nn.Module):
 
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
     recompute: a mode of kernels.set_mode. prompted: (weight in the loss, kind, beta, k) for
-    losses.divergence if a teacher scores the answers: frozen["teacher"], or this model without
+    divergence.py if a teacher scores the answers: frozen["teacher"], or this model without
     adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`."""
 
     def __init__(self, net, recompute=None, prompted=None):
@@ -167,13 +165,11 @@ def loss_report(sums, prefix):
 
 def train_line(step, total_steps, values):
     """One aligned line of the log, with units; metrics.jsonl has all numbers."""
-    distilled = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" * ("train/kl_loss" in values)
-    mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
     left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-    return ("step {:>6}/{} | loss {train/loss:7.4f}" + distilled + " acc {train/accuracy:6.1%} | "
+    return ("step {:>6}/{} | loss {train/loss:7.4f} acc {train/accuracy:6.1%} | "
             "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
-            "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
-            " | eta {}").format(step, total_steps, left, **values)
+            "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s | "
+            "eta {}").format(step, total_steps, left, **values)
 
 
 def layer_weights(model):

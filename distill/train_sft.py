@@ -257,7 +257,7 @@ def validate():
     eval_order = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                            samples_per_pack=args.per_device_eval_batch_size)
     packs = list(rank_packs(eval_order, world.rank, world.size, 1, epochs=1))
-    loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
+    loader = chat_data.make_loader(table, packs, min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
@@ -308,9 +308,7 @@ monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("sk
                             before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
-                               prefetch_factor=4, pad_to=pad_to)
-batches = packing.iterate(loader)
+batches = packing.iterate(chat_data.make_loader(table, packs, args.num_workers, pad_to, ends[0]))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
