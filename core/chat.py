@@ -14,7 +14,6 @@ import glob
 import itertools
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 from core import json_files
@@ -202,7 +201,6 @@ class Encoder:
         self.special = {number: token.content for number, token in added if token.special}
         texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
         self.control = re.compile("|".join(texts) or r"(?!)")
-        self.ends = Counter()   # ids that trained turns ended with
 
     def encode(self, chats, tools=None):
         """[messages], [tools or None] -> [(ids, mask), or the ValueError that explains why not]."""
@@ -260,7 +258,6 @@ class Encoder:
             if not ends or self.tokenizer.decode(ids[ends[-1]:len(through)]).strip():
                 raise ValueError("the chat template does not end an answer with a special token; "
                                  "give another with --chat_template FILE")
-            self.ends[ids[ends[-1] - 1]] += 1
             mask[len(before):ends[-1]] = [True] * (ends[-1] - len(before))
         return ids, mask
 

@@ -5,7 +5,6 @@ Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are 
 import hashlib
 import json
 import uuid
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from core.problems import Problems, problem
 
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together
-HELD_OUT = "held_out.jsonl"
+HELD_OUT, HELD_OUT_FIELDS = "held_out.jsonl", ("tools", "teacher_messages", "trained_as")
 # ids of create_data.py: digest of the input file x IDS_PER_FILE + line number; below JSON's 2**53
 IDS_PER_FILE = 2**28
 # columns of a table and their types
@@ -45,9 +44,9 @@ class Reading(NamedTuple):
 
 
 def encode_chunk(path, reading, lines):
-    """Tokenise numbered lines -> ({column of the table: array}, Counter of end ids, [Problem])."""
+    """Tokenise numbered lines -> ({column of the table: array}, [Problem])."""
     encoder, limit, prompt = reading[:3]
-    encoder.ends, problems, chunk = Counter(), [], {name: [] for name in COLUMNS}
+    problems, chunk = [], {name: [] for name in COLUMNS}
     records = dict(read_records(path, problems, lines))
     results = encoder.encode([record["messages"] for record in records.values()],
                              [record.get("tools") for record in records.values()])
@@ -78,8 +77,7 @@ def encode_chunk(path, reading, lines):
                       "asked": [question_hash(record["messages"])]}
             for name in values:
                 chunk[name] += values[name]
-    return ({name: np.array(chunk[name], kind) for name, kind in COLUMNS.items()}, encoder.ends,
-            problems)
+    return {name: np.array(chunk[name], kind) for name, kind in COLUMNS.items()}, problems
 
 
 def question_hash(messages):
@@ -92,7 +90,7 @@ def write_table(folder, paths, reading, output_dir=None):
     """Tokenise files into a table in `folder`. Returns ([number of samples per file], text with the
     number of samples dropped by each check of reading.drop). UserError lists all other unusable
     samples; output_dir: folder for the full list."""
-    ends, samples = Counter(), []
+    ends, samples = set(), []
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
@@ -101,10 +99,10 @@ def write_table(folder, paths, reading, output_dir=None):
     for source, path in enumerate(paths):
         first = len(columns["lengths"])
         encode = partial(encode_chunk, path, reading)
-        for chunk, chunk_ends, bad in map_chunks(encode, numbered_lines(path), CHUNK,
-                                                 reading.processes):
+        for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, reading.processes):
             problems.add(bad)
-            ends.update(chunk_ends)
+            is_end = chunk["trained"] & ~np.append(chunk["trained"][1:], False)
+            ends.update(chunk["tokens"][is_end].tolist())
             chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
             for name, column in columns.items():
@@ -115,9 +113,9 @@ def write_table(folder, paths, reading, output_dir=None):
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     dropped = problems.settle(hint * bool(problems.counts["too_long"]))
-    reading.encoder.ends = ends
     with error_names_file(folder):
-        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+        (folder / "sources.json").write_text(json.dumps(
+            {"paths": list(map(str, paths)), "ends": sorted(ends)}))
     return samples, dropped
 
 
@@ -125,12 +123,13 @@ class ChatTable(Dataset):
     """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,). Per sample: lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
     sources, asked (question_hash); own (the student's tokens) if the teacher's version follows:
-    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted."""
+    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted.
+    paths: of the files. ends: ids that trained turns end with."""
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
             setattr(self, path.stem, np.load(path, mmap_mode="r"))
-        self.paths = json.loads((Path(folder) / "sources.json").read_text())
+        vars(self).update(json.loads((Path(folder) / "sources.json").read_text()))
         self.prompted = hasattr(self, "own")
 
     def __len__(self):
@@ -158,7 +157,7 @@ class ChatTable(Dataset):
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
     """Write a table below output_dir on rank 0, map it on every rank. Returns (ChatTable, number of
-    samples in the first file, end ids of trained turns). list_in: output_dir of write_table."""
+    samples in the first file). list_in: output_dir of write_table."""
     def build():
         # a running job keeps its mapped files
         checkpoint.remove_named(output_dir, r"table-[0-9a-f]{8}")
@@ -166,10 +165,10 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
         samples, dropped = write_table(folder, paths, reading, list_in)
         if dropped:
             print(f"data       dropped: {dropped}", flush=True)
-        return folder, samples[0], sorted(reading.encoder.ends)
+        return folder, samples[0]
 
-    folder, n_train, ends = dist.rank0(world, build)
-    return ChatTable(folder), n_train, ends
+    folder, n_train = dist.rank0(world, build)
+    return ChatTable(folder), n_train
 
 
 def samples_line(table, train_ids, eval_ids):
@@ -231,11 +230,10 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     lines = (numbered for numbered in numbered_lines(path) if numbered[0] in once)
     for line, record in read_records(path, [], lines):
         i = once[line]
+        record["trained_as"] = twins.get(int(table.asked[i]))
         row = {"id": int(ids[i]), "messages": record["messages"]}
-        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
-        if twin := twins.get(int(table.asked[i])):
-            row["trained_as"] = twin
-        text += to_json(row) + "\n"
+        text += to_json(row | {name: record[name] for name in HELD_OUT_FIELDS
+                               if record.get(name)}) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return facts | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 
