@@ -65,7 +65,8 @@ def read_records(path, problems, lines=None):
             while record["messages"] and record["messages"][-1]["role"] != "assistant":
                 record["messages"].pop()
             if not record["messages"]:
-                raise ValueError("has no message of the assistant, so no answer to train")
+                raise ValueError("has no message of the assistant, so there is no answer to "
+                                 "train")
         except ValueError as error:
             problems.append(problem(f"{path}:{number}", check, error, path))
         else:
