@@ -144,7 +144,7 @@ def main(argv=None):
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=targets))
     order = PackOrder(lengths, samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
     numbers = [int(i) for epoch in range(3) for pack in range(order.packs_per_epoch)
-               for i in order.epoch(epoch).pack(pack)]
+               for i in order.window(epoch, pack)]
     args.output_dir.mkdir(parents=True, exist_ok=True)
     settings = TrainingArguments(
         output_dir=str(args.output_dir), max_steps=args.max_steps, logging_steps=1,

@@ -14,7 +14,6 @@ import glob
 import itertools
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 from core import json_files
@@ -23,7 +22,7 @@ from core.packing import token_lists
 from core.problems import problem
 
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
-SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles
+SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"system": KNOWN, "developer": KNOWN, "user": KNOWN,         # {role: keys of a message}
         "assistant": KNOWN | {"tool_calls", "weight"}, "tool": KNOWN | {"tool_call_id", "name"}}
@@ -40,21 +39,19 @@ def files_of(name):
     return files
 
 
-def lines_of(path):
-    """Yield the lines, or the rows as dicts, of all files of a data set. UserError."""
+def numbered_lines(path):
+    """Yield (number from 1, line, or row as a dict) of all files of a data set. UserError."""
+    numbers = itertools.count(1)
     for name in files_of(path):
         with json_files.open_file(name) as file:
-            yield from json_files.table_rows(name) if name.endswith(".parquet") else file
+            for line in json_files.table_rows(name) if name.endswith(".parquet") else file:
+                yield next(numbers), line
 
 
-def parse_json(value):
-    """The value of a JSON text; anything else is a value already. ValueError."""
-    return json_files.loads(value) if isinstance(value, (str, bytes)) else value
-
-
-def parse_lines(path, lines, problems):
-    """Yield (number, record) of numbered lines; append the faults of the others to `problems`."""
-    for number, line in lines:
+def read_records(path, problems, lines=None):
+    """Yield (number, record) of numbered lines, by default of the whole data set, without messages
+    after the last answer; append the faults of the others to `problems`. UserError."""
+    for number, line in numbered_lines(path) if lines is None else lines:
         if not isinstance(line, dict) and not line.strip():
             continue
         check = "unreadable"
@@ -65,114 +62,97 @@ def parse_lines(path, lines, problems):
                                  "read")
             check = "invalid"
             record = normalize_record(record)
+            while record["messages"] and record["messages"][-1]["role"] != "assistant":
+                record["messages"].pop()
+            if not record["messages"]:
+                raise ValueError("has no message of the assistant, so there is no answer to "
+                                 "train")
         except ValueError as error:
             problems.append(problem(f"{path}:{number}", check, error, path))
         else:
             yield number, record
 
 
-def read_chunks(path, size, first=0, step=1):
-    """Yield ([(line number, record)], [problem]) of every `step`-th chunk of lines. UserError."""
-    lines = enumerate(lines_of(path), 1)
-    chunks = iter(lambda: list(itertools.islice(lines, size)), [])
-    for chunk in itertools.islice(chunks, first, None, step):
-        problems = []
-        yield list(parse_lines(path, chunk, problems)), problems
+def parse_json(value):
+    """The value of a JSON text; anything else is a value already. ValueError."""
+    return json_files.loads(value) if isinstance(value, (str, bytes)) else value
 
 
-def read_records(path, problems, numbers=None):
-    """parse_lines() of a data set, of all its lines or of these numbers. UserError."""
-    return parse_lines(path, (line for line in enumerate(lines_of(path), 1)
-                              if numbers is None or line[0] in numbers), problems)
-
-
-def normalize_record(record, answered=True):
-    """A record in any known form with the "messages" and "tools" that templates take. answered:
-    require an answer, and drop the messages after the last answer. ValueError."""
-    record = record | {"messages": list(map(normalize_message, turns_of(record)))}
+def normalize_record(record):
+    """A record in any known form with the "messages" and "tools" that templates take. ValueError.
+    """
+    messages = turns_of(record)
+    if not messages:
+        raise ValueError('has no list "messages"; give {"messages": [{"role": "user", "content": '
+                         '...}, {"role": "assistant", "content": ...}]}')
+    record = record | {"messages": [normalize_message(f"message {number}", message)
+                                    for number, message in enumerate(messages, 1)]}
     if "tools" in record:
         record["tools"] = parse_json(record["tools"])
-    check_messages(record)
-    if answered and all(message["role"] != "assistant" for message in record["messages"]):
-        raise ValueError("has no message of the assistant, so there is no answer to train")
-    while answered and record["messages"][-1]["role"] != "assistant":
-        record["messages"].pop()
+        functions_of(record["tools"], 'its "tools"')
     return record
 
 
 def turns_of(record):
     """Messages as a record has them, ShareGPT's turns, or a prompt and its completion; else []."""
-    messages, prompt = record.get("messages"), record.get("prompt")
+    if isinstance(record.get("messages"), list):
+        return record["messages"]
+    turns, prompt = record.get("conversations"), record.get("prompt")
     answer = record.get("completion", record.get("response"))
-    if isinstance(messages, list):
-        return messages
-    messages = record.get("conversations")
-    if not isinstance(messages, list):
-        messages = []
+    if not isinstance(turns, list):
+        turns = []
         if prompt is not None and answer is not None:
             for role, side in ("user", prompt), ("assistant", answer):
-                messages += side if isinstance(side, list) else [{"role": role, "content": side}]
-    if messages and record.get("system"):
-        messages = [{"role": "system", "content": record["system"]}, *messages]
-    return messages
+                turns += side if isinstance(side, list) else [{"role": role, "content": side}]
+    if turns and record.get("system"):
+        return [{"role": "system", "content": record["system"]}, *turns]
+    return turns
 
 
-def normalize_message(message):
-    """A message as templates take it. ShareGPT's keys become ours; a message with only tool calls
-    gets an empty text; arguments of calls, which servers send as text, become JSON. ValueError."""
-    if not isinstance(message, dict):
-        return message      # check_messages refuses it
+def normalize_message(name, message):
+    """A message as templates take it: our names for ShareGPT's, a text also if it only has tool
+    calls, and the arguments of calls, which servers send as text, as JSON. ValueError."""
+    message = message if isinstance(message, dict) else {}
     if message.keys() - {"weight"} == {"from", "value"}:
-        names = {"from": "role", "value": "content"}
-        message = {names.get(key, key): value for key, value in message.items()}
+        message = {SHAREGPT.get(key, key): value for key, value in message.items()}
         message["role"] = SHAREGPT.get(str(message["role"]), message["role"])
-    calls = message.get("tool_calls")
-    if isinstance(calls, list) and calls:
-        for call in map(function_of, calls):
-            if "arguments" in call:
-                call["arguments"] = parse_json(call["arguments"])
+    calls = functions_of(message.get("tool_calls"), f"{name}: its tool_calls")
+    for call in calls:
+        if "arguments" in call:
+            call["arguments"] = parse_json(call["arguments"])
+    if calls:
         message = message | {"content": message.get("content") or ""}
-    return message
+    role, content = message.get("role"), message.get("content")
+    texts = [content, message.get("reasoning_content") or ""]
+    if role not in list(KEYS):      # a list, as the role may be unhashable
+        why = f"has no role out of {', '.join(KEYS)}"
+    elif not all(isinstance(text, str) for text in texts):
+        why = "has no text as its content; only text is trained, and parts are to be joined"
+    elif json_files.HALF_CHARACTER.search("".join(texts)):
+        why = "holds half a character (\\ud800 to \\udfff)"
+    elif role == "assistant" and not content.strip() and not calls:
+        why = "is an empty answer; drop the line"
+    elif unknown := message.keys() - KEYS[role]:
+        why = f"has {', '.join(sorted(unknown))}, which no chat template is sure to write"
+    elif not all(isinstance(call.get("arguments", {}), dict) for call in calls):
+        why = "has a tool call whose arguments are no JSON object"
+    elif message.get("weight", 1) not in (0, 1):
+        why = f"has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
+    else:
+        return message
+    raise ValueError(f"{name} {why}")
 
 
-def function_of(tool):
-    """The dict with the name of a tool or a tool call: its "function" or, without one, itself."""
-    inner = tool.get("function", tool) if isinstance(tool, dict) else {}
-    return inner if isinstance(inner, dict) else {}
-
-
-def check_messages(record):
-    """ValueError unless the messages and tools of a record can be used."""
-    messages, tools = record.get("messages"), record.get("tools") or []
-    if not messages or not isinstance(messages, list):
-        raise ValueError('has no list "messages"; give {"messages": [{"role": "user", "content": '
-                         '...}, {"role": "assistant", "content": ...}]}')
-    names = [function_of(tool).get("name") for tool in tools] if isinstance(tools, list) else [None]
-    if not all(name and isinstance(name, str) for name in names):
-        raise ValueError('its "tools" are no list of {"function": {"name": ..., ...}}')
-    for number, message in enumerate(messages, 1):
-        fields = message if isinstance(message, dict) else {}
-        role, content, calls = (fields.get(key) for key in ("role", "content", "tool_calls"))
-        texts, calls = [content, fields.get("reasoning_content") or ""], calls or []
-        if role not in list(KEYS):      # a list, as the role may be unhashable
-            why = f" has no role out of {', '.join(KEYS)}"
-        elif not all(isinstance(text, str) for text in texts):
-            why = " has no text as its content; only text is trained, and parts are to be joined"
-        elif json_files.HALF_CHARACTER.search("".join(texts)):
-            why = " holds half a character (\\ud800 to \\udfff)"
-        elif role == "assistant" and not content.strip() and not calls:
-            why = " is an empty answer; drop the line"
-        elif unknown := message.keys() - KEYS[role]:
-            why = f" has {', '.join(sorted(unknown))}, which no chat template is sure to write"
-        elif not isinstance(calls, list) or not all(
-                isinstance(function_of(call).get("name"), str)
-                and isinstance(function_of(call).get("arguments", {}), dict) for call in calls):
-            why = ': its tool_calls are no list of {"name": "...", "arguments": {...}}'
-        elif message.get("weight", 1) not in (0, 1):
-            why = f" has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
-        else:
-            continue
-        raise ValueError(f"message {number}{why}")
+def functions_of(tools, name=""):
+    """[{"name": ..., ...}] of tools or tool calls: their "function" or, without one, themselves.
+    name: for the ValueError."""
+    try:
+        functions = [tool.get("function", tool) for tool in tools or ()]
+        if all(isinstance(function["name"], str) and function["name"] for function in functions):
+            return functions
+    except (AttributeError, KeyError, TypeError):
+        pass
+    raise ValueError(f'{name} are no list of {{"function": {{"name": ..., ...}}}}')
 
 
 def question(messages):
@@ -222,24 +202,16 @@ class Encoder:
         self.special = {number: token.content for number, token in added if token.special}
         texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
         self.control = re.compile("|".join(texts) or r"(?!)")
-        self.ends = Counter()   # ids that trained turns ended with
 
     def encode(self, chats, tools=None):
         """[messages], [tools or None] -> [(ids, mask), or the ValueError that explains why not]."""
         rendered = [attempt(self._render, *pair)
                     for pair in zip(chats, tools or [None] * len(chats))]
-        texts = list({text for turns in rendered if not isinstance(turns, ValueError)
+        texts = list({text for turns in rendered if isinstance(turns, list)
                       for turn in turns for text in turn})
         ids = dict(zip(texts, self.lists(texts)))
-        return [turns if isinstance(turns, ValueError) else self._sample(turns, ids)
+        return [attempt(self._sample, turns, ids) if isinstance(turns, list) else turns
                 for turns in rendered]
-
-    def _sample(self, turns, ids_of):
-        """(ids, mask) of rendered turns, a list of them if they are split, or a ValueError."""
-        sample = attempt(self._mask, turns, ids_of)
-        if isinstance(sample, ValueError) and self.split and len(turns) > 1:
-            return attempt(lambda: [self._mask([turn], ids_of) for turn in turns])
-        return sample
 
     def _render(self, messages, tools):
         """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
@@ -258,6 +230,15 @@ class Encoder:
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
         check_rendered(messages[:answers[-1] + 1], tools, dict(zip(answers, turns)))
         return turns
+
+    def _sample(self, turns, ids_of):
+        """(ids, mask) of rendered turns, or a list of them if they are split. ValueError."""
+        try:
+            return self._mask(turns, ids_of)
+        except ValueError:
+            if not self.split or len(turns) == 1:
+                raise
+            return [self._mask([turn], ids_of) for turn in turns]
 
     def _mask(self, turns, ids_of):
         """(ids, mask) of the last turn's text. ids_of: {text: ids}. ValueError."""
@@ -278,7 +259,6 @@ class Encoder:
             if not ends or self.tokenizer.decode(ids[ends[-1]:len(through)]).strip():
                 raise ValueError("the chat template does not end an answer with a special token; "
                                  "give another with --chat_template FILE")
-            self.ends[ids[ends[-1] - 1]] += 1
             mask[len(before):ends[-1]] = [True] * (ends[-1] - len(before))
         return ids, mask
 
@@ -286,20 +266,19 @@ class Encoder:
 def check_rendered(messages, tools, turns):
     """ValueError if the chat template leaves out a tool or a part of a message.
     turns: {index of a trained message: (text of its prompt, text of prompt and answer)}."""
-    def check(complete, subject):
-        if not complete:
-            raise ValueError(f"the chat template leaves out {subject}; give --chat_template FILE")
     first_prompt, conversation = turns[min(turns)][0], turns[max(turns)][1]
-    schemas = to_json(tools or "")      # these have the names of calls as well
-    for name in (function_of(tool)["name"] for tool in tools or ()):
-        check(name in first_prompt, f"the tool {name}")
+    names, schemas = [tool["name"] for tool in functions_of(tools)], to_json(tools or "")
+    lost = [f"the tool {name}" for name in names if name not in first_prompt]
     for i, message in enumerate(messages):
-        calls = [function_of(call) for call in message.get("tool_calls") or ()]
-        complete = answer_text(message) in conversation and all(
+        calls, text = functions_of(message.get("tool_calls")), answer_text(message)
+        # schemas have the names of calls as well
+        complete = text in conversation and all(
             conversation.count(call["name"]) > schemas.count(call["name"]) for call in calls)
-        prompt, whole = turns.get(i, ("", ""))
+        prompt, whole = turns.get(i, (None, ""))
         if i in turns and whole.startswith(prompt):     # otherwise _mask reports the tokens
-            words = [answer_text(message), (message.get("reasoning_content") or "").strip()]
-            words += [word for c in calls for word in (c["name"], *c.get("arguments", {}))]
+            words = [text, (message.get("reasoning_content") or "").strip()]
+            words += [word for call in calls for word in (call["name"], *call.get("arguments", {}))]
             complete &= all(word in whole[len(prompt):] for word in words)
-        check(complete, f"a part of message {i + 1} ({message['role']})")
+        lost += [] if complete else [f"a part of message {i + 1} ({message['role']})"]
+    if lost:
+        raise ValueError(f"the chat template leaves out {lost[0]}; give --chat_template FILE")

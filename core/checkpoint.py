@@ -179,8 +179,7 @@ def try_lock(path):
 
 # ---- The checkpoints of a run
 
-_writer = ThreadPoolExecutor(1)     # the interpreter's exit waits for it
-_writing = []       # Future of the checkpoint that _writer writes
+_writing = []       # Future of the checkpoint that a thread writes; the exit waits for the thread
 
 
 def wait():
@@ -256,7 +255,7 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
         records = on_all_ranks(lambda: write_files(building, share))
         on_all_ranks(lambda: world.is_main and complete(records))
 
-    _writing.append(_writer.submit(write))
+    _writing.append(ThreadPoolExecutor(1).submit(write))
 
 
 def restore(world, path, model, optimizer):

@@ -3,10 +3,8 @@
 Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are not padded.
 """
 import hashlib
-import itertools
 import json
 import uuid
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +15,15 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, dist, packing
-from core.chat import to_json, question, read_chunks, read_records
+from core.chat import numbered_lines, question, read_records, to_json
 from core.cli import UserError, require
 from core.dist import error_names_file
-from core.packing import Column, parallel_map_ordered
+from core.packing import Column, map_chunks
 from core.problems import Problems, problem
 
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together
-HELD_OUT = "held_out.jsonl"
+HELD_OUT, HELD_OUT_FIELDS = "held_out.jsonl", ("tools", "teacher_messages", "trained_as")
 # ids of create_data.py: digest of the input file x IDS_PER_FILE + line number; below JSON's 2**53
 IDS_PER_FILE = 2**28
 # columns of a table and their types
@@ -45,45 +43,41 @@ class Reading(NamedTuple):
     teacher: object = None      # chat.Encoder of the teacher; None: the student's
 
 
-def encode_chunk(records, path, reading, problems):
-    """Tokenise [(line, record)] into {column of the table: array; "ends": Counter}. Adds a Problem
-    for each unusable record to `problems`."""
+def encode_chunk(path, reading, lines):
+    """Tokenise numbered lines -> ({column of the table: array}, [Problem])."""
     encoder, limit, prompt = reading[:3]
-    encoder.ends, ids, masks, numbers = Counter(), [], [], []
-
-    def refuse(line, check, why):
-        problems.append(problem(f"{path}:{line}", check, why, path))
-
-    results = encoder.encode([record["messages"] for _, record in records],
-                             [record.get("tools") for _, record in records])
+    problems, chunk = [], {name: [] for name in COLUMNS}
+    records = dict(read_records(path, problems, lines))
+    results = encoder.encode([record["messages"] for record in records.values()],
+                             [record.get("tools") for record in records.values()])
     if prompt:
         from distill.teaching import add_teachers_version
-        results = add_teachers_version(prompt, reading.teacher or encoder,
-                                       [record for _, record in records], results)
-    for (line, record), result in zip(records, results):
+        results = add_teachers_version(prompt, reading.teacher or encoder, [*records.values()],
+                                       results)
+    for (line, record), result in zip(records.items(), results):
         # a chat becomes several samples if the template rewrites earlier turns
         for sample in result if isinstance(result, list) else [result]:
+            check, why = "template", None
             if isinstance(sample, ValueError):
-                refuse(line, "template", sample)
+                why = sample
             elif "teacher_messages" in record and not prompt:
-                refuse(line, "template", 'has "teacher_messages", and no --teacher_path reads them')
-            elif (length := len(sample[0])) > limit:
-                refuse(line, "too_long", f"{length} tokens, more than {limit}")
-            else:
-                ids.append(sample[0])
-                masks.append(sample[1])
-                own = sample[2] if prompt else length
-                key = record.get("id")
-                grouped = type(key) is int and 0 <= key < 2**63
-                # a sample's first token is not predicted
-                numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
-                                key if grouped else -1, own, question_hash(record["messages"])))
-    numbers = np.array(numbers, np.int64).reshape(-1, 6).T
-    total = numbers[0].sum()
-    return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
-            "trained": np.fromiter(itertools.chain.from_iterable(masks), bool, total),
-            **dict(zip(("lengths", "targets", "lines", "keys", "own", "asked"), numbers)),
-            "ends": encoder.ends}
+                why = 'has "teacher_messages", and no --teacher_path reads them'
+            elif len(sample[0]) > limit:
+                check, why = "too_long", f"{len(sample[0])} tokens, more than {limit}"
+            if why:
+                problems.append(problem(f"{path}:{line}", check, why, path))
+                continue
+            ids, mask, own, key = *sample[:2], len(sample[0]), record.get("id")
+            if prompt:
+                own = sample[2]
+            values = {"tokens": ids, "trained": mask, "lengths": [len(ids)], "own": [own],
+                      # a sample's first token is not predicted
+                      "targets": [sum(mask[:own]) - mask[0]], "lines": [line],
+                      "keys": [key if type(key) is int and 0 <= key < 2**63 else -1],
+                      "asked": [question_hash(record["messages"])]}
+            for name in values:
+                chunk[name] += values[name]
+    return {name: np.array(chunk[name], kind) for name, kind in COLUMNS.items()}, problems
 
 
 def question_hash(messages):
@@ -96,7 +90,7 @@ def write_table(folder, paths, reading, output_dir=None):
     """Tokenise files into a table in `folder`. Returns ([number of samples per file], text with the
     number of samples dropped by each check of reading.drop). UserError lists all other unusable
     samples; output_dir: folder for the full list."""
-    ends, samples = Counter(), []
+    ends, samples = set(), []
     problems, folder = Problems(reading.drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
@@ -104,32 +98,24 @@ def write_table(folder, paths, reading, output_dir=None):
     columns["offsets"].append([0])
     for source, path in enumerate(paths):
         first = len(columns["lengths"])
-
-        def chunks(first, step, path=path):
-            for records, bad_records in read_chunks(path, CHUNK, first, step):
-                yield encode_chunk(records, path, reading, bad_records), bad_records
-
-        def append(result, source=source):
-            chunk, bad_records = result
-            problems.add(bad_records)
-            ends.update(chunk["ends"])
+        encode = partial(encode_chunk, path, reading)
+        for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, reading.processes):
+            problems.add(bad)
+            is_end = chunk["trained"] & ~np.append(chunk["trained"][1:], False)
+            ends.update(chunk["tokens"][is_end].tolist())
             chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
             for name, column in columns.items():
                 column.append(chunk[name])
-
-        parallel_map_ordered(chunks, reading.processes, append)
         samples.append(len(columns["lengths"]) - first)
         check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
         if not samples[-1] and not problems.n_fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     dropped = problems.settle(hint * bool(problems.counts["too_long"]))
-    for column in columns.values():
-        column.close()
-    reading.encoder.ends = ends
     with error_names_file(folder):
-        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+        (folder / "sources.json").write_text(json.dumps(
+            {"paths": list(map(str, paths)), "ends": sorted(ends)}))
     return samples, dropped
 
 
@@ -137,12 +123,13 @@ class ChatTable(Dataset):
     """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,). Per sample: lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
     sources, asked (question_hash); own (the student's tokens) if the teacher's version follows:
-    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted."""
+    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted.
+    paths: of the files. ends: ids that trained turns end with."""
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
             setattr(self, path.stem, np.load(path, mmap_mode="r"))
-        self.paths = json.loads((Path(folder) / "sources.json").read_text())
+        vars(self).update(json.loads((Path(folder) / "sources.json").read_text()))
         self.prompted = hasattr(self, "own")
 
     def __len__(self):
@@ -170,7 +157,7 @@ class ChatTable(Dataset):
 
 def prepare_table(world, output_dir, paths, reading, list_in=None):
     """Write a table below output_dir on rank 0, map it on every rank. Returns (ChatTable, number of
-    samples in the first file, end ids of trained turns). list_in: output_dir of write_table."""
+    samples in the first file). list_in: output_dir of write_table."""
     def build():
         # a running job keeps its mapped files
         checkpoint.remove_named(output_dir, r"table-[0-9a-f]{8}")
@@ -178,10 +165,10 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
         samples, dropped = write_table(folder, paths, reading, list_in)
         if dropped:
             print(f"data       dropped: {dropped}", flush=True)
-        return folder, samples[0], sorted(reading.encoder.ends)
+        return folder, samples[0]
 
-    folder, n_train, ends = dist.rank0(world, build)
-    return ChatTable(folder), n_train, ends
+    folder, n_train = dist.rank0(world, build)
+    return ChatTable(folder), n_train
 
 
 def samples_line(table, train_ids, eval_ids):
@@ -239,13 +226,14 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
     once = {int(table.lines[i]): i for i in reversed(held_out)}     # of one file
     text = ""
-    for line, record in read_records(table.paths[table.sources[held_out[0]]], [], once):
+    path = table.paths[table.sources[held_out[0]]]
+    lines = (numbered for numbered in numbered_lines(path) if numbered[0] in once)
+    for line, record in read_records(path, [], lines):
         i = once[line]
+        record["trained_as"] = twins.get(int(table.asked[i]))
         row = {"id": int(ids[i]), "messages": record["messages"]}
-        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
-        if twin := twins.get(int(table.asked[i])):
-            row["trained_as"] = twin
-        text += to_json(row) + "\n"
+        text += to_json(row | {name: record[name] for name in HELD_OUT_FIELDS
+                               if record.get(name)}) + "\n"
     checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
     return facts | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -265,10 +253,6 @@ class PackedChats(packing.Batch):
     samples: tuple                  # sample numbers in the table, for error messages
     teacher: object = None          # PackedChats of the same R targets in the teacher's version
     kept: bool = False              # True for --keep: the base scores it
-
-    def to(self, device):
-        """The batch on another device."""
-        return replace(super().to(device), teacher=self.teacher and self.teacher.to(device))
 
 
 def collate_kept(samples):
@@ -300,7 +284,7 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers)
 
 
-def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_id=0):
+def make_loader(table, packs, num_workers, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     batch = partial(collate, pad_to=pad_to, pad_id=pad_id, prompted=table.prompted)
-    return packing.pack_loader(table, packs, batch, num_workers, prefetch_factor)
+    return packing.pack_loader(table, packs, batch, num_workers, prefetch_factor=4)

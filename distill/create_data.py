@@ -137,7 +137,7 @@ def read_input(path, prompt):
                 record = json_files.loads(text)
             if not isinstance(record, dict):
                 raise ValueError("is not a JSON object")
-            record = chat.normalize_record(record, answered=False)
+            record = chat.normalize_record(record)
             messages, tools = record["messages"], record.get("tools") or None
             if messages[-1]["role"] == "assistant":
                 answered += 1

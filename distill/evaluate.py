@@ -217,7 +217,7 @@ def encode(run, rows, path, prompt=None, turns=None):
                                             teacher=teacher))
         table, lines = ChatTable(folder), {row["line"] for row in rows}
         samples = [table[i] for i in range(len(table)) if table.lines[i] in lines]
-    return samples, sorted(encoder.ends)
+    return samples, table.ends
 
 
 def teacher_prompt(args, run):

@@ -21,8 +21,8 @@ from core.cli import require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import collate, collate_kept
+from distill.divergence import FLOOR
 from distill.generation import Draw, generate
-from distill.losses import FLOOR
 from distill.teachers import NEUTRAL, Server
 
 ROUNDING = 1e-3         # a server's rounding may put a log-probability this far above 0
@@ -288,14 +288,14 @@ class Keeper:
         epoch, turn = divmod(step // self.args.keep_every, turns_per_epoch)
         window = self.order.window(epoch, turn * per_step, per_step)
         targets = int(self.table.targets[window].sum())
-        plan, total = self.order.epoch(epoch), torch.zeros((), device=self.world.device)
+        total = torch.zeros((), device=self.world.device)
         for micro in range(accumulation):
-            pack = plan.pack(turn * per_step + micro * size + self.world.rank)
+            pack = self.order.window(epoch, turn * per_step + micro * size + self.world.rank)
             batch = collate_kept([self.table[int(i)] for i in pack]).to(self.world.device)
             # the step's gradients are reduced already; averaging equal values changes nothing
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):
-                    loss = self.model(batch).loss
+                    loss, *_ = self.model(batch)
                 (loss * (size * self.args.keep_weight / targets * scale)).backward()
             total += loss.detach()
         total = dist.all_reduce(self.world, total).item()

@@ -1,89 +1,26 @@
-"""Losses of a student's logits, computed for a few rows at a time to save memory.
-
-Without a teacher, a token's loss is cross-entropy. With a teacher that scores the same tokens, it
-is (1 - w) CE + w divergence of p, the teacher's distribution over the vocabulary, and q, the
-student's:
-    forward   KL(p || q) = sum_i p_i log(p_i / q_i)     mode-covering
-    reverse   KL(q || p)                                mode-seeking
-    js        b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q: Jensen-Shannon (Lin 1991)
-
-With top-k, p and q are first reduced to the teacher's k likeliest tokens and one bucket for all
-others. By the log-sum inequality the result is never more than the divergence over the vocabulary,
-and zero where both agree. The teacher gets no gradient.
-"""
-import math
-from functools import partial
-
+"""Losses of a student's logits, computed for a few rows at a time to save memory."""
 import torch
 import torch.nn.functional as F
 
-FLOOR = -1e4        # least log-probability, with exponential 0: logits of -inf would give nan
 
-
-def log_probs(logits, ids=None):
-    """(R, V) fp32 log-probabilities; with ids (R, K): (R, K + 1) fp64, the last for all others."""
-    if ids is None:
-        return logits.log_softmax(-1).clamp(min=FLOOR)
-    rest = logits.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    # normalised in fp64: a divergence is a small difference of logarithms, which would keep an
-    # error of 1e-7 in their total
-    return torch.cat([logits.gather(1, ids), rest], 1).double().log_softmax(-1).clamp(min=FLOOR)
-
-
-def divergence(student, teacher, kind, beta=0.5, k=0):
-    """(R,) divergence of student logits (R, V) from teacher logits (R, V), fp32; fp64 for top-k.
-
-    teacher may be (ids (R, k), log-probabilities (R, k + 1) as from log_probs).
-    kind: forward, reverse or js. beta: b of js. k: for top-k, below V; 0: the whole vocabulary."""
-    if isinstance(teacher, tuple):
-        ids, p = teacher
-    else:
-        ids = teacher.topk(k, -1).indices if k else None
-        p = log_probs(teacher, ids)
-    q = log_probs(student, ids)
-    if kind == "forward":
-        return (p.exp() * (p - q)).sum(-1)
-    if kind == "reverse":
-        return (q.exp() * (q - p)).sum(-1)
-    m = torch.logaddexp(p + math.log(beta), q + math.log(1 - beta))
-    return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
-
-
-def loss_sums(teaching, logits, targets, *teacher):
-    """(loss, number of correct argmaxes), with a teacher also (cross-entropy, divergence): 0-d fp32
-    sums over logits (R, V) fp32 and targets (R,). Only the loss has gradients.
-
-    teaching: None, or (w, kind, beta, k, function: the teacher's rows -> divergence's input)."""
+def loss_sums(logits, targets):
+    """(cross-entropy, number of correct argmaxes): 0-d fp32 sums over logits (R, V) fp32 and
+    targets (R,)."""
     right = (logits.detach().argmax(-1) == targets).sum().float()
-    if not teacher:
-        return F.cross_entropy(logits, targets, reduction="sum"), right
-    weight, kind, beta, k, logits_of = teaching
-    ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
-    student, teacher = logits, logits_of(*teacher)
-    # embeddings may be padded differently: use the ids that both have
-    if not isinstance(teacher, tuple):
-        student, teacher = logits[:, :teacher.shape[1]], teacher[:, :logits.shape[1]]
-    kl = divergence(student, teacher, kind, beta, k).float()
-    return ((1 - weight) * ce + weight * kl).sum(), right, ce.detach().sum(), kl.detach().sum()
-
-
-# ---- Without the logits of a whole batch
+    return F.cross_entropy(logits, targets, reduction="sum"), right
 
 
 def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
-    """loss_sums of rows hidden (R, H) under a head (weight (V, H), bias (V,) or None), `chunk` rows
-    at a time. Only the loss has gradients, for hidden and the head; its backward runs once.
+    """loss_sums, or divergence.teacher_sums, of rows hidden (R, H) under a head (weight (V, H),
+    bias (V,) or None), `chunk` rows at a time. Only the loss, the first sum, has gradients, for
+    hidden and the head; its backward runs once.
 
     teacher: its rows (R, H'), or its ids and log-probabilities. prompted: (w, kind, beta, k).
     teacher_head: the teacher's head; None: the student's."""
-    weight, bias = teacher_head or head
-
-    @torch.no_grad()
-    def logits_of(*rows):
-        if len(rows) > 1:       # top-k of a server
-            return rows
-        return F.linear(rows[0].to(weight.dtype), weight, bias).float()
-    function = partial(loss_sums, prompted and (*prompted, logits_of))
+    function = loss_sums
+    if prompted:
+        from distill.divergence import teacher_sums
+        function = teacher_sums(prompted, *(teacher_head or head))
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad
                    for t in (hidden, *head))
     return _LinearLoss.apply(function, chunk, wanted, hidden, *head, targets, *teacher)

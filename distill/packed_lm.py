@@ -6,7 +6,6 @@ The head reads only rows that predict a trained token, in chunks, inside the wra
 FSDP2 gathers its weight once.
 """
 import math
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,43 +32,28 @@ MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout 
 
 def check_model(model):
     """UserError if packed documents would not be independent, or the loss not transformers'."""
-    name, config = type(model).__name__, model.config
-    parameters = [name for name, _ in model.named_parameters()]
+    config, parameters = model.config, [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    layers = set(getattr(config, "layer_types", None) or ())
     mixture = any(".experts." in name for name in parameters)
     for bad, why in (
-            (not model._supports_attention_backend,
-             "has a custom attention that cannot be replaced: it cannot be packed"),
-            (getattr(model, "_is_stateful", False) or other, "has layers that carry state from one "
-             f"packed document into the next ({', '.join(sorted(other))})"),
-            (kinds & LENGTH_ROPE, f": its {' or '.join(kinds & LENGTH_ROPE)} rotary embedding "
+            (not model._supports_attention_backend, "its attention cannot be replaced"),
+            (getattr(model, "_is_stateful", False) or layers - SUPPORTED_LAYERS,
+             "it has layers that carry state from one packed document into the next"),
+            (kinds & LENGTH_ROPE, f"its {' or '.join(kinds & LENGTH_ROPE)} rotary embedding "
              "depends on the longest document of a pack"),
-            (any(name.endswith(".sinks") for name in parameters), "has attention sinks"),
-            (mixture and config.model_type not in MIXTURES, "is a mixture of experts of a kind "
-             f"that is not supported; {', '.join(sorted(MIXTURES))} are"),
-            (not isinstance(model.get_output_embeddings(), nn.Linear), "has no linear output head"),
+            (any(name.endswith(".sinks") for name in parameters), "it has attention sinks"),
+            (mixture and config.model_type not in MIXTURES,
+             f"of mixtures of experts only {', '.join(sorted(MIXTURES))} are"),
+            (not isinstance(model.get_output_embeddings(), nn.Linear), "it has no linear head"),
             *((getattr(config, setting, neutral) not in (neutral, None),
-               f": config.json has {setting} {getattr(config, setting, None)}")
+               f"its config.json has {setting} {getattr(config, setting, None)}")
               for setting, neutral in NEUTRAL.items())):
-        require(not bad, f"{name} {why}, so it is not supported".replace(" :", ":"))
+        require(not bad, f"{type(model).__name__} is not supported: {why}")
 
 
 # ---- Model and loss
-
-
-class Sums(NamedTuple):
-    """Sums over a batch: 0-d fp32 tensors."""
-    loss: torch.Tensor                  # the trained loss
-    right: torch.Tensor                 # targets that were the likeliest token
-    targets: torch.Tensor               # trained tokens
-    ce: torch.Tensor = None             # with a teacher: cross-entropies of all targets
-    divergence: torch.Tensor = None     # from the teacher, of all targets
-
-    def stack(self):
-        """(3,) or (5,) fp32 of the sums that are set, without gradients, for the log."""
-        return torch.stack([value.detach() for value in self if value is not None])
 
 
 class PackedLM(nn.Module):
@@ -77,13 +61,13 @@ class PackedLM(nn.Module):
 
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
     recompute: as --gradient_checkpointing. prompted: (weight in the loss, kind, beta, k) for
-    losses.divergence if a teacher scores the answers: frozen["teacher"], or this model without
+    divergence.py if a teacher scores the answers: frozen["teacher"], or this model without
     adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`."""
 
     def __init__(self, net, recompute=None, prompted=None):
         super().__init__()
         self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
-        self.sums, self.frozen = 5 if prompted else 3, {}       # number of Sums of forward
+        self.sums, self.frozen = 5 if prompted else 3, {}       # number of sums of forward
         kernels.use(self.native)
         kernels.recompute(causal_lm.decoder_layers(self.native), recompute)
         rows = LOGITS // self.native.get_output_embeddings().out_features
@@ -95,15 +79,16 @@ class PackedLM(nn.Module):
         return self.net.get_base_model() if self.lora else self.net
 
     def forward(self, batch: PackedChats):
-        """Sums. Without a teacher only the first three, and the loss is the cross-entropy."""
+        """Sums over the batch, 0-d fp32 tensors: (the trained loss, targets that were the likeliest
+        token, targets), with a teacher also (cross-entropy, divergence). Only the first has
+        gradients."""
         prompted = KEPT if batch.kept else self.prompted
         teacher, teacher_head = self.teacher_rows(batch) if prompted else ((), None)
         (rows,), head = self.rows(batch)
         loss, right, *parts = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
                                            prompted, teacher_head)
         # filled on the device: copying a Python number would wait for the GPU
-        targets = torch.full_like(right, len(batch.targets))
-        return Sums(loss, right, targets, *parts)      # parts: cross-entropy, divergence
+        return loss, right, torch.full_like(right, len(batch.targets)), *parts
 
     def rows(self, batch):
         """(((R, H) inputs of the head that predict the targets,), (weight, bias) of the head)."""
@@ -171,7 +156,7 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def loss_report(sums, prefix):
-    """Stacked Sums over all ranks -> {metric name: float}; nan if every step was skipped."""
+    """Sums of forward() over all ranks -> {metric name: float}; nan if every step was skipped."""
     loss, right, targets, *parts = sums
     names = ("loss", "accuracy", "ce_loss", "kl_loss")      # the last two with a teacher
     return {f"{prefix}/{name}": total / targets if targets else math.nan
@@ -180,13 +165,11 @@ def loss_report(sums, prefix):
 
 def train_line(step, total_steps, values):
     """One aligned line of the log, with units; metrics.jsonl has all numbers."""
-    distilled = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" * ("train/kl_loss" in values)
-    mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
     left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-    return ("step {:>6}/{} | loss {train/loss:7.4f}" + distilled + " acc {train/accuracy:6.1%} | "
+    return ("step {:>6}/{} | loss {train/loss:7.4f} acc {train/accuracy:6.1%} | "
             "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
-            "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
-            " | eta {}").format(step, total_steps, left, **values)
+            "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s | "
+            "eta {}").format(step, total_steps, left, **values)
 
 
 def layer_weights(model):

@@ -101,12 +101,11 @@ def check_teacher_differs(args, table, numbers):
 
 def teacher_context(record):
     """The teacher's messages before the last answer. ValueError."""
-    from core.chat import check_messages
-    messages = record.get("teacher_messages")
-    if messages is None:
+    from core.chat import normalize_record
+    if record.get("teacher_messages") is None:
         return record["messages"][:-1]
     try:
-        check_messages({"messages": messages})
+        messages = normalize_record({"messages": record["teacher_messages"]})["messages"]
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := messages[-1]["role"]) not in ("user", "tool"):

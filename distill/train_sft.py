@@ -141,11 +141,11 @@ if args.teacher_path:
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
 reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc,
                             teacher_encoder)
-table, n_train, ends = chat_data.prepare_table(
+table, n_train = chat_data.prepare_table(
     world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
     None if dry else args.output_dir)
 if args.keep:
-    kept, *_ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
+    kept, _ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
                                        reading._replace(prompt=None, teacher=None))
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
@@ -235,7 +235,7 @@ if args.float8:
     quantized.to_float8(causal_lm.decoder_layers(model.native))
 model.train()
 wrapped = model if sharding else dist.wrap_ddp(model, world)
-causal_lm.stop_at(model.native, ends)       # a base model's generation_config may not name them
+causal_lm.stop_at(model.native, table.ends)     # a base model may not name them
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               args.adam_beta2)
@@ -257,7 +257,7 @@ def validate():
     eval_order = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                            samples_per_pack=args.per_device_eval_batch_size)
     packs = list(rank_packs(eval_order, world.rank, world.size, 1, epochs=1))
-    loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
+    loader = chat_data.make_loader(table, packs, min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
@@ -265,7 +265,7 @@ def validate():
         if i % 16 == 0 and run.any_stop(world, args.output_dir):
             return None
         with dist.autocast(device, dtype):
-            total += model(batch.to(device)).stack().double()
+            total += torch.stack(model(batch.to(device))).double()
     model.train()
     values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
     print0(packed_lm.EVAL_LINE.format(step, **values))
@@ -307,9 +307,8 @@ sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
-                               prefetch_factor=4, pad_to=pad_to)
-batches = packing.iterate(loader)
+batches = packing.iterate(chat_data.make_loader(table, packs, args.num_workers, pad_to,
+                                                 table.ends[0]))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
@@ -337,7 +336,7 @@ while step < total_steps and not stopping:
     step_batches = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss, which is divided by the tokens of all answers
         step_batches, work["targets"] = frozen.replace_answers(
-            args, world, model, table, list(step_batches), ends, step, sampler)
+            args, world, model, table, list(step_batches), table.ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro, batch in enumerate(step_batches):
         mine = list(batch.samples)
@@ -348,12 +347,12 @@ while step < total_steps and not stopping:
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
             with dist.autocast(device, dtype):
-                batch_sums = wrapped(batch)     # over this batch's targets
+                loss, *others = wrapped(batch)      # sums over this batch's targets
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
             scale = world.size / work["targets"] * scaler.scale
-            (batch_sums.loss * scale).backward()
-        monitor.watch(batch_sums.loss, mine)
-        step_sums += batch_sums.stack()
+            (loss * scale).backward()
+        monitor.watch(loss, mine)
+        step_sums += torch.stack([loss.detach(), *others])
     if keeper:
         keeper.backward(step, scaler.scale, log)
 

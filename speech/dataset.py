@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import uuid
 import weakref
@@ -26,7 +25,7 @@ import numpy as np
 from core import checkpoint, json_files
 from core.cli import UserError, plural, one_line
 from core.dist import error_names_file
-from core.packing import Column, parallel_map_ordered, token_lists
+from core.packing import Column, map_chunks, token_lists
 from core.problems import Problem, problem
 from speech import choices
 from speech.codes import FRAME_RATE, Encoding, codec_fingerprint
@@ -80,9 +79,10 @@ def read_flags(args, ids, codec_dir):
 
 
 def open_source(path, reading, problems, folder, held_out=False, number=0, make=canonical_sample):
-    """parse_entries() of a path, the number-th of the run; it still takes `wanted`. Other formats
-    than ChatML are converted first, into a file in `folder`. problems: list to which unusable rows
-    are added. make: function from ChatML to Sample."""
+    """(read, parse) of a path, the number-th of the run: read(wanted) as in json_files.read_entries
+    and parse_entries(), which still takes `entries`. Other formats than ChatML are converted first,
+    into a file in `folder`. problems: list to which unusable rows are added. make: function from
+    ChatML to Sample."""
     if Path(path).suffix in choices.CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):        # the converter says more
             unit, read = json_files.read_entries(path)
@@ -93,20 +93,20 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
                 if changed:
                     print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
                           f"{', '.join(changed)} does not change", flush=True)
-                return partial(parse_entries, str(path), Path(path), unit, read, reading, make)
+                return read, partial(parse_entries, str(path), Path(path), unit, reading, make)
     from speech import convert
     converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
     convert.to_chatml(path, converted, problems, held_out=held_out, **vars(reading))
     is_empty = not converted.stat().st_size
     unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(converted)
-    return partial(parse_entries, str(path), converted, unit, read, reading, make)
+    return read, partial(parse_entries, str(path), converted, unit, reading, make)
 
 
-def parse_entries(origin, path, unit, read, reading, make, wanted):
-    """Yield (number, Sample or Problem) for each entry whose number is wanted. origin: the user's
-    file, which `path` was converted from. unit, read: of json_files.read_entries."""
+def parse_entries(origin, path, unit, reading, make, entries):
+    """Yield a Sample or Problem for each (number, entry). origin: the user's file, which `path` was
+    converted from. unit: of json_files.read_entries."""
     paths = Paths(path.parent.resolve())
-    for number, entry in read(wanted):
+    for number, entry in entries:
         fields = entry if isinstance(entry, dict) else {}
         misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
         name, setting = misc.get("source"), fields.get("normalize_text")    # source: of convert.py
@@ -118,10 +118,10 @@ def parse_entries(origin, path, unit, read, reading, make, wanted):
             # off: this text was spoken without normalisation, by generate_tts.py
             sample = make(name, entry, paths, reading.normalize and setting != "off")
         except BadSample as error:
-            yield number, problem(name, error.check, error, origin)
+            yield problem(name, error.check, error, origin)
         else:
             sample.notes.extend(map(tuple, misc.get("notes", ())))
-            yield number, sample
+            yield sample
 
 
 def read_samples(path, problems, make=canonical_sample, **reading):
@@ -129,29 +129,24 @@ def read_samples(path, problems, make=canonical_sample, **reading):
     make: as in open_source. reading: fields of Reading."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
-    parse = open_source(path, Reading(**reading), problems, folder, make=make)
-    for _, sample in parse(lambda number: True):
+    read, parse = open_source(path, Reading(**reading), problems, folder, make=make)
+    for sample in parse(read(lambda number: True)):
         if isinstance(sample, Sample):
             yield sample
         else:
             problems.append(sample)
 
 
-def read_source(builder, parse, origin, sources, problems, warnings):
+def read_source(builder, read, parse, origin, sources, problems, warnings):
     """Tokenise a source, opened by open_source, into a TableBuilder."""
-    def make_chunks(start, step):
-        mine = range(start, sys.maxsize, step)
-        entries = parse(lambda number: number // CHUNK in mine)
-        for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
-            yield builder.chunk([sample for _, sample in group], origin, sources.drop)
+    def encode(entries):
+        return builder.chunk(parse(entries), origin, sources.drop)
 
-    def take(chunk):
+    for chunk in map_chunks(encode, read(lambda number: True), CHUNK, sources.processes):
         builder.append(chunk)
         problems.add(chunk["refused"])
         if warnings is not None:
             warnings.extend(chunk["notes"])
-
-    parallel_map_ordered(make_chunks, sources.processes, take)
 
 
 def read_all(builder, sources, problems, folder=None, warnings=None):
@@ -161,13 +156,13 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
     converted to ChatML. warnings: a list that takes Problems of usable samples."""
     for number, (path, weight, held_out) in enumerate(sources.all()):
         start, before, unconverted = len(builder), problems.counts.total(), []
-        parse = open_source(path, sources.reading, unconverted, folder, held_out, number)
+        read, parse = open_source(path, sources.reading, unconverted, folder, held_out, number)
         problems.add(unconverted)
-        read_source(builder, parse, str(path), sources, problems, warnings)
+        read_source(builder, read, parse, str(path), sources, problems, warnings)
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
-        samples = (sample for _, sample in parse(lambda number: True))
+        samples = parse(read(lambda number: True))
         if first := next((sample for sample in samples if isinstance(sample, Sample)), None):
             print(f"           first: {one_line(sample_text(first))}", flush=True)
         if not kept and not problems.n_fatal:
@@ -334,8 +329,6 @@ class TableBuilder:
             "lengths": tokens + sums(rows, offsets),
             "audio_targets": sums(np.where(trained, self.ids.targets(frames), 0), offsets),
             "audible": (sums(frames == 0, offsets) == 0) & ~np.asarray(left_out)}
-        for column in self.columns.values():
-            column.close()
         codes = {"folder": str(cache_folder), "shards": shards, "sources": self.sources}
         with error_names_file(self.folder):
             for name, values in columns.items():

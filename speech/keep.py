@@ -102,7 +102,7 @@ class Keeper:
             return []
         count = world.size * self.args.gradient_accumulation_steps
         positions = (divmod(turn * count + i, self.order.packs_per_epoch) for i in range(count))
-        return [self.order.epoch(epoch).pack(pack).tolist() for epoch, pack in positions]
+        return [self.order.window(epoch, pack).tolist() for epoch, pack in positions]
 
     def backward(self, wrapped, collate, world, step, micro, autocast, scale=1.0):
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and

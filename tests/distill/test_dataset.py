@@ -125,7 +125,7 @@ def test_each_answer_of_a_hybrid_template_is_a_sample(tokenizer, tmp_path):
         [talk, SINGLE, talk])))
     split = chat.Encoder(tokenizer, split=True)
     tokenizer.chat_template = chats.QWEN_THINK
-    table, n_train, _ = prepare_table(World(), tmp_path, [path], Reading(split, 256))
+    table, n_train = prepare_table(World(), tmp_path, [path], Reading(split, 256))
     wanted = []
     for messages in (talk, SINGLE, talk):
         for i in range(1, len(messages), 2):

@@ -14,7 +14,8 @@ from core import adapters, chat, dist
 from core.cli import UserError
 from distill import causal_lm, evaluate, frozen, packed_lm
 from distill.chat_data import ChatTable, Reading, collate, write_table
-from distill.losses import chunked_loss, divergence
+from distill.divergence import divergence
+from distill.losses import chunked_loss
 from distill.teachers import read_prompt, add_prompt
 from tests.helpers import chats, scripts, students
 from tests.helpers.lora_server import LoraServer

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -102,7 +101,7 @@ def reference_run(model, table, numbers):
                                   lr=LR, betas=(0.9, 0.95), eps=1e-8)
     order, losses = PackOrder(table.lengths[numbers], samples_per_pack=8, seed=SEED), []
     for step in range(STEPS):
-        chosen = numbers[order.epoch(step // 3).pack(step % 3)]
+        chosen = numbers[order.window(step // 3, step % 3)]
         loss = sum(sample_loss(model, table, n)[0] for n in chosen) / int(table.targets[chosen].sum())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,8 +163,7 @@ def test_a_saved_adapter_loads_in_peft(shared, data, inputs):
     run, (table, train, held_out) = shared("llama packs fsdp 2x0x1"), data("llama")
     base = AutoModelForCausalLM.from_pretrained(inputs / "llama")
     before = mean_loss(base, table, held_out)
-    packs = PackOrder(table.lengths[train], tokens_per_pack=BUDGET, seed=SEED).epoch(0)
-    first = train[np.concatenate([packs.pack(0), packs.pack(1)])]
+    first = train[PackOrder(table.lengths[train], tokens_per_pack=BUDGET, seed=SEED).window(0, 0, 2)]
     assert run.metrics("train/loss")[1] == pytest.approx(mean_loss(base, table, first), rel=1e-5), "starts as base"
     model = PeftModel.from_pretrained(base, newest(run))
     assert run.metrics("eval/loss")[STEPS] == pytest.approx(mean_loss(model, table, held_out), rel=1e-5)
