@@ -17,10 +17,10 @@ from core import checkpoint, json_files, packing
 from core.cli import plural, require
 from core.dist import rank0
 from core.problems import LIST, Problems, settle
-from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint, ensure_codes
-from speech.conversations import Reading
-from speech.dataset import (PREPARED, audio_numbers, find_bad_audio, is_prepared, last_clips,
-                            new_builder, problem_of, read_all, tokenizer_fingerprint)
+from speech.conversations import FRAME_RATE, Reading
+from speech.dataset import (PREPARED, CodeReader, audio_numbers, codec_fingerprint, ensure_codes,
+                            find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
+                            read_all, tokenizer_fingerprint)
 from speech.labels import IGNORE
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
@@ -94,7 +94,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     with new_builder(world, tokenizer, ids, output_dir) as (builder, clips):
         rank0(world, read)
         if dry:
-            from speech.plan import plan_codes      # an option that is off imports nothing
+            from speech.codes import plan_codes     # an option that is off imports nothing
             codes = plan_codes(clips, encoding)
         else:
             codes = ensure_codes(world, clips, encoding)

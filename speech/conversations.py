@@ -29,6 +29,7 @@ AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif"
                ".w64", ".rf64")     # what libsndfile reads
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
+LONGEST_CLIP_S = 600    # the codec encodes a clip at once, and a second takes 25 positions
 MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
 CACHE_SIZE = 100_000         # audio files that are remembered: references come again
 SETTINGS = "text_settings.json"     # in a checkpoint: its run's --normalize_text, for speaking

@@ -1,8 +1,13 @@
-"""The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
+"""The data of a run on disk: a table of tokenised samples, and a cache of the codes of their clips.
 
-data.make_table() makes it: read_all(), then the codes of its clips, then TableBuilder.write(). Each
-sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder token
-here; data.py replaces it by the clip's rows.
+data.make_table() makes a table: read_all(), ensure_codes(), TableBuilder.write(). Each sample is
+tokenised once, and each distinct clip is stored once. A clip is one placeholder token here; data.py
+replaces it by the clip's rows. Rank 0 writes the table, all ranks and loader workers map it.
+
+Codes are stored in append-only shards under CACHE/<codec fingerprint>, for all runs. A shard has
+int16 codes, their lengths, a content key per clip, and the key of each (path, size, date, cut), so
+later runs only check file dates. Each clip's codes have a CRC-32, checked when a run starts and at
+each read. The other columns have a SHA-256. speech/codes.py encodes what is new.
 """
 import atexit
 import contextlib
@@ -16,21 +21,24 @@ import sys
 import tempfile
 import uuid
 import weakref
+import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from core import checkpoint, json_files
-from core.cli import UserError, plural, one_line
-from core.dist import error_names_file
+from core.cli import UserError, plural, one_line, require
+from core.dist import error_names_file, rank0
 from core.packing import Column, parallel_map_ordered, token_lists
 from core.problems import Problem, problem
 from speech import choices
-from speech.codes import FRAME_RATE, Encoding, codec_fingerprint
-from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sample,
+from speech.conversations import (FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, sample_name, sample_text)
 
 CHUNK = 2048    # entries of a file that are tokenised together
@@ -43,6 +51,11 @@ LISTS = {"tokens": "token_offsets", "names": "name_offsets", "clips": "clip_offs
 COLUMNS = {"tokens": np.int32, "labelled": bool, "names": np.uint8, "text_targets": np.int64,
            "clips": np.int32, "trained": bool, "facts": FACTS,
            **dict.fromkeys(LISTS.values(), np.int64)}
+
+
+PIPELINE = b"mono-mean soxr-HQ 24k v2"      # in the fingerprint: rename it if waveforms change
+# of a shard, besides the codes
+SHARD_COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")
 
 
 def problem_of(table, i, check, reason):
@@ -366,6 +379,136 @@ def audio_numbers(where, clips):
     """(n,) int64 for clip numbers, equal for clips of the same audio."""
     shard, row = where[clips, 0], where[clips, 1]
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
+
+
+# ---- Codes of clips
+
+
+class Encoding(NamedTuple):
+    codec_dir: Path
+    cache_dir: Path
+    num_codebooks: int
+    processes: int = 0                  # decoding processes on this node
+    wait_limit_s: float = 6 * 3600      # for another run that fills the cache
+
+    def folder(self):       # of the codec's shards
+        return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
+
+
+class ClipCodes(NamedTuple):
+    """Where the codes of a list of clips are, with measures and errors of the clips."""
+    folder: Path            # of the shards
+    shards: list            # file names
+    where: np.ndarray       # (n, 4) int64: shard, first row, frames, checksum; shard -1: no codes
+    measures: np.ndarray    # (n, 5) float32 MEASURES; NaN: unknown
+    errors: dict            # {number of a clip without codes: its file and the reason}
+
+    def missing(self):      # numbers of the clips without codes
+        return np.flatnonzero(self.where[:, 0] < 0).tolist()
+
+
+def codec_fingerprint(codec_dir):
+    """16 hex digits of the codec's config and weights and of PIPELINE. Raises UserError."""
+    digest, weights = hashlib.sha256(PIPELINE), sorted(Path(codec_dir).glob("*.safetensors"))
+    require(weights, f"{codec_dir}: holds no *.safetensors weights; take the native codec")
+    for path in sorted([*weights, *Path(codec_dir).glob("config.json")]):
+        digest.update(path.name.encode() + bytes.fromhex(checkpoint.sha256(path)))
+    return digest.hexdigest()[:16]
+
+
+def key_of(clip, filled, *recording):
+    """16-byte key of a Clip's cut; `recording` identifies the file by content, or path and date."""
+    cut = "" if clip.offset is None else f"{clip.offset}+{clip.duration}"
+    text = "\0".join(map(str, (*recording, f"{cut} filled" if filled else cut)))
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:16]
+
+
+def file_key(clip):
+    """Key of a Clip by path, size and date of its file."""
+    stat = os.stat(clip.path)
+    return key_of(clip, clip.filled, clip.path, stat.st_size, stat.st_mtime_ns)
+
+
+def digest_columns(columns):
+    return hashlib.sha256(b"".join(columns[name].tobytes() for name in SHARD_COLUMNS)).hexdigest()
+
+
+@contextlib.contextmanager
+def explain_damage(path):
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete it and start again, and its clips "
+                        "are encoded again (of a prepared folder: by prepare_tts.py)")
+
+
+def read_index(folder):
+    """(shard names, {file key: content key}, {content key: row}, "where" and measures of the rows
+    as in ClipCodes). Row -1, the last one, is that of an unknown clip."""
+    names = os.listdir(folder) if os.path.exists(folder) else ()    # glob() hides a refused access
+    shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
+    contents, rows, where, measures = {}, {}, [], []
+    for number, shard in enumerate(shards):
+        path = Path(folder) / shard
+        with explain_damage(path), safe_open(path, "np") as file:
+            columns = {name: file.get_tensor(name) for name in SHARD_COLUMNS}
+            if digest_columns(columns) != (file.metadata() or {}).get("sha256"):
+                raise ValueError("its columns have another checksum than when they were written")
+        contents.update(zip(map(bytes, columns["files"]), map(bytes, columns["file_keys"])))
+        rows.update(zip(map(bytes, columns["keys"]), itertools.count(sum(map(len, where)))))
+        lengths = columns["lengths"].astype(np.int64)
+        where.append(np.stack([np.full(len(lengths), number), np.cumsum(lengths) - lengths, lengths,
+                               columns["checksums"]], axis=1, dtype=np.int64))
+        measures.append(columns["measures"])
+    where.append(np.array([[-1, -1, 0, -1]]))
+    measures.append(np.full((1, 5), np.nan, np.float32))
+    return shards, contents, rows, np.concatenate(where), np.concatenate(measures)
+
+
+def look_up(folder, clips):
+    """ClipCodes of a folder of shards, which may miss some clips. Checks the codes."""
+    with ThreadPool(16) as pool:        # bound by the file system
+        files = pool.map(file_key, clips, 4096)
+    shards, contents, rows, where, measures = read_index(folder)
+    numbers = np.array([rows.get(contents.get(key), -1) for key in files], np.int64)
+    reader, where = CodeReader(folder, shards), where[numbers]
+    for row in sorted(where[where[:, 0] >= 0].tolist()):
+        reader.codes(*row)
+    return ClipCodes(folder, shards, where, measures[numbers], {})
+
+
+class CodeReader:
+    """Reads codes from shards; each process opens them separately."""
+
+    def __init__(self, folder, shards):
+        self.folder, self.shards, self.open_shards = Path(folder), shards, {}
+
+    def codes(self, shard, start, frames, checksum):
+        """(frames, 8) int16 codes. UserError if their checksum does not match."""
+        path = self.folder / self.shards[shard]
+        with explain_damage(path):
+            if shard not in self.open_shards:
+                self.open_shards[shard] = safe_open(path, "np").__enter__()
+            codes = self.open_shards[shard].get_slice("codes")[start:start + frames]
+            if zlib.crc32(codes) != checksum:
+                raise ValueError("codes with another checksum than when they were written")
+        return codes
+
+
+def ensure_codes(world, clips, encoding):
+    """ClipCodes of unique Clips on rank 0, else None; new clips are encoded. Collective; only rank
+    0 needs `clips`."""
+    known = None
+
+    def is_incomplete():
+        nonlocal known
+        known = look_up(encoding.folder(), clips)
+        return bool(known.missing())
+
+    if rank0(world, is_incomplete):
+        from speech import codes        # what is not needed is not imported
+        return codes.fill_cache(world, clips, encoding)
+    return known
 
 
 # ---- Prepared folders: a table, the codes of its audio, and prepared.json, which has the checksum

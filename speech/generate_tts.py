@@ -106,8 +106,8 @@ import torch
 
 from core import checkpoint, dist
 from speech import conversations, judges, speak, weights
-from speech.codes import FRAME_RATE
-from speech.weights import load_codec
+from speech.codes import load_codec
+from speech.conversations import FRAME_RATE
 
 # ---- Ranks, output folder, model, prompts
 

@@ -17,7 +17,7 @@ from core.cli import require
 from core.packing import PackOrder
 from core.watchdog import Stopped
 from speech import speak, weights
-from speech.codes import FRAME_RATE
+from speech.conversations import FRAME_RATE
 from speech.labels import total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from core import kernels
 from core.cli import require
 from core.metrics import duration
-from speech.codes import FRAME_RATE
-from speech.conversations import Clip
+from speech.conversations import FRAME_RATE, Clip
 
 N_EXTRA = 8                # number of batch_sums() besides one per codebook
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out

@@ -69,9 +69,9 @@ import numpy as np
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems
 from speech import weights
-from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import (audio_numbers, find_bad_audio, last_clips, new_builder, problem_of,
-                            read_all, read_flags, sums, write_prepared)
+from speech.conversations import FRAME_RATE
+from speech.dataset import (audio_numbers, ensure_codes, find_bad_audio, last_clips, new_builder,
+                            problem_of, read_all, read_flags, sums, write_prepared)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale

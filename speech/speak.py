@@ -23,11 +23,10 @@ from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import judges, weights
-from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip
-from speech.weights import load_codec
-from speech.conversations import (SCENE, BadSample, Clip, Sample, Turn, audible_text,
-                                  canonical_turns, mark_trained, normalise, normalise_requests,
-                                  system_parts, trim_turn)
+from speech.codes import SAVED, decode_clips, encode_clip, load_codec
+from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, BadSample, Clip, Sample, Turn,
+                                  audible_text, canonical_turns, mark_trained, normalise,
+                                  normalise_requests, system_parts, trim_turn)
 from speech.dataset import TableBuilder, read_samples
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, lo
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
 from core import checkpoint, dist, json_files, tensor_io
-from core.cli import UserError, first_line, require, require_package
-from speech.conversations import FRAME_RATE, SAMPLE_RATE
+from core.cli import UserError, first_line, require
 
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
@@ -111,27 +110,6 @@ def find_checkpoint(name, flag):
 
 find_model = partial(find_checkpoint, flag="--model_path")
 find_codec = partial(find_checkpoint, flag="--audio_tokenizer_path")
-
-
-def load_codec(codec_dir, device, num_codebooks):
-    """(codec in eval mode on the device, kbit/s that give num_codebooks). Raises UserError."""
-    require_package("torchaudio", "encoding new audio needs torchaudio", "torchaudio==2.11.0")
-    try:
-        from transformers import HiggsAudioV2TokenizerModel     # which imports torchaudio
-        codec, info = HiggsAudioV2TokenizerModel.from_pretrained(
-            codec_dir, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:
-        raise UserError(f"{codec_dir}: codec cannot be loaded ({first_line(error)})")
-    if lost := sorted(info["missing_keys"]) + sorted(info["unexpected_keys"]):
-        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected weights, first {lost[:5]}")
-    for name, weight in codec.named_parameters():
-        require(tensor_io.is_finite(weight), f"{codec_dir}: {name} holds NaN or infinity")
-    config = codec.config
-    bandwidth = num_codebooks * FRAME_RATE * config.codebook_nbits / 1000
-    require((config.sample_rate, config.frame_rate) == (SAMPLE_RATE, FRAME_RATE)
-            and bandwidth in config.target_bandwidths, f"{codec_dir}: is not a codec of "
-            f"{SAMPLE_RATE} Hz, {FRAME_RATE} frames/s and {num_codebooks} codebooks")
-    return codec.to(device).eval(), bandwidth
 
 
 def native_config(config):

@@ -14,8 +14,7 @@ from core.dist import World
 from data import SpeechSamples, Table, make_table, split_samples, usable_samples
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
-from speech.codes import Encoding
-from speech.dataset import Reading, Sources
+from speech.dataset import Encoding, Reading, Sources
 from tests.helpers.trainer import RUN_SCRIPT, speech_main
 
 WORLD = World(device=torch.device("cpu"))
