@@ -9,56 +9,23 @@ other code serves: V2's of 2025, or the one layout of Higgs TTS 3. Adapters have
 """
 from core import cli
 from core.cli import require
-from speech import choices
-from speech.choices import LORA_TARGETS
+from speech import conversations
 
-
-def build_parser():
-    p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
-    p.add_argument("command", choices=["merge", "export"],
-                   help="merge: adapter and base into a native checkpoint; export: for other code")
-    p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
-    p.flag("--adapter", None, "folder with adapter_model.safetensors; required for merge")
-    p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
-    p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
-           "code (default of export)", choices=("native", "2025"))
-    p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
-           "source's)", choices=("float32", "bfloat16"))
-    choices.base_dtype(p, "nf4: round the base as the adapter's run did")
-    p.flag("--max_shard_gb", 5.0, "largest weight file in GB; the command needs that much memory")
-    p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
-           "refers to (default: the base's); for TTS 3: the codec to include")
-    return p
-
-
-def check_flags(args, world_size):
-    """Raise UserError for conflicting flags; fill in --format and --base_dtype."""
-    args.format = args.format or ("native" if args.command == "merge" else "2025")
-    require(args.command == "export" or args.adapter,
-            "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
-    choices.check_base_dtype(args)
-    require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
-    require(args.max_shard_gb > 0, f"--max_shard_gb is {args.max_shard_gb}; it must be above 0")
-
-
-# parsed before torch is imported: --help and wrong flags answer at once
-args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
-
-import json
-import math
-from functools import partial
-from pathlib import Path
-
-import torch
-
-from core import adapters, checkpoint, tensor_io
-from speech import conversations, weights
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA_TARGETS = {        # endings of module names
+    "attention": ATTENTION,
+    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj",
+                            "audio_mlp.down_proj"],
+    # both FFNs, no head, no embedding
+    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
     """adapters.add_lora for a native model; with `table`, TTS 3's audio table is trained in full.
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora."""
+    from core import adapters       # late: these import torch, which --help does not need
+    from speech import weights
     whole = weights.module(model.config).WHOLE_MODULES
     require(whole or not table, "--train_audio_table is for Higgs TTS 3; V2 has --freeze_llm")
     names = ",".join(LORA_TARGETS.get(targets, [targets]))
@@ -69,154 +36,38 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     return net
 
 
-# ---- Export, with or without an adapter folded in. Memory holds at most one output file and the
-# largest tensor in fp32. The folder appears only when it is complete.
+def check_flags(args, world_size):
+    """Raise UserError for conflicting flags; fill in --format and --base_dtype."""
+    args.format = args.format or ("native" if args.command == "merge" else "2025")
+    require(args.command == "export" or args.adapter,
+            "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
+    conversations.check_base_dtype(args)
+    require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
+    require(args.max_shard_gb > 0, f"--max_shard_gb is {args.max_shard_gb}; it must be above 0")
 
 
-def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
-           codec=None, base_dtype=None):
-    """Write the checkpoint `source` (folder or hub name, either layout) and return lines to print.
-
-    layout: native or 2025. dtype: a name. None keeps the dtypes of the files, but writes float32
-    where an adapter is folded in, since bf16 rounds most of a small update away. codec: see
-    weights.save_config. base_dtype nf4: round the base as in the adapter's run. UserError."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-    folder, config = weights.find_model(source)
-    version, tts3 = weights.module(config), weights.is_tts3(config["model_type"])
-    original = layout == "2025" and not tts3
-    require(not (codec and original),
-            "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
-    tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
-    model = version.empty_model(config, torch.float32, folder)
-    weights.check_weights(model, parts, folder)
-    folds = find_folds(version.empty_model(config, torch.float32), adapter) if adapter else {}
-    updated = len(folds)
-    if base_dtype == "nf4":
-        from core import quantized
-        folds |= {name: quantized.rounded_nf4(folds.get(name))
-                  for name, weight in model.named_parameters()
-                  if ".layers." in name and weight.ndim == 2}
-    if folds and not tts3:
-        dtype = dtype or "float32"
-    # {name: (slices to join, dtype to write, function that adds the adapter's update)}
-    tensors = {name: (parts[name], getattr(torch, dtype) if dtype else parts[name][0][:1].dtype,
-                      folds.get(name)) for name, _ in model.named_parameters()}
-    if tts3:
-        tensors = version.whole_files(tensors, folder, codec)
-    else:
-        model.config.dtype = tensors["model.embed_tokens.weight"][1]
-    if original:        # the inverse of weight_parts; split tensors stay joined
-        tensors = {next(old + name.removeprefix(new) for old, new in weights.NAMES
-                        if name.startswith(new)): entry for name, entry in tensors.items()}
-    sizes = {name: math.prod(tensor_io.shape_of(slices)) * kind.itemsize
-             for name, (slices, kind, _) in tensors.items()}
-    plan = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_bytes)
-    with checkpoint.new_folder(output_dir) as building:
-        for file, names in plan.filename_to_tensors.items():
-            written = {}
-            for name in names:
-                slices, kind, fold = tensors[name]
-                pieces = [piece[:] for piece in slices]
-                tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-                tensor = fold(tensor.float()) if fold else tensor
-                written[name] = tensor.to(kind).contiguous()
-                # an update may overflow
-                require(tensor_io.is_finite(written[name]), f"{name} holds NaN or infinity, in "
-                        f"{source} or with its adapter")
-            tensor_io.save(written, building / file)
-        if plan.is_sharded:
-            checkpoint.write_json(building / "model.safetensors.index.json", {
-                "metadata": plan.metadata,
-                "weight_map": dict(sorted(plan.tensor_to_filename.items()))})
-        if original:
-            save_original_config(model.config, tokenizer, building, config)
-        else:
-            version.save_config(model, tokenizer, building, folder, codec)
-        if setting := conversations.saved_setting(adapter or folder):
-            conversations.save_setting(building / conversations.SETTINGS, setting)
-        (building / "README.md").write_text(        # a model card, which the hub requires
-            "---\nlicense: other\npipeline_tag: text-to-speech\n---\n\n"
-            f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
-            f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
-    return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
-            f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE]),
-            f"to publish: hf upload OWNER/NAME {output_dir}"]
-
-
-def find_folds(model, adapter):
-    """{weight name: function that adds the adapter's update to that weight in fp32}. The model is
-    on the meta device and gets the adapter's layers. UserError unless the adapter's files match it
-    exactly: PeftModel.from_pretrained would only warn about missing weights."""
-    whole = weights.module(model.config).WHOLE_MODULES
-    net = adapters.add_saved_lora(model, adapter, whole=whole)
-    # on the meta device this compares names and shapes and copies nothing
-    adapters.load_adapters(net, adapter)
-    stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
-
-    def fold(name, scaling, weight):
-        a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
-        magnitude = stored.get(f"base_model.model.{name}.{adapters.MAGNITUDE}")
-        if magnitude:       # DoRA (Liu et al. 2024, eq. 5): times the direction of the rows
-            weight *= (magnitude[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
-        return weight
-
-    folds = {f"{name}.weight": partial(fold, name, layer.scaling["default"])
-             for name, layer in net.get_base_model().named_modules() if hasattr(layer, "lora_A")}
-    for name in whole:      # trained in full: the table replaces the base's
-        if table := stored.get(f"base_model.model.{name}.weight"):
-            folds[f"{name}.weight"] = lambda weight, table=table: table[:].float().clone()
-    return folds
-
-
-def original_config(native, tokenizer, dtype):
-    """config.json dict of the 2025 layout for a native config. Of weights.EXTRA_IDS, which that
-    layout has no keys for, it has those that differ from the released model's."""
-    def token(name):
-        return tokenizer.convert_tokens_to_ids(name)
-    text = {key: getattr(native, key) for key in (
-        *weights.TEXT_KEYS, "initializer_range", "attention_bias", "attention_dropout", "mlp_bias")}
-    text |= weights.RELEASED_TEXT | {
-        "torch_dtype": dtype, "bos_token_id": token("<|begin_of_text|>"),
-        "eos_token_id": token("<|end_of_text|>")}
-    extra = {key: getattr(native, key) for key in weights.EXTRA_IDS
-             if getattr(native, key) != getattr(type(native)(), key)}
-    return extra | weights.RELEASED | {
-        **{key: getattr(native, native_key) for key, native_key in weights.CONFIG.items()},
-        "text_config": text, "torch_dtype": dtype, "hidden_size": native.hidden_size,
-        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)),
-        "audio_ffn_hidden_size": native.hidden_size,
-        "audio_ffn_intermediate_size": native.intermediate_size,
-        "audio_codebook_size": native.codebook_size - 2,
-        "audio_eos_token_id": token("<|audio_eos|>"), "audio_in_token_idx": token("<|AUDIO|>")}
-
-
-def save_original_config(native, tokenizer, folder, config):
-    """Write a 2025 checkpoint's files except its weights, for transformers 4.46, which boson's
-    code needs. config: config.json of the source."""
-    dtype = str(native.dtype).removeprefix("torch.")
-    if config["model_type"] != "higgs_audio":
-        config = original_config(native, tokenizer, dtype)
-    checkpoint.write_json(folder / "config.json", config | {"torch_dtype": dtype})
-    checkpoint.write_json(folder / "generation_config.json", {
-        "_from_model_config": True, "pad_token_id": native.pad_token_id,
-        "transformers_version": "4.46.3",
-        "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_text|>")})
-    tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)    # the native processor's
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    for key in ("backend", "processor_class", "is_local"):
-        settings.pop(key, None)
-    if isinstance(settings.get("extra_special_tokens"), list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    checkpoint.write_json(folder / "tokenizer_config.json", settings)
-
-
-if __name__ == "__main__":
+def main():
+    p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
+    p.add_argument("command", choices=["merge", "export"],
+                   help="merge: adapter and base into a native checkpoint; export: for other code")
+    p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
+    p.flag("--adapter", None, "folder with adapter_model.safetensors; required for merge")
+    p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
+    p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
+           "code (default of export)", choices=("native", "2025"))
+    p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
+           "source's)", choices=("float32", "bfloat16"))
+    p.flag("--base_dtype", None, "nf4: round the base as the adapter's run did (default: as in the "
+           "adapter's run)", choices=("bf16", "nf4"))
+    p.flag("--max_shard_gb", 5.0, "largest weight file in GB; the command needs that much memory")
+    p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
+           "refers to (default: the base's); for TTS 3: the codec to include")
+    args = cli.parse(p, check_flags)
+    from speech.export import export        # the trainer needs add_lora only
     print(f"checkpoint: {args.output_dir}", *export(
         args.model_path, args.output_dir, args.format, args.dtype, int(args.max_shard_gb * 1e9),
         args.adapter, args.audio_tokenizer_path, args.base_dtype), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

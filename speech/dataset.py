@@ -37,9 +37,9 @@ from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, parallel_map_ordered, token_lists
 from core.problems import Problem, problem
-from speech import choices
-from speech.conversations import (FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
-                                  canonical_sample, is_chatml, sample_name, sample_text)
+from speech.conversations import (CHATML, FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading,
+                                  Sample, canonical_sample, is_chatml, sample_name, sample_text,
+                                  source_paths)
 
 CHUNK = 2048    # entries of a file that are tokenised together
 PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
@@ -74,7 +74,7 @@ class Sources:
     held_out: str | None = None     # path of the validation data
     reading: Reading = Reading()
     processes: int = 0              # extra processes for sources of many samples
-    drop: tuple = ()                # checks (choices.CHECKS) whose samples are dropped
+    drop: tuple = ()                # checks (CHECKS) whose samples are dropped
 
     def all(self):
         """[(path, weight, True for validation data)]."""
@@ -87,7 +87,7 @@ def read_flags(args, ids, codec_dir):
     reading = Reading(args.task_type, args.columns, args.reference, args.reference_share, args.seed,
                       args.normalize_text == "on", ids.lone_reference)
     cache = args.code_cache or Path(args.output_dir) / "codes"
-    return (Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad),
+    return (Sources(*source_paths(args), reading, args.preprocess_num_proc, args.drop_bad),
             Encoding(codec_dir, cache, ids.num_codebooks, args.preprocess_num_proc,
                      args.wait_timeout))
 
@@ -96,7 +96,7 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
     """parse_entries() of a path, the number-th of the run; it still takes `wanted`. Other formats
     than ChatML are converted first, into a file in `folder`. problems: list to which unusable rows
     are added. make: function from ChatML to Sample."""
-    if Path(path).suffix in choices.CHATML and Path(path).is_file():
+    if Path(path).suffix in CHATML and Path(path).is_file():
         with contextlib.suppress(UserError):        # the converter says more
             unit, read = json_files.read_entries(path)
             _, first = next(read(lambda number: True), (0, None))
@@ -506,7 +506,7 @@ def ensure_codes(world, clips, encoding):
         return bool(known.missing())
 
     if rank0(world, is_incomplete):
-        from speech import codes        # what is not needed is not imported
+        from speech import codes
         return codes.fill_cache(world, clips, encoding)
     return known
 

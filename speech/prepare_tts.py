@@ -17,18 +17,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # the folder
 
 from core import cli
 from core.cli import UserError, require, usable_cpus
-from speech import choices
-from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS
+from speech.conversations import CHECKS, LONGEST_CLIP_S, check_data, data_flags
 
+SOUND_ERRORS = ("too_short", "silence")     # besides those of CHECKS
+# checks whose samples are still used
+WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text",
+            "in_validation", "text_rate", "no_second_clip", "no_reference_text", "unused_reference",
+            "own_reference")
 ERRORS = (*CHECKS, *SOUND_ERRORS)
-
 
 p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
 flag = p.flag
 flag("--model_path", None, "model whose tokenizer is used, folder or hub name", required=True)
 flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
-choices.data(p)
+data_flags(p)
 flag("--seed", 42, "seed for choosing references and the samples that have one")
 # checks
 flag("--min_clip_seconds", 0.32, "a shorter clip is an error, too_short")
@@ -45,7 +48,7 @@ flag("--wait_timeout", 21600, "seconds to wait for the other processes")
 
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail later; expand drop_bad to the checks to drop."""
-    choices.check_data(args)
+    check_data(args)
     cli.zero_or_more(args, "min_clip_seconds seed preprocess_num_proc")
     cli.above_zero(args, "max_clip_seconds")
     cli.at_least_one(args, "wait_timeout")

@@ -25,8 +25,8 @@ from core.watchdog import stop_requested
 from speech import judges, weights
 from speech.codes import SAVED, decode_clips, encode_clip, load_codec
 from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, BadSample, Clip, Sample, Turn,
-                                  audible_text, canonical_turns, mark_trained, normalise,
-                                  normalise_requests, system_parts, trim_turn)
+                                  canonical_turns, mark_trained, normalise, normalise_requests,
+                                  saved_setting, system_parts, trim_turn)
 from speech.dataset import TableBuilder, read_samples
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
@@ -35,6 +35,16 @@ STRIDE = 1_000_003      # step of the seed from take to take; from batch to batc
 PAUSE_S = 0.12          # silence between chunks of a long text
 
 # ---- Prompts
+
+
+def setting_to_speak(wanted, model, adapter=None):
+    """(True to normalise spoken text, a line that says so and why). wanted: --normalize_text, or
+    None for what the checkpoint, a model's or an adapter's folder, was trained with."""
+    folder = adapter or model
+    saved = saved_setting(folder)
+    setting = wanted or saved or "on"       # on: as in boson-ai's inference
+    why = f"was trained with {saved}" if saved else "is not a checkpoint of this trainer"
+    return setting == "on", f"--normalize_text {setting}; {folder} {why}"
 
 
 @dataclass
@@ -411,7 +421,7 @@ def speak_chunks(samples, most, prepare, say, listeners, write=None):
         record = dict(facts[-1])
         if listeners.hear:
             record["heard"] = " ".join(row["heard"] for row in facts)
-            text = audible_text(" ".join(chunk.strip() for _, chunk in chunks))
+            text = judges.audible_text(" ".join(chunk.strip() for _, chunk in chunks))
             record |= judges.word_rates([text], [record["heard"]], listeners.language)
         ended_by = next((end for end in ends if end != "eos"), "eos")
         results.append((np.concatenate(codes), ended_by, join(waves), record))

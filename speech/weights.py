@@ -1,13 +1,10 @@
 """Checkpoints: choose V2 or TTS 3, find, check, load into any sharding.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than its shard. V2 has two layouts: transformers' native one, and the 2025 layout that
-boson-ai's code serves; NAMES and CONFIG map the names of one to the other. Higgs TTS 3 has one
-layout, with the codec and both copies of the tied tables, for sglang-omni and vllm-omni. Missing,
-unexpected or misshapen weights stop the run.
+more than its shard. Missing, unexpected or misshapen weights stop the run. V2 has two layouts:
+transformers' native one, and that of 2025, which speech/export.py reads.
 """
 import json
-import re
 import shutil
 from functools import partial
 from importlib import import_module
@@ -28,38 +25,6 @@ KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwe
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
-# weight names: (2025 layout, native)
-NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
-         ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
-         ("norm.", "model.norm."), ("audio_decoder_proj.", ""))     # "" begins every name: last
-DROPPED = ("audio_codebook_weights", "inv_freq")        # 2025 tensors without a native one
-SPLIT = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(\.weight)$")
-# config.json keys: in both layouts, {2025: native}, and in the native layout only
-TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-             "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
-             "max_position_embeddings")
-CONFIG = {"audio_num_codebooks": "num_codebooks", "audio_out_token_idx": "audio_token_id",
-          "audio_out_bos_token_id": "audio_bos_token_id", "pad_token_id": "pad_token_id",
-          "audio_stream_bos_id": "audio_stream_bos_id",
-          "audio_stream_eos_id": "audio_stream_eos_id"}
-EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")
-# all other keys of the 2025 layout, as released
-RELEASED = {
-    "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"],
-    "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0,
-    "audio_embed_avg": False, "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>", "audio_in_token": "<|AUDIO|>",
-    "audio_out_bos_token": "<|audio_out_bos|>", "audio_out_token": "<|AUDIO_OUT|>",
-    "skip_audio_tower": True, "use_delay_pattern": True, "encode_audio_in_tokens": True,
-    "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
-    "use_audio_out_self_attention": False, "use_rq_transformer": False}
-RELEASED_TEXT = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-    "max_position_embeddings": 131072,     # a server may refuse more than native's 2048
-    # the native rope parameters under Llama 3.2's names
-    "rope_theta": 500000.0, "rope_scaling": {
-        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
-        "original_max_position_embeddings": 8192}}
 
 
 # ---- Higgs-Audio V2 or Higgs TTS 3: chosen once; only the chosen module is imported
@@ -117,14 +82,8 @@ def native_config(config):
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        # a variant that the native class computes differently
-        require(not config.get("audio_embed_avg"), "config.json: audio_embed_avg is not supported")
-        text = config.get("text_config", {})
-        native = HiggsAudioV2Config(
-            **{key: text[key] for key in TEXT_KEYS if key in text},
-            **{native_key: config[key] for key, native_key in CONFIG.items() if key in config},
-            **{key: config[key] for key in EXTRA_IDS if key in config},
-            codebook_size=config.get("audio_codebook_size", 1024) + 2)
+        from speech import export
+        native = HiggsAudioV2Config(**export.native_settings(config))
     end = native.audio_stream_eos_id
     require(native.codebook_size > end, f"config.json has codebook_size {native.codebook_size}, "
             f"but end-of-stream is code {end}: it must be {end + 1}")
@@ -166,19 +125,13 @@ def generation_config(config):
 
 
 def weight_parts(folder, config):
-    """{native name: [slice, ...]} of a folder in the native or 2025 layout. config: config.json.
-
-    Some 2025 tensors are split in two; those of a name are joined along dimension 0. Follows
-    transformers' convert_higgs_audio_v2_to_hf.py."""
-    slices, parts = tensor_io.open_tensors(tensor_io.files_of(folder, "model")), {}
+    """{native name: [slices to join]} of a folder in the native or 2025 layout. config:
+    config.json."""
+    slices = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     if config["model_type"] == "higgs_audio_v2":
         return {name: [tensor] for name, tensor in slices.items()}
-    for original in sorted(slices):     # "..._frozen" is sorted before "..._trainable"
-        if not any(dropped in original for dropped in DROPPED):
-            name = SPLIT.sub(r"\1", original)
-            old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
-            parts.setdefault(new + name.removeprefix(old), []).append(slices[original])
-    return parts
+    from speech import export
+    return export.native_parts(slices)
 
 
 def check_weights(model, parts, folder):

@@ -9,8 +9,7 @@ import torch
 from core.dist import World
 from core.problems import Problems
 from data import make_table, split_validation
-from speech.choices import CHECKS
-from speech.conversations import Clip
+from speech.conversations import CHECKS, Clip
 from speech.dataset import Encoding, Sources, TableBuilder, read_all
 
 

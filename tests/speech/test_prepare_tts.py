@@ -13,7 +13,7 @@ from core.cli import UserError
 from core.dist import World
 from data import SpeechSamples, Table, make_table, split_samples, usable_samples
 from speech import prepare_tts
-from speech.choices import CHECKS, SOUND_ERRORS
+from speech.conversations import CHECKS
 from speech.dataset import Encoding, Reading, Sources
 from tests.helpers.trainer import RUN_SCRIPT, speech_main
 
@@ -187,7 +187,7 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
                     "0.20 s, less than --min_clip_seconds 0.32", "is silent, -103 dB of full scale"):
         assert message in str(caught.value)
     assert read_problems(tmp_path / "b") == expected and not (tmp_path / "b" / "prepared.json").exists()
-    dropped = (*CHECKS, *SOUND_ERRORS, "clipping", "text_rate")
+    dropped = (*CHECKS, *prepare_tts.SOUND_ERRORS, "clipping", "text_rate")
     report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=dropped)
     assert read_problems(tmp_path / "c") == expected and (report["samples"], report["dropped"]) == (34, 6)
     assert report["checks"]["clipping"] == {"samples": 1, "dropped": True}
