@@ -24,7 +24,6 @@ import weakref
 import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +41,7 @@ from speech.conversations import (CHATML, FRAME_RATE, SHORTENED, BadSample, Clip
                                   source_paths)
 
 CHUNK = 2048    # entries of a file that are tokenised together
+ALL = range(sys.maxsize).__contains__       # `wanted` of open_source: every number
 PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
@@ -51,8 +51,6 @@ LISTS = {"tokens": "token_offsets", "names": "name_offsets", "clips": "clip_offs
 COLUMNS = {"tokens": np.int32, "labelled": bool, "names": np.uint8, "text_targets": np.int64,
            "clips": np.int32, "trained": bool, "facts": FACTS,
            **dict.fromkeys(LISTS.values(), np.int64)}
-
-
 PIPELINE = b"mono-mean soxr-HQ 24k v2"      # in the fingerprint: rename it if waveforms change
 # of a shard, besides the codes
 SHARD_COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")
@@ -93,48 +91,47 @@ def read_flags(args, ids, codec_dir):
 
 
 def open_source(path, reading, problems, folder, held_out=False, number=0, make=canonical_sample):
-    """parse_entries() of a path, the number-th of the run; it still takes `wanted`. Other formats
-    than ChatML are converted first, into a file in `folder`. problems: list to which unusable rows
-    are added. make: function from ChatML to Sample."""
-    if Path(path).suffix in CHATML and Path(path).is_file():
+    """Function that takes `wanted` and yields (number, Sample or Problem) of each entry whose
+    number is wanted. path: the number-th source of the run. Other formats than ChatML are
+    converted first, into a file in `folder`. problems: list to which unusable rows are added.
+    make: function from ChatML to Sample."""
+    file, first = Path(path), None
+    if file.suffix in CHATML and file.is_file():
         with contextlib.suppress(UserError):        # the converter says more
-            unit, read = json_files.read_entries(path)
-            _, first = next(read(lambda number: True), (0, None))
-            if is_chatml(first):
-                changed = [f"--{name}" for name, default in vars(Reading()).items()
-                           if name in PROMPT_FLAGS and getattr(reading, name) != default]
-                if changed:
-                    print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
-                          f"{', '.join(changed)} does not change", flush=True)
-                return partial(parse_entries, str(path), Path(path), unit, read, reading, make)
-    from speech import convert
-    converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
-    convert.to_chatml(path, converted, problems, held_out=held_out, **vars(reading))
-    is_empty = not converted.stat().st_size
-    unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(converted)
-    return partial(parse_entries, str(path), converted, unit, read, reading, make)
+            unit, read = json_files.read_entries(file)
+            _, first = next(read(ALL), (0, None))
+    if is_chatml(first):
+        changed = [f"--{name}" for name, default in vars(Reading()).items()
+                   if name in PROMPT_FLAGS and getattr(reading, name) != default]
+        if changed:
+            print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
+                  f"{', '.join(changed)} does not change", flush=True)
+    else:
+        from speech import convert
+        file = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
+        convert.to_chatml(path, file, problems, held_out=held_out, **vars(reading))
+        is_empty = not file.stat().st_size
+        unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(file)
+    paths = Paths(file.parent.resolve())
 
-
-def parse_entries(origin, path, unit, read, reading, make, wanted):
-    """Yield (number, Sample or Problem) for each entry whose number is wanted. origin: the user's
-    file, which `path` was converted from. unit, read: of json_files.read_entries."""
-    paths = Paths(path.parent.resolve())
-    for number, entry in read(wanted):
-        fields = entry if isinstance(entry, dict) else {}
-        misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
-        name, setting = misc.get("source"), fields.get("normalize_text")    # source: of convert.py
-        if not isinstance(name, str):
-            name = sample_name(f"{path} {unit} {number + 1}", entry)
-        try:
-            if setting not in (None, "", "on", "off"):
-                raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
-            # off: this text was spoken without normalisation, by generate_tts.py
-            sample = make(name, entry, paths, reading.normalize and setting != "off")
-        except BadSample as error:
-            yield number, problem(name, error.check, error, origin)
-        else:
-            sample.notes.extend(map(tuple, misc.get("notes", ())))
-            yield number, sample
+    def parse(wanted):
+        for number, entry in read(wanted):
+            fields = entry if isinstance(entry, dict) else {}
+            misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
+            name, setting = misc.get("source"), fields.get("normalize_text")  # source: of convert
+            if not isinstance(name, str):
+                name = sample_name(f"{file} {unit} {number + 1}", entry)
+            try:
+                if setting not in (None, "", "on", "off"):
+                    raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
+                # off: this text was spoken without normalisation, by generate_tts.py
+                sample = make(name, entry, paths, reading.normalize and setting != "off")
+            except BadSample as error:
+                yield number, problem(name, error.check, error, path)
+            else:
+                sample.notes.extend(map(tuple, misc.get("notes", ())))
+                yield number, sample
+    return parse
 
 
 def read_samples(path, problems, make=canonical_sample, **reading):
@@ -142,29 +139,11 @@ def read_samples(path, problems, make=canonical_sample, **reading):
     make: as in open_source. reading: fields of Reading."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
-    parse = open_source(path, Reading(**reading), problems, folder, make=make)
-    for _, sample in parse(lambda number: True):
+    for _, sample in open_source(path, Reading(**reading), problems, folder, make=make)(ALL):
         if isinstance(sample, Sample):
             yield sample
         else:
             problems.append(sample)
-
-
-def read_source(builder, parse, origin, sources, problems, warnings):
-    """Tokenise a source, opened by open_source, into a TableBuilder."""
-    def make_chunks(start, step):
-        mine = range(start, sys.maxsize, step)
-        entries = parse(lambda number: number // CHUNK in mine)
-        for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
-            yield builder.chunk([sample for _, sample in group], origin, sources.drop)
-
-    def take(chunk):
-        builder.append(chunk)
-        problems.add(chunk["refused"])
-        if warnings is not None:
-            warnings.extend(chunk["notes"])
-
-    parallel_map_ordered(make_chunks, sources.processes, take)
 
 
 def read_all(builder, sources, problems, folder=None, warnings=None):
@@ -172,15 +151,28 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
 
     problems: Problems that collects unusable samples, for the caller to settle. folder: for data
     converted to ChatML. warnings: a list that takes Problems of usable samples."""
+    def take(chunk):
+        builder.append(chunk)
+        problems.add(chunk["refused"])
+        if warnings is not None:
+            warnings.extend(chunk["notes"])
+
     for number, (path, weight, held_out) in enumerate(sources.all()):
         start, before, unconverted = len(builder), problems.counts.total(), []
         parse = open_source(path, sources.reading, unconverted, folder, held_out, number)
         problems.add(unconverted)
-        read_source(builder, parse, str(path), sources, problems, warnings)
+
+        def make_chunks(start, step, parse=parse, path=path):
+            mine = range(start, sys.maxsize, step)
+            entries = parse(lambda entry: entry // CHUNK in mine)
+            for _, group in itertools.groupby(entries, lambda entry: entry[0] // CHUNK):
+                yield builder.chunk([sample for _, sample in group], path, sources.drop)
+
+        parallel_map_ordered(make_chunks, sources.processes, take)
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
-        samples = (sample for _, sample in parse(lambda number: True))
+        samples = (sample for _, sample in parse(ALL))
         if first := next((sample for sample in samples if isinstance(sample, Sample)), None):
             print(f"           first: {one_line(sample_text(first))}", flush=True)
         if not kept and not problems.n_fatal:
@@ -524,16 +516,3 @@ def tokenizer_fingerprint(tokenizer, ids):
     """16 hex digits: hash of a tokenizer's vocabulary and of the ids that the trainer uses."""
     text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
-
-
-def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
-    """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
-    codes = json.loads((table / "codes.json").read_text())
-    cache = Path(os.path.normpath(table / codes["folder"]))
-    files = [*sorted(table.iterdir()), *(cache / name for name in codes["shards"])]
-    checkpoint.write_text(folder / PREPARED, json.dumps({
-        "table": table.name,
-        "sha256": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
-                   checkpoint.sha256(path) for path in files},
-        "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
-        "reading": asdict(reading), "report": report}, indent=1) + "\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from core import adapters, dist
 from core.checkpoint import move_aside, write_atomically
@@ -18,10 +19,23 @@ from core.packing import PackOrder
 from core.watchdog import Stopped
 from speech import speak, weights
 from speech.conversations import FRAME_RATE
-from speech.labels import total_loss
+from speech.labels import IGNORE, total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # longest speech of a row
+
+
+def divergence(model, batch):
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
+    model: a PackedBase. The base is the same, without its adapters, gradient and dropout."""
+    training = model.training
+    model.eval()
+    with torch.no_grad(), adapters.disable(model.net):
+        base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    model.train(training)
+    trained = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    cells = F.kl_div(trained, base, log_target=True, reduction="none").sum(-1)
+    return (cells * (batch.audio_targets != IGNORE)).sum(0)
 
 
 class Keeper:

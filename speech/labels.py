@@ -203,8 +203,9 @@ class PackedBase(torch.nn.Module):
         audio: cross-entropy per codebook; text: cross-entropy. ends (detached): of all
         end-of-stream targets the cross-entropy, the number predicted and the number; then, of
         codebook 0, whose first end-of-stream ends speech, the number of first ones predicted and
-        the number of codes mistaken for one. keep: return divergence() instead."""
+        the number of codes mistaken for one. keep: return keep.divergence() instead."""
         if keep:
+            from speech.keep import divergence
             return divergence(self, batch)
         config = self.base_model.config
         hidden = self.hidden_states(batch)
@@ -255,20 +256,6 @@ def loss_report(sums, text_weight, prefix, all_ends=False):
 def total_loss(audio, n_audio, text, n_text, text_weight):
     """The training loss from K audio sums and a text sum over targets, and their global numbers."""
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
-
-
-def divergence(model, batch):
-    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
-    model: a PackedBase. The base is the same, without its adapters, gradient and dropout."""
-    from core import adapters
-    training = model.training
-    model.eval()
-    with torch.no_grad(), adapters.disable(model.net):
-        base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
-    model.train(training)
-    trained = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
-    cells = F.kl_div(trained, base, log_target=True, reduction="none").sum(-1)
-    return (cells * (batch.audio_targets != IGNORE)).sum(0)
 
 
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):

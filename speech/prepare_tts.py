@@ -9,8 +9,10 @@ Training on the folder starts at once and needs neither the audio nor torchaudio
 command to resume; codes that are already encoded are kept. OUTPUT_DIR/problems.jsonl lists all
 problems of the data. OUTPUT_DIR/prepared.json describes the data.
 """
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # the folder of core/
@@ -73,8 +75,9 @@ from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems
 from speech import weights
 from speech.conversations import FRAME_RATE
-from speech.dataset import (audio_numbers, ensure_codes, find_bad_audio, last_clips, new_builder,
-                            problem_of, read_all, read_flags, sums, write_prepared)
+from speech.dataset import (PREPARED, audio_numbers, codec_fingerprint, ensure_codes,
+                            find_bad_audio, last_clips, new_builder, problem_of, read_all,
+                            read_flags, sums, tokenizer_fingerprint)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -143,6 +146,19 @@ def find_problems(builder, codes, least, most):
 
 
 # ---- The folder
+
+
+def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
+    """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
+    codes = json.loads((table / "codes.json").read_text())
+    cache = Path(os.path.normpath(table / codes["folder"]))
+    files = [*sorted(table.iterdir()), *(cache / name for name in codes["shards"])]
+    checkpoint.write_text(folder / PREPARED, json.dumps({
+        "table": table.name,
+        "sha256": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
+                   checkpoint.sha256(path) for path in files},
+        "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
+        "reading": asdict(reading), "report": report}, indent=1) + "\n")
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
