@@ -43,7 +43,6 @@ def check_flags(args, world_size):
             "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
     conversations.check_base_dtype(args)
     require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
-    require(args.max_shard_gb > 0, f"--max_shard_gb is {args.max_shard_gb}; it must be above 0")
 
 
 def main():
@@ -59,14 +58,13 @@ def main():
            "source's)", choices=("float32", "bfloat16"))
     p.flag("--base_dtype", None, "nf4: round the base as the adapter's run did (default: as in the "
            "adapter's run)", choices=("bf16", "nf4"))
-    p.flag("--max_shard_gb", 5.0, "largest weight file in GB; the command needs that much memory")
     p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
            "refers to (default: the base's); for TTS 3: the codec to include")
     args = cli.parse(p, check_flags)
     from speech.export import export        # the trainer needs add_lora only
     print(f"checkpoint: {args.output_dir}", *export(
-        args.model_path, args.output_dir, args.format, args.dtype, int(args.max_shard_gb * 1e9),
-        args.adapter, args.audio_tokenizer_path, args.base_dtype), sep="\n  ")
+        args.model_path, args.output_dir, args.format, args.dtype, adapter=args.adapter,
+        codec=args.audio_tokenizer_path, base_dtype=args.base_dtype), sep="\n  ")
 
 
 if __name__ == "__main__":
