@@ -96,7 +96,7 @@ from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
 from speech import conversations, weights
 from speech.dataset import read_flags
-from speech.labels import N_EXTRA, batch_sums, eval_line, step_work, total_loss, train_line
+from speech.labels import N_EXTRA, batch_sums, step_work, total_loss
 
 if args.float8 or args.base_dtype == "nf4":
     from core import quantized
@@ -305,7 +305,9 @@ def validate():
     if len(eval_ids):       # all targets of all ranks count alike
         values = module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
                                     "eval")
-        print0(eval_line(step, values))
+        print0("eval   step {:>6} | loss {eval/loss:7.4f} | audio {eval/audio_loss:6.3f} | text "
+               "{eval/text_loss:6.3f} | eos {eval/eos_loss:6.3f} stop {eval/stop_recall:6.1%}"
+               .format(step, **values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
         values |= prompts.speak(world, model, step, log, autocast)
@@ -419,7 +421,13 @@ while step < total_steps and not stopping:
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        print0(train_line(step, total_steps, values))
+        left = metrics.duration((total_steps - step) * values["train/step_seconds"])
+        mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
+        print0(("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
+                "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr "
+                "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
+                "{train/audio_seconds_per_second:>7,.1f} audio-s/s" + mfu + " | eta {}")
+               .format(step, total_steps, left, **values))
 
     # validate; a stop request takes effect one step late, so no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from core import kernels
 from core.cli import require
-from core.metrics import duration
 from speech.conversations import FRAME_RATE, Clip
 
 N_EXTRA = 8                # number of batch_sums() besides one per codebook
@@ -282,20 +281,3 @@ def step_work(config, table, samples, lora):
     return {"audio_targets": n_audio, "text_targets": n_text, "tokens": tokens,
             "samples": len(samples), "audio_seconds": frames / FRAME_RATE,
             "flops": flops_per_pack(config, tokens, n_audio, n_text, pairs, lora)}
-
-
-def train_line(step, total_steps, values):
-    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
-    left = duration((total_steps - step) * values["train/step_seconds"])
-    mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
-    return ("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
-            "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} "
-            "| grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} audio-s/s"
-            + mfu + " | eta {}").format(step, total_steps, left, **values)
-
-
-def eval_line(step, values):
-    """One aligned line of a validation, with units."""
-    return ("eval   step {:>6} | loss {eval/loss:7.4f} | audio {eval/audio_loss:6.3f} | text "
-            "{eval/text_loss:6.3f} | eos {eval/eos_loss:6.3f} stop {eval/stop_recall:6.1%}"
-            .format(step, **values))

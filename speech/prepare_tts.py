@@ -148,19 +148,6 @@ def find_problems(builder, codes, least, most):
 # ---- The folder
 
 
-def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
-    """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
-    codes = json.loads((table / "codes.json").read_text())
-    cache = Path(os.path.normpath(table / codes["folder"]))
-    files = [*sorted(table.iterdir()), *(cache / name for name in codes["shards"])]
-    checkpoint.write_text(folder / PREPARED, json.dumps({
-        "table": table.name,
-        "sha256": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
-                   checkpoint.sha256(path) for path in files},
-        "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
-        "reading": asdict(reading), "report": report}, indent=1) + "\n")
-
-
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     """Make the prepared folder, on every rank; returns its report.
 
@@ -186,12 +173,18 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
             "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),
             "checks": {check: {"samples": n, "dropped": check in drop}
                        for check, n in sorted(problems.counts.items())}}
-        cache = os.path.abspath(codes.folder)
-        if out in codes.folder.parents:     # then the prepared folder can be moved
-            cache = os.path.relpath(codes.folder, builder.folder)
-        builder.write(cache, codes.shards, codes.where, left_out)
-        write_prepared(out, builder.folder, tokenizer, ids, encoding.codec_dir, sources.reading,
-                       report)
+        inside = out in codes.folder.parents        # then the prepared folder can be moved
+        cache = codes.folder if inside else Path(os.path.abspath(codes.folder))
+        builder.write(os.path.relpath(cache, builder.folder) if inside else cache, codes.shards,
+                      codes.where, left_out)
+        files = [*sorted(builder.folder.iterdir()), *(cache / name for name in codes.shards)]
+        checkpoint.write_text(out / PREPARED, json.dumps({      # completes the folder
+            "table": builder.folder.name,
+            "sha256": {str(path.relative_to(out) if path.is_relative_to(out) else path):
+                       checkpoint.sha256(path) for path in files},
+            "tokenizer": tokenizer_fingerprint(tokenizer, ids),
+            "codec": codec_fingerprint(encoding.codec_dir),
+            "reading": asdict(sources.reading), "report": report}, indent=1) + "\n")
         return report
 
     with new_builder(world, tokenizer, ids, out) as (builder, clips):
