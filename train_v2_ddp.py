@@ -16,7 +16,6 @@ import argparse
 import os
 import sys
 
-import lora
 from core import cli
 from core.cli import require
 from speech.conversations import CHECKS, check_data, data_flags, source_paths
@@ -29,8 +28,8 @@ cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_st
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
-flag("--lora_target_modules", None, f"{', '.join(lora.LORA_TARGETS)}, or module name endings "
-     "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
+flag("--lora_target_modules", None, "attention, attention+audio_mlp, all-linear, or module name "
+     "endings (default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
 switch("--freeze_llm", "train only the audio embedding and head, without adapters")
 # data
@@ -130,9 +129,9 @@ def empty_model(source, config_dict):
     parts = module.weight_parts(source, config_dict)
     weights.check_weights(native, parts, source)
     if args.use_lora:
-        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout,
-                            args.lora_target_modules, args.model_path, args.train_audio_table,
-                            rslora=args.use_rslora, dora=args.use_dora)
+        net = weights.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout,
+                               args.lora_target_modules, args.model_path, args.train_audio_table,
+                               rslora=args.use_rslora, dora=args.use_dora)
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(stem in name for stem in (

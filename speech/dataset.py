@@ -7,7 +7,7 @@ replaces it by the clip's rows. Rank 0 writes the table, all ranks and loader wo
 Codes are stored in append-only shards under CACHE/<codec fingerprint>, for all runs. A shard has
 int16 codes, their lengths, a content key per clip, and the key of each (path, size, date, cut), so
 later runs only check file dates. Each clip's codes have a CRC-32, checked when a run starts and at
-each read. The other columns have a SHA-256. speech/codes.py encodes what is new.
+each read. The other columns have a SHA-256. speech/codes.py encodes new clips.
 """
 import atexit
 import contextlib

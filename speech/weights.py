@@ -2,7 +2,7 @@
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
 more than its shard. Missing, unexpected or misshapen weights stop the run. V2 has two layouts:
-transformers' native one, and that of 2025, which speech/export.py reads.
+transformers' native one, and that of 2025, of speech/layout_2025.py.
 """
 import json
 import shutil
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
-from core import checkpoint, dist, json_files, tensor_io
+from core import adapters, checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
 
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
@@ -23,6 +23,13 @@ HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # a processor's codec if the bas
 KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
          "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA_TARGETS = {        # endings of module names
+    "attention": ATTENTION,
+    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj",
+                            "audio_mlp.down_proj"],
+    # both FFNs, no head, no embedding
+    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
 
@@ -82,8 +89,8 @@ def native_config(config):
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        from speech import export
-        native = HiggsAudioV2Config(**export.native_settings(config))
+        from speech import layout_2025
+        native = HiggsAudioV2Config(**layout_2025.native_settings(config))
     end = native.audio_stream_eos_id
     require(native.codebook_size > end, f"config.json has codebook_size {native.codebook_size}, "
             f"but end-of-stream is code {end}: it must be {end + 1}")
@@ -130,14 +137,28 @@ def weight_parts(folder, config):
     slices = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     if config["model_type"] == "higgs_audio_v2":
         return {name: [tensor] for name, tensor in slices.items()}
-    from speech import export
-    return export.native_parts(slices)
+    from speech import layout_2025
+    return layout_2025.native_parts(slices)
 
 
 def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a model without adapters."""
     problem = tensor_io.mismatch({n: p.shape for n, p in model.named_parameters()}, parts)
     require(not problem, f"{folder}: {problem}")
+
+
+def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
+    """adapters.add_lora for a native model; with `table`, TTS 3's audio table is trained in full.
+
+    targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora."""
+    whole = module(model.config).WHOLE_MODULES
+    require(whole or not table, "--train_audio_table is for Higgs TTS 3; V2 has --freeze_llm")
+    names = ",".join(LORA_TARGETS.get(targets, [targets]))
+    net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task_type=None,
+                            modules_to_save=list(whole) if table else None, **kinds)
+    if table:       # trained, so in fp32; this one copy is both embedding and head
+        model.audio_embedding.modules_to_save.float()
+    return net
 
 
 def load_weights(weights, parts, world=None):

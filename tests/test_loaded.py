@@ -21,7 +21,7 @@ def files(folder, names):
 ALL = files(
     "core/", "problems checkpoint cli dist json_files kernels lifetime metrics optim packing tensor_io watchdog")
 # LoRA on ChatML with cached codes needs no other format, no TTS 3, no judge and no memory plan
-SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data") | files(
     "speech/", "conversations dataset labels v2 weights")
 CHATS = files("core/", "chat checkpoint cli dist problems run tensor_io") | files(
     "distill/", "causal_lm chat_data losses packed_lm train_sft")

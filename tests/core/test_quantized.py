@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
+import lora
 from core import quantized
 from distill import causal_lm
-from speech import export
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.trainer import ROOT, speech_main, train_forked
@@ -197,7 +197,7 @@ def test_an_adapter_on_nf4_generates_and_merges_on_nf4(pool, quick_python, tiny,
     up, down = (names[f"base_model.model.{layer}.lora_{half}.weight"] for half in "BA")
     frozen = base[f"{layer}.weight"].float()
     for name, dtype in (("as trained", "nf4"), ("on the base", None)):
-        export.export(str(tiny.model), tmp_path / name, dtype="float32", adapter=str(learnt), codec=str(tiny.codec),
+        lora.export(str(tiny.model), tmp_path / name, dtype="float32", adapter=str(learnt), codec=str(tiny.codec),
                     base_dtype=dtype)
         whole = load_file(tmp_path / name / "model.safetensors")
         expected = (rounded(frozen, torch.float32) if dtype else frozen) + 2 * up @ down

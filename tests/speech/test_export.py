@@ -11,8 +11,9 @@ from transformers import AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForCondi
 from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import HiggsAudioV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import lora
 from core.cli import UserError
-from speech import export, weights
+from speech import layout_2025, weights
 from speech.speak import load_model
 from tests.helpers import spoken
 from tests.helpers.spoken import logits
@@ -143,24 +144,24 @@ def test_2025_layout_is_the_published_one(tiny, tmp_path):
     ids = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|audio_eos|>": 128012, "<|AUDIO|>": 128015}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the Hub
-    assert export.original_config(HiggsAudioV2Config(codebook_size=1026), tokenizer, "bfloat16") == published_config()
+    assert layout_2025.original_config(HiggsAudioV2Config(codebook_size=1026), tokenizer, "bfloat16") == published_config()
 
 
 def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):
-    export.export(str(original), tmp_path / "native")
+    lora.export(str(original), tmp_path / "native")
     state = load_file(original / "model.safetensors")
     state = {name: value for name, value in state.items() if "codebook_weights" not in name and "inv_freq" not in name}
     for name, kinds in SPLIT.items():
         state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{kind}.weight") for kind in kinds])
     for source in (tmp_path / "native", original):      # the first export rebuilds the config, the second copies it
-        export.export(str(source), out := tmp_path / f"from-{source.name}", "2025")
+        lora.export(str(source), out := tmp_path / f"from-{source.name}", "2025")
         assert same(tensors(out), state) and {t.dtype for t in state.values()} == {torch.bfloat16}
         assert read(out, "config.json") == read(original, "config.json")
 
 
 def test_native_export_of_a_2025_base_can_generate(original, tmp_path):
     """The base stops at <|end_of_text|> and has no repetition guard: its speech would run to the limit."""
-    export.export(str(original), tmp_path / "out", dtype="float32")
+    lora.export(str(original), tmp_path / "out", dtype="float32")
     expected = {"eos_token_id": 585, "pad_token_id": 577, "do_sample": True, **RAS}
     generation = read(tmp_path / "out", "generation_config.json")
     assert generation | expected == generation
@@ -173,13 +174,13 @@ def test_native_export_of_a_2025_base_can_generate(original, tmp_path):
 @pytest.mark.parametrize("layout", ["native", "2025"])
 def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_path, layout):
     folder, net = adapter
-    export.export(str(tiny.model), tmp_path / "out", layout, "float32", 3 * 10**6, folder)
+    lora.export(str(tiny.model), tmp_path / "out", layout, "float32", 3 * 10**6, folder)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 3      # each large table has a file
     named = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"].keys()
     assert named == (NAMES.keys() if layout == "2025" else set(NAMES.values()))
     back = tmp_path / "out"
     if layout == "2025":
-        export.export(str(back), back := tmp_path / "back")
+        lora.export(str(back), back := tmp_path / "back")
     merged = load(back)
     torch.testing.assert_close(logits(merged, data), logits(net, data), rtol=1e-5, atol=1e-5)
     assert (logits(merged, data) - logits(load(tiny.model), data)).abs().max() > 0.05
@@ -189,7 +190,7 @@ def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_pa
                                   {"alpha_pattern": {"o_proj": 3}}], ids=str)
 def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
     folder, net = make_adapter(tiny, tmp_path / "adapter", **kind)
-    export.export(str(tiny.model), tmp_path / "out", dtype="float32", adapter=folder)
+    lora.export(str(tiny.model), tmp_path / "out", dtype="float32", adapter=folder)
     got, expected = tensors(tmp_path / "out"), net.merge_and_unload().state_dict()
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -202,7 +203,7 @@ def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, word
     """The merge would be wrong or incomplete."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
     with pytest.raises(UserError, match=f"adapter_config.json: the adapter has {words}, which is not supported"):
-        export.export(str(tiny.model), tmp_path / "out", dtype="float32", adapter=folder)
+        lora.export(str(tiny.model), tmp_path / "out", dtype="float32", adapter=folder)
 
 
 def test_speech_uses_an_adapter_like_peft(tiny, data, tmp_path):
@@ -228,14 +229,14 @@ def test_weights_that_are_not_finite_are_refused(tiny, adapter, tmp_path, where,
         state[name][1, 1] = value
     save_file(state, path, {"format": "pt"})
     with pytest.raises(UserError, match="NaN or infinity"):
-        export.export(str(model), tmp_path / "out", dtype="float32", adapter=folder)
+        lora.export(str(model), tmp_path / "out", dtype="float32", adapter=folder)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, original, tmp_path):
     """In bf16, an update below half a step of the weight would be lost."""
     folder, net = adapter
-    export.export(str(original), tmp_path / "out", adapter=folder)
+    lora.export(str(original), tmp_path / "out", adapter=folder)
     got = tensors(tmp_path / "out")
     assert {t.dtype for t in got.values()} == {torch.float32}
     name = "layers.1.self_attn.q_proj"
@@ -263,7 +264,7 @@ def test_original_config_gives_the_released_native_config():
     native, text = weights.native_config(config), config["text_config"]
     with pytest.raises(UserError, match="audio_embed_avg is not supported"):
         weights.native_config(config | {"audio_embed_avg": True})
-    expected = {key: text[key] for key in export.TEXT_KEYS} | {
+    expected = {key: text[key] for key in layout_2025.TEXT_KEYS} | {
         "num_codebooks": 8, "codebook_size": 1026, "audio_delay_token_id": 128014, "bos_token_id": 1,
         "eos_token_id": 128009, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025, "tie_word_embeddings": False,
         "audio_token_id": 128016, "pad_token_id": 128001, "audio_bos_token_id": 128013}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from speech import export, make_tiny, speak, v3
+import lora
+from speech import make_tiny, speak, v3
 from speech.codes import load_codec
 from tests.helpers import higgs3
 from tests.helpers.trainer import Tiny, brief, train_forked
@@ -67,7 +68,7 @@ def test_any_split_trains_the_same(runs):
 def test_merged_and_exported_folders_have_the_tensors_of_the_release(runs, tiny3, tmp_path):
     adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
                    "--lora_dropout", 0).output_dir / "checkpoint-4"
-    export.export(str(tiny3.model), tmp_path / "merged", adapter=str(adapter))
+    lora.export(str(tiny3.model), tmp_path / "merged", adapter=str(adapter))
     released, merged = (load_file(folder / "model.safetensors") for folder in (tiny3.model, tmp_path / "merged"))
     assert merged.keys() == released.keys()
     changed = {name for name in merged if not torch.equal(merged[name], released[name])}
@@ -81,7 +82,7 @@ def test_merged_and_exported_folders_have_the_tensors_of_the_release(runs, tiny3
     full = runs(1, "--per_device_train_batch_size", 4)
     trained = weights_of(full)
     assert v3.AUDIO_TABLE in trained and not trained.keys() & v3.HEADS.keys()       # one parameter for both
-    export.export(str(full.output_dir / "checkpoint-4"), tmp_path / "served", shard_bytes=10**6, codec=str(tiny3.codec))
+    lora.export(str(full.output_dir / "checkpoint-4"), tmp_path / "served", shard_bytes=10**6, codec=str(tiny3.codec))
     index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == released.keys()
     served, _ = higgs3.load(tmp_path / "served")
@@ -108,7 +109,7 @@ def test_the_audio_table_is_trained_with_adapters_as_one_parameter(pool, runs, t
     again = weights_of(resumed)
     assert again.keys() == weights.keys() and all(torch.equal(again[name], weights[name]) for name in weights)
     adapter = run.output_dir / "checkpoint-4"
-    export.export(str(tiny3.model), tmp_path / "merged", adapter=str(adapter))
+    lora.export(str(tiny3.model), tmp_path / "merged", adapter=str(adapter))
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.equal(merged[v3.AUDIO_TABLE], table.to(merged[v3.AUDIO_TABLE].dtype))
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
