@@ -248,21 +248,18 @@ class SpeechSamples:
             t.tokens[tokens].astype(np.int64), t.labelled[tokens], codes)}
 
 
-def padding_sample(n, ids):
-    none = np.empty((0, ids.num_codebooks), np.int64)
-    return {"number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
-            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_at": none[:, 0],
-            "audio_targets": none}
-
-
 def collate(samples, ids, pad_to=0):
     """List of sample dicts -> PackedBatch. pad_to: pad the flat sequence to this many tokens.
 
     An empty list gives a batch of padding with zero weight, as every rank runs every step."""
     total = sum(len(sample["input_ids"]) for sample in samples)
     padding = max(pad_to - total, 0 if samples else 1)
-    samples = [*samples, *(padding_sample(min(PAD_LENGTH, padding - start), ids)
-                           for start in range(0, padding, PAD_LENGTH))]
+    none = np.empty((0, ids.num_codebooks), np.int64)
+    for n in (min(PAD_LENGTH, padding - start) for start in range(0, padding, PAD_LENGTH)):
+        samples = [*samples, {
+            "number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
+            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_at": none[:, 0],
+            "audio_targets": none}]
 
     def join(name):
         return np.concatenate([sample[name] for sample in samples])

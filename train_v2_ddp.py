@@ -177,6 +177,8 @@ args.compile = dist.choose_compile(world, args)     # after --auto, which may ex
 identity = None     # on rank 0: a run resumes only a checkpoint with the same values
 if main_rank:
     base = tensor_io.fingerprint(folder)
+    if keep_loss:
+        keep_loss.fingerprint += base
     trained = "audio embedding and head" if args.freeze_llm else "full"
     if args.use_lora:
         trained = "lora and audio table" if args.train_audio_table else "lora"
@@ -189,7 +191,7 @@ if main_rank:
                 "set of trained weights": trained,
                 "--normalize_text": args.normalize_text, "seed": args.seed,
                 "training data": table.fingerprint(train_ids), "pack": pack,
-                "--keep": keep_loss.extend_fingerprint(base) if keep_loss else None}
+                "--keep": keep_loss.fingerprint if keep_loss else None}
 # validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), args.text_loss_weight]
 checkpoints, resume, state = run.open_checkpoints(args, world, identity)

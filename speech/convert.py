@@ -269,8 +269,6 @@ def read_sidecars(folder):
         folders[:] = sorted(name for name in folders if real not in seen and name[0] != ".")
         seen.add(real)
         files = {name.lower(): name for name in names}
-        translated = {match[1]: name for name in reversed(names)        # talk.en.srt
-                      if (match := LANGUAGE_CODE.fullmatch(name.lower()))}
         librispeech = dict(pair for name in names if name.endswith(".trans.txt")
                            for pair in key_and_text(root / name))
         no_speaker = root == folder or root.name.lower() in NO_SPEAKER
@@ -279,8 +277,7 @@ def read_sidecars(folder):
             row = {"audio": str(audio), "id": str(audio.with_suffix("")),
                    "speaker": "" if no_speaker else str(audio.parent)}
             wanted = [path.stem.lower() + ending for ending in SIDECARS]
-            text = next((files[name] for name in wanted if name in files),
-                        translated.get(path.stem.lower(), ""))
+            text = next((files[name] for name in wanted if name in files), "")
             entries = [BadSample(f"has no text next to it ({', '.join(wanted)})", "empty_text")]
             if path.stem in librispeech:
                 entries = [{"text": librispeech[path.stem]}]
@@ -318,7 +315,6 @@ def seconds_of(text):
     return round(sum(number * 60 ** i for i, number in enumerate(reversed(numbers))), 3)
 
 
-LANGUAGE_CODE = re.compile(r"(.+)\.[a-z]{2,4}(-\w+)?\.(srt|vtt)")
 LABEL = re.compile(r"\d+(?:[.,]\d+)?(?:\t|(?<=[.,]\d{6}) +)" * 2 + ".*")   # not "1.5 2.5 litres"
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
 # the line of times of a cue, and its number or name before it

@@ -43,7 +43,7 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
 
-import math
+from statistics import fmean
 
 from core import dist, json_files
 from core.checkpoint import lock_folder, write_json
@@ -102,17 +102,13 @@ def evaluate(folder, samples, by, settings):
         if args.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
         rows.append({"name": audio.stem} | dict.fromkeys(METRICS) | row)
-    metrics = {key: mean(row[key] for row in rows) for key in METRICS}
+    metrics = {key: fmean(values) if (values := [
+        row[key] for row in rows if row[key] is not None]) else None for key in METRICS}
     if by.hear:
         spoken = list(map(judges.audible_text, texts))
         metrics |= judges.word_rates(spoken, heard.values(), by.language)
     return {"name": str(folder), "metrics": metrics, "samples": rows, "heard": heard,
             "settings": settings | {"samples": len(samples)}}
-
-
-def mean(values):
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 device = dist.single_process().device.type

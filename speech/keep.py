@@ -53,12 +53,7 @@ class Keeper:
         digest = hashlib.sha256(str(args.seed).encode())
         for row in (prompt.row(ids) for prompt in self.prompts):
             digest.update(row["input_ids"].tobytes() + row["audio_ids"].tobytes())
-        self.fingerprint = digest.hexdigest()[:16]      # rank 0 appends that of the base
-
-    def extend_fingerprint(self, base):
-        """Text that must match on resume; base: the base model's fingerprint. On rank 0."""
-        self.fingerprint += base
-        return self.fingerprint
+        self.fingerprint = digest.hexdigest()[:16]      # on rank 0, the trainer appends the base's
 
     def speak(self, world, model, autocast):
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its

@@ -1,7 +1,7 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +14,9 @@ from speech.labels import step_work
 SHARE = 0.7     # of the matrix rate that a step reaches by count
 
 
-class Data(NamedTuple):
-    """The samples of a run."""
-    table: object           # data.Table, whose new clips are not encoded
-    ids: object             # labels.TokenIds
-    train: np.ndarray       # numbers of the trained samples
-    keeper: object = None   # keep.Keeper
-
-
-# ---- Memory
+# table: a data.Table, whose new clips are not encoded; ids: labels.TokenIds; train: numbers (n,) of
+# the trained samples; keeper: a keep.Keeper or None
+Data = namedtuple("Data", "table ids train keeper")
 
 
 def rows_by_kind(table, ids):

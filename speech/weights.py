@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
-from core import adapters, checkpoint, dist, json_files, tensor_io
+from core import adapters, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
 
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
@@ -70,8 +70,7 @@ def find_checkpoint(name, flag):
     except UserError as error:
         require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
                 "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
-        inside = [f"; give {path}" for _, path in checkpoint.list_checkpoints(folder)[-1:]]
-        raise UserError(f"{flag} {name}: has no readable config.json ({error}){''.join(inside)}")
+        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
     kind = config.get("model_type")
     swapped = kind in sum(KINDS.values(), ())
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "

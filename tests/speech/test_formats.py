@@ -234,7 +234,7 @@ def test_odd_rows_are_counted_and_nothing_is_no_text(folder, capsys):
 
 ONE = "1\n00:00:01,000 --> 00:00:02,000\n"
 SUBTITLES = {       # {file name, or a case in talk.srt: (text of the file, [(words, offset, seconds)], checks)}
-    "talk.en.srt": (ONE + "Hi there.\n", [("Hi there.", 1, 1)], []),
+    "talk.srt": (ONE + "Hi there.\n", [("Hi there.", 1, 1)], []),
     "no blank lines": (ONE + "One.\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n3\n00:00:03,000 --> 00:00:04,000\nThree.\n",
                        [("One.", 1, 1), ("Two.", 2, 1), ("Three.", 3, 1)], []),
     "blank line inside": (ONE + "One,\n\nand more.\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n",
