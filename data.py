@@ -68,8 +68,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     file headers give the frames of new clips, and output_dir gets no list of bad samples."""
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
-    require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
-            "prepare_tts.py; give another one to the trainer")
+    require(not is_prepared(output_dir), f"--output_dir {output_dir}: holds prepared data")
     listed = None if dry else output_dir
     of_rows = Problems(sources.drop, listed)
     # a dry run lists bad rows and bad audio together; a run stops before it encodes
@@ -112,8 +111,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
         contents = json_files.read_object(folder / PREPARED)
         for name, digest in contents["sha256"].items():
             fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
-            require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
-                    "it again, or prepare it again")
+            require(fits, f"{path}: is damaged, {name} has another checksum; copy it again")
         for name, fingerprint, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
@@ -124,8 +122,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             # a default fits any value, except for the text setting, which checkpoints keep
             fits = value == expected or value == default and name != "normalize"
             require(fits or name in ("seed", "lone_reference"),
-                    f"{path}: was prepared with {name} {expected}, not {value}; give the same "
-                    "flags, or prepare it again")
+                    f"{path}: was prepared with {name} {expected}, not {value}; prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         return folder / contents["table"]
 

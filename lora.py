@@ -33,8 +33,7 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for conflicting flags; fill in --format and --base_dtype."""
     args.format = args.format or ("native" if args.command == "merge" else "2025")
-    require(args.command == "export" or args.adapter,
-            "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
+    require(args.command == "export" or args.adapter, "merge needs --adapter FOLDER")
     conversations.check_base_dtype(args)
     require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
 
@@ -66,8 +65,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     folder, config = weights.find_model(source)
     version, tts3 = weights.module(config), weights.is_tts3(config["model_type"])
     original = layout == "2025" and not tts3
-    require(not (codec and original),
-            "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+    require(not (codec and original), "--audio_tokenizer_path: the 2025 layout names no codec")
     tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
     model = version.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)

@@ -30,7 +30,6 @@ AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif"
                ".w64", ".rf64")     # what libsndfile reads
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
-REFERENCES = ("given", "same_speaker", "none")      # which clip comes before a text
 CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
 # checks of samples, for --drop_bad
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")
@@ -131,16 +130,13 @@ def data_flags(p):
          "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
-    flag("--columns", "", "columns of a table by name, or by number without a header: audio=clip,"
-         "text=caption; others are in docs/data.md", metavar="MEANING=NAME,...")
-    flag("--task_type", "single_speaker_smart_voice", "prompt form for samples that name none; "
-         "not for ChatML, which has prompts", choices=TASK_TYPES)
+    flag("--columns", "", "columns of a table, as in docs/data.md", metavar="MEANING=NAME,...")
+    flag("--task_type", TASK_TYPES[1], "prompt form; not for ChatML", choices=TASK_TYPES)
     flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference "
          "does (default: on for Higgs-Audio V2, off for Higgs TTS 3)", choices=("on", "off"))
-    flag("--reference", "given", "clip before the text, to clone: given by the data, another clip "
-         "of the same speaker, or none; not for ChatML", choices=REFERENCES)
-    flag("--reference_share", 1.0,
-         "share of samples that keep their reference, 0 to 1, drawn by --seed")
+    flag("--reference", "given", "clip before the text, to clone; not for ChatML",
+         choices=("given", "same_speaker", "none"))
+    flag("--reference_share", 1.0, "share of samples that keep their reference, drawn by --seed")
 
 
 def check_data(args):

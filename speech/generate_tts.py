@@ -23,8 +23,7 @@ from speech import conversations, judges
 p = cli.Parser("Speak with Higgs-Audio.")
 flag, switch = p.flag, p.switch
 # model
-flag("--model_path", None, "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native "
-     "or 2025 format) or Higgs TTS 3", required=True)
+flag("--model_path", None, "base model or full checkpoint, folder or hub name", required=True)
 flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--adapter", None, "folder with adapter_model.safetensors, applied to --model_path")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
@@ -50,8 +49,7 @@ flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and report
 flag("--seed", 42, "seed of the sampling")
 flag("--batch_size", 4, "prompts generated together on each device")
 flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors, then likeness")
-flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
-     "and at tags; 0 = off", metavar="N")
+flag("--split_text", 0, "speak longer texts in parts of at most N characters, 0 = off", metavar="N")
 flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
      "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
 judges.judge_flags(p)

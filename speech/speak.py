@@ -163,8 +163,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
             voices[-1] if voices else None,
             target if target.path and not target.path.endswith(SAVED) else None))
         if (size := len(prompts[-1].row(ids)["input_ids"])) > room:
-            problems.append(f"{sample.name}: {size} tokens; with the speech to come there is room "
-                            f"for {max(0, room)}: shorten it, or allow fewer seconds of speech")
+            problems.append(f"{sample.name}: {size} tokens, room for {max(0, room)}: shorten it")
     require(not problems, problem_text(problems))
     return prompts
 
