@@ -11,23 +11,20 @@ from core import cli
 from core.cli import require
 from speech import conversations
 
-
-def build_parser():
-    p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
-    p.add_argument("command", choices=["merge", "export"],
-                   help="merge: adapter and base into a native checkpoint; export: for other code")
-    p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
-    p.flag("--adapter", None, "folder with adapter_model.safetensors; required for merge")
-    p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
-    p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
-           "code (default of export)", choices=("native", "2025"))
-    p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
-           "source's)", choices=("float32", "bfloat16"))
-    p.flag("--base_dtype", None, "nf4: round the base as the adapter's run did (default: as in the "
-           "adapter's run)", choices=("bf16", "nf4"))
-    p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
-           "refers to (default: the base's); for TTS 3: the codec to include")
-    return p
+p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
+p.add_argument("command", choices=["merge", "export"],
+               help="merge: adapter and base into a native checkpoint; export: for other code")
+p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
+p.flag("--adapter", None, "folder with adapter_model.safetensors; required for merge")
+p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
+p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
+       "code (default of export)", choices=("native", "2025"))
+p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
+       "source's)", choices=("float32", "bfloat16"))
+p.flag("--base_dtype", None, "nf4: round the base as the adapter's run did (default: as in the "
+       "adapter's run)", choices=("bf16", "nf4"))
+p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
+       "refers to (default: the base's); for TTS 3: the codec to include")
 
 
 def check_flags(args, world_size):
@@ -39,7 +36,7 @@ def check_flags(args, world_size):
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
-args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+args = cli.parse(p, check_flags) if __name__ == "__main__" else None
 
 import math
 from functools import partial

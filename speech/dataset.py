@@ -430,7 +430,8 @@ def explain_damage(path):
     try:
         yield
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path}: is damaged ({error}); delete it, and its clips are encoded again")
+        raise UserError(f"{path}: is damaged ({error}); delete it and start again, and its clips "
+                        "are encoded again")
 
 
 def read_index(folder):
