@@ -68,7 +68,8 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     file headers give the frames of new clips, and output_dir gets no list of bad samples."""
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
-    require(not is_prepared(output_dir), f"--output_dir {output_dir}: holds prepared data")
+    require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
+            "prepare_tts.py; give another one")
     listed = None if dry else output_dir
     of_rows = Problems(sources.drop, listed)
     # a dry run lists bad rows and bad audio together; a run stops before it encodes

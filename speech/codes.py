@@ -143,7 +143,8 @@ def check_cut(samples, rate, clip):
         raise ValueError(f"is too short: {seconds:.3f} s; a clip needs 0.04 s")
     short = (clip.duration or 0) - seconds
     if short > CUT_TOLERANCE_S:
-        raise ValueError(f"ends {short:.2f} s before its cut: of another recording, or not seconds")
+        raise ValueError(f"ends {short:.2f} s before the cut from {clip.offset:g} to "
+                         f"{clip.offset + clip.duration:g} s: of another recording, or not seconds")
     return samples
 
 
