@@ -112,7 +112,8 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
         contents = json_files.read_object(folder / PREPARED)
         for name, digest in contents["sha256"].items():
             fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
-            require(fits, f"{path}: is damaged, {name} has another checksum; copy it again")
+            require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
+                    "it again")
         for name, fingerprint, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):

@@ -223,7 +223,7 @@ def test_a_failed_start_keeps_the_prepared_table(tiny, tokenizer, ids, speech, f
         def write_prepared(*_):
             assert table.exists() and len(list(out.glob("table-*"))) == 2
             raise OSError("killed")
-        patch.setattr(prepare_tts, "write_prepared", write_prepared)
+        patch.setattr(prepare_tts, "tokenizer_fingerprint", write_prepared)      # for prepared.json
         prepared(tiny, tokenizer, ids, speech, out)
     assert list(out.glob("table-*")) == [table]
     prepared(tiny, tokenizer, ids, speech, out)
