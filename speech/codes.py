@@ -226,6 +226,8 @@ def write_shard(folder, encoded, files):
 def fill_cache(world, clips, encoding):
     """ClipCodes of unique Clips on rank 0, of which some have to be encoded. Collective; only rank
     0 needs `clips`."""
+    known = None        # on rank 0: ClipCodes
+
     def check_stop():
         if watchdog.stop_requested():
             raise watchdog.Stopped("")
@@ -233,6 +235,7 @@ def fill_cache(world, clips, encoding):
     def plan():
         """(cache folder, [jobs of each rank]); jobs are None if the run has to stop. A job is
         {number: Clip} of a file from which clips are encoded."""
+        nonlocal known
         folder = encoding.folder()
         checkpoint.prepare_folder(encoding.cache_dir, "--code_cache")
         folder.mkdir(exist_ok=True)
@@ -242,8 +245,9 @@ def fill_cache(world, clips, encoding):
         except watchdog.Stopped:
             return folder, None
         checkpoint.remove_named(folder, checkpoint.TEMPORARY)
+        known = look_up(folder, clips)      # another run may have filled it
         jobs = {}
-        for i in look_up(folder, clips).missing():      # another run may have filled it
+        for i in known.missing():
             jobs.setdefault(clips[i].path, {})[i] = clips[i]
         # largest first: ranks would wait for one that starts a long file last
         order = sorted(jobs, key=os.path.getsize, reverse=True)

@@ -208,8 +208,9 @@ def open_headerless(path, columns):
                 meanings = {int(number) - 1: name for name, number in columns.items()}
                 return [meanings.get(i, "") for i in range(width)] if columns else guess_meanings(
                     path, [fields for _, fields in rows if len(fields) == width]), rows
-    raise UserError(f"{path}: is not a table that is known: its first line names no columns "
-                    f"such as audio,text and no audio file that is there: {rows[0][1]}")
+    raise UserError(f"{path}: is not a table that is known: the first line names no columns of "
+                    f"audio and text, such as audio,text, and no audio file that is there: "
+                    f"{rows[0][1]}; looked in {', '.join(paths.folders)}")
 
 
 def guess_meanings(path, rows):
@@ -386,25 +387,29 @@ def read_tar(path):
 
 
 def unpack_audio(rows, folder):
-    """Rows whose audio is a path: the bytes of an audio file inside the data are decoded and
-    written to FLAC files of about SHARD_S seconds in `folder`."""
+    """Rows whose audio is a path: sound inside the data, the bytes of a file or {array,
+    sampling_rate}, is written to FLAC files of about SHARD_S seconds in `folder`."""
+    import numpy as np
     import soundfile
 
     from speech.codes import open_sound
     files, numbers = {}, itertools.count()      # files: {Hz: the file that is written}
     for location, row in rows:
         audio = row.get("audio") if isinstance(row, dict) else None
-        if isinstance(audio, dict):     # as datasets has it
+        if isinstance(audio, dict) and audio.get("array") is None:      # as datasets has it
             audio = row["audio"] = audio.get("bytes") or audio.get("path")
-        if not isinstance(audio, bytes):
+        if not isinstance(audio, (bytes, dict)):
             yield location, row
             continue
         try:
             if any(row.get(key) not in (None, "") for key in ("offset", "end")):
                 raise ValueError("an offset into audio inside the file: cut it first")
-            with open_sound(io.BytesIO(audio)) as sound:
-                wave, rate = sound.read(dtype="float32", always_2d=True), sound.samplerate
-        except (ValueError, RuntimeError) as error:
+            if isinstance(audio, dict):
+                wave, rate = np.asarray(audio["array"], np.float32), int(audio["sampling_rate"])
+            else:
+                with open_sound(io.BytesIO(audio)) as sound:
+                    wave, rate = sound.read(dtype="float32"), sound.samplerate
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:    # libsndfile's, NumPy's
             yield location, BadSample(f"its audio cannot be used ({error})", "audio")
             continue
         try:        # a full disk is not the fault of this sample
@@ -415,7 +420,7 @@ def unpack_audio(rows, folder):
                 path = folder / f"{next(numbers):07}.flac"
                 files[rate] = soundfile.SoundFile(path, "w", rate, 1, "PCM_16")
             start = files[rate].frames
-            files[rate].write(wave.mean(axis=1))
+            files[rate].write(wave.mean(axis=1) if wave.ndim == 2 else wave)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{folder}: sound cannot be written ({error or 'disk full?'})")
         yield location, row | {"audio": str(files[rate].name), "offset": start / rate,

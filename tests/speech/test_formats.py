@@ -389,11 +389,13 @@ def assert_sounds(samples, clips):
         assert np.abs(wave - soundfile.read(io.BytesIO(data))[0]).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["parquet", "stream", "tar"])
+@pytest.mark.parametrize("kind", ["parquet", "arrays", "stream", "tar"])
 def test_clips_inside_other_files_decode_to_the_right_sound(tmp_path, kind):
     """In files of datasets.push_to_hub, save_to_disk and WebDataset."""
     clips, source = waves(8), tmp_path / f"a.{kind}"
     audio = [{"bytes": data, "path": name} for name, data in clips.items()]
+    if kind == "arrays":
+        audio = [{"array": soundfile.read(io.BytesIO(data))[0], "sampling_rate": 16000} for data in clips.values()]
     table = pyarrow.table({"audio": audio, "speaker_id": ["anna"] * len(clips),
                            "text": [f"This is {name}." for name in clips]})
     if kind == "stream":
@@ -432,12 +434,12 @@ def test_tars_with_dots_in_names_and_without_texts(tmp_path):
 
 def test_a_full_disk_is_not_the_fault_of_a_sample(tmp_path):
     """A limit of file sizes acts like a full disk: the run stops, and no sample counts as unreadable audio."""
-    limits, sound = resource.getrlimit(resource.RLIMIT_FSIZE), io.BytesIO()
-    soundfile.write(sound, np.random.default_rng(0).uniform(-1, 1, 400_000), 16000, format="WAV")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sound = {"array": np.random.default_rng(0).uniform(-1, 1, 400_000), "sampling_rate": 16000}
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(UserError, match="sound cannot be written"):
-            list(convert.unpack_audio([("row 1", {"text": "a", "audio": sound.getvalue()})], tmp_path))
+            list(convert.unpack_audio([("row 1", {"text": "a", "audio": sound})], tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
