@@ -87,8 +87,7 @@ def check_flags(args, world_size):
     require(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
             "--stream takes one --text, --split_text and one process")
     file = Path(args.stream or "-")
-    require(not file.exists() or args.overwrite and file.is_file(),
-            f"--stream {file} exists: give --overwrite; a pipe is not written, but stdout: -")
+    require(args.overwrite or not file.is_file(), f"--stream {file} exists: give --overwrite")
     require(file.parent.is_dir(), f"--stream {file}: there is no such folder; make it first")
 
 

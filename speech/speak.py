@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist
 from core.checkpoint import write_atomically, write_json
-from core.cli import plural, problem_text, require
+from core.cli import UserError, plural, problem_text, require
 from core.json_files import read_text
 from core.watchdog import stop_requested
 from speech import judges, weights
@@ -428,18 +428,30 @@ def speak_chunks(samples, most, prepare, say, listeners, write=None):
 
 
 def open_stream(path):
-    """write(wave so far) for --stream: to a WAV file, or without a header to stdout ("-")."""
-    done = 0
+    """write(wave so far) for --stream: to a WAV file, appended to a pipe as WAV without a length,
+    or raw to stdout ("-"). UserError for a pipe without a reader."""
+    raw, done = path == "-", 0
+    try:        # without O_NONBLOCK, opening a pipe would wait for its reader
+        number = 1 if raw else os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise UserError(f"--stream {path}: {error.strerror}; of a pipe, start the reader first")
+    os.set_blocking(number, True)
+    file = open(number, "wb", closefd=False)
 
     def write(wave):
         nonlocal done
         with dist.error_names_file(path):
-            if path != "-":
-                Path(path).write_bytes(sound_bytes(wave, "WAV"))
-                return
-            with open(1, "wb", closefd=False) as stdout:
-                stdout.write(sound_bytes(wave[done:], "RAW"))
-            done = len(wave)
+            if not raw and file.seekable():
+                file.seek(0)
+                file.write(sound_bytes(wave, "WAV"))
+            else:
+                if not (raw or done):       # a header with the largest lengths
+                    header = sound_bytes(wave[:0], "WAV")
+                    file.write(header[:4] + b"\xff" * 4 + header[8:40] + b"\xff" * 4)
+                file.write(sound_bytes(wave[done:], "RAW"))
+                done = len(wave)
+            file.flush()
     return write
 
 
