@@ -176,7 +176,7 @@ class Paths:
 
     def __init__(self, base, inside=(), endings=()):
         folders = [base, *(base / name for name in inside), *base.parents[:2], Path.cwd()]
-        self.folders = list(dict.fromkeys(map(str, folders)))
+        self.base, self.folders = base, list(dict.fromkeys(map(str, folders)))
         self.endings = ("", *endings)
         self.look_up = lru_cache(CACHE_SIZE)(self.look_up)
 

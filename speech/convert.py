@@ -37,7 +37,7 @@ from speech.conversations import (AUDIO_FILES, SCENE, TASK_TYPES, BadSample, Pat
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile
 SOUNDS = AUDIO_FILES + NOT_READ
 TEXTS = (".normalized.txt", ".txt", ".lab")
-SIDECARS = (".srt", ".vtt", *TEXTS, ".json")    # next to audio; the first that exists
+SIDECARS = (".srt", ".vtt", *TEXTS, ".json", ".tsv")    # next to audio; the first that exists
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
 SEPARATORS = "\t,;|"
 SUBFOLDERS = ("wavs", "wav", "clips", "audio")      # in which a list's audio is looked for
@@ -270,6 +270,8 @@ def read_sidecars(folder):
         folders[:] = sorted(name for name in folders if real not in seen and name[0] != ".")
         seen.add(real)
         files = {name.lower(): name for name in names}
+        translated = {match[1]: name for name in reversed(names)        # talk.en.srt
+                      if (match := LANGUAGE_CODE.fullmatch(name.lower()))}
         librispeech = dict(pair for name in names if name.endswith(".trans.txt")
                            for pair in key_and_text(root / name))
         no_speaker = root == folder or root.name.lower() in NO_SPEAKER
@@ -278,7 +280,8 @@ def read_sidecars(folder):
             row = {"audio": str(audio), "id": str(audio.with_suffix("")),
                    "speaker": "" if no_speaker else str(audio.parent)}
             wanted = [path.stem.lower() + ending for ending in SIDECARS]
-            text = next((files[name] for name in wanted if name in files), "")
+            text = next((files[name] for name in wanted if name in files),
+                        translated.get(path.stem.lower(), ""))
             entries = [BadSample(f"has no text next to it ({', '.join(wanted)})", "empty_text")]
             if path.stem in librispeech:
                 entries = [{"text": librispeech[path.stem]}]
@@ -300,14 +303,20 @@ def read_sidecar(path):
         return [BadSample(error)]
     if ending in (".srt", ".vtt"):
         return read_subtitles(text)
-    # of Audacity; a line that begins with a backslash is a range of Hz of the label before
-    lines = [line for line in text.splitlines() if line.strip() and line[0] != "\\"]
-    if "segments" in data or lines and all(map(LABEL.fullmatch, lines)):
-        return [BadSample(f"holds times; write them as subtitles: {path.stem}.srt")]
+    if isinstance(data.get("segments"), list):      # whisper, whisperX
+        return [{"offset": cut.get("start"), "end": cut.get("end"), "text": cut.get("text")}
+                for cut in data["segments"] if isinstance(cut, dict)]
     if ending == ".json":
         return [{meaning: data[name] for meaning, name in find_columns(data, {}).items()
                  if meaning in ("text", "normalize_text")}]
-    return [{"text": text}]
+    # of Audacity; a line that begins with a backslash is a range of Hz of the label before
+    lines = [line for line in text.splitlines() if line.strip() and line[0] != "\\"]
+    whisper = lines[:1] == ["start\tend\ttext"]     # in milliseconds
+    labels, unit = [LABEL.fullmatch(line) for line in lines[whisper:]], 1000 if whisper else 1
+    if labels and all(labels):
+        return [{"offset": seconds_of(start) / unit, "end": seconds_of(end) / unit,
+                 "text": words.strip()} for start, end, words in map(re.Match.groups, labels)]
+    return [{"text": text} if ending != ".tsv" else BadSample("has no start, end, text")]
 
 
 def seconds_of(text):
@@ -316,7 +325,8 @@ def seconds_of(text):
     return round(sum(number * 60 ** i for i, number in enumerate(reversed(numbers))), 3)
 
 
-LABEL = re.compile(r"\d+(?:[.,]\d+)?(?:\t|(?<=[.,]\d{6}) +)" * 2 + ".*")   # not "1.5 2.5 litres"
+LANGUAGE_CODE = re.compile(r"(.+)\.[a-z]{2,4}(-\w+)?\.(srt|vtt)")
+LABEL = re.compile(r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)" * 2 + "(.*)")  # not "1.5 2.5 litres"
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
 # the line of times of a cue, and its number or name before it
 ARROW = re.compile(rf"(?:^\d+\n|(?<=\n\n).+\n)?^({TIME})[ \t]*-->[ \t]*({TIME})(?:[ \t].*)?$", re.M)
@@ -767,9 +777,14 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     print(f"converted  {one_line(path)}: {plural(len(lines) + len(refused), 'row')} = "
           f"{len(lines)} kept + {len(refused)} refused; {out_path}"
           + (f"; {others} are of another split" if others else ""))
-    if unusual := [row["text"] for row in table if ODD_TEXT.search(row["text"])]:
-        print(f"           {plural(len(unusual), 'row')} hold marks, a name and a colon, or odd "
-              f"characters, which may be read aloud: {one_line(unusual[:5])}")
+    unusual = [row["text"] for row in table if ODD_TEXT.search(row["text"])]
+    outside = [row["audio"] for row in table if not os.path.isabs(row["name"])
+               and not Path(row["audio"]).is_relative_to(paths.base)]
+    for examples, clause in (
+            (unusual, "hold marks, a name and a colon, or odd characters, which may be read aloud"),
+            (outside, "name audio that is not below the folder of the list")):
+        if examples:
+            print(f"           {plural(len(examples), 'row')} {clause}: {one_line(examples[:5])}")
     sys.stdout.flush()
 
 

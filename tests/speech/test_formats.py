@@ -104,8 +104,8 @@ FORMATS = {
                        PLAIN[:1], ["audio"]),
     "subtitles of another file": ({"a.wav": "", "a.txt": "This is a.", "a.part.wav": "", "a.part.srt":
         "1\n00:00:01,000 --> 00:00:02,000\nPart.\n"}, "", [("a.part.wav", "Part."), *PLAIN[:1]], []),
-    "audacity": ({"a.wav": "", "a.txt": "This is a.", "c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n"
-                  "\\\t80.0\t900.0\n4.500000 5.000000 Sails\n"}, "", PLAIN[:1], ["invalid"]),
+    "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n\\\t80.0\t900.0\n4.500000 5.000000 Sails\n"}, "",
+                 [("c.wav", "The ship"), ("c.wav", "Sails")], []),
     "common voice": ({"train.tsv": "client_id\tpath\tsentence\nx\tc1.mp3\t\"Hi\" he calls.\n", "clips/c1.mp3": "",
                       "reported.tsv": "sentence\treason\nHi.\tx\n"}, "", [("c1.mp3", '"Hi" he calls.', "x")], []),
     "emilia": ({"EN/EN_B0.jsonl": '{"id": "x", "wav": "EN_B0/S0/mp3/x.mp3", "text": " Hi.", "speaker": "s"}\n',
@@ -127,7 +127,7 @@ FORMATS = {
                           [("an-na_1.wav", "Hi.", "an-na")], []),
     "librispeech": ({"19/198/19-198.trans.txt": "19-198-0000 THE SHIP\n", "19/198/19-198-0000.flac": ""}, "",
                     [("19-198-0000.flac", "THE SHIP", "19")], [])}
-CUTS = {"gigaspeech": [(1.5, 0.5), (3, 1)], "kaldi with segments": [(1.5, None)]}
+CUTS = {"audacity": [(0, 3.2), (4.5, 0.5)], "gigaspeech": [(1.5, 0.5), (3, 1)], "kaldi with segments": [(1.5, None)]}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -230,11 +230,14 @@ def test_odd_rows_are_counted_and_nothing_is_no_text(folder, capsys):
     assert [p.check for p in problems] == ["empty_text"] * 4 and len(samples) == len(MARKED_TEXTS) + len(plain)
     out = capsys.readouterr().out
     assert f"           {len(MARKED_TEXTS)} rows hold marks, a name and a colon, or odd characters" in out
+    assert "12 rows name audio that is not below the folder of the list" in out
 
 
 ONE = "1\n00:00:01,000 --> 00:00:02,000\n"
 SUBTITLES = {       # {file name, or a case in talk.srt: (text of the file, [(words, offset, seconds)], checks)}
-    "talk.srt": (ONE + "Hi there.\n", [("Hi there.", 1, 1)], []),
+    "talk.en.srt": (ONE + "Hi there.\n", [("Hi there.", 1, 1)], []),
+    "talk.json": ('{"segments": [{"start": 1.0, "end": 2.0, "text": " Hi there."}]}', [("Hi there.", 1, 1)], []),
+    "talk.tsv": ("start\tend\ttext\n1000\t2000\tHi there.\n", [("Hi there.", 1, 1)], []),      # whisper's
     "no blank lines": (ONE + "One.\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n3\n00:00:03,000 --> 00:00:04,000\nThree.\n",
                        [("One.", 1, 1), ("Two.", 2, 1), ("Three.", 3, 1)], []),
     "blank line inside": (ONE + "One,\n\nand more.\n\n2\n00:00:02,000 --> 00:00:03,000\nTwo.\n",
@@ -262,14 +265,14 @@ def test_subtitles_are_read(tmp_path, name):
 
 
 def test_texts_next_to_audio_and_links(tmp_path):
-    """Audacity's labels are refused; a text may begin with numbers. A folder that is linked twice, or in a circle, counts once."""
+    """Audacity's labels have tabs; a text may begin with numbers. A folder that is linked twice, or in a circle, counts once."""
     write(tmp_path, {"x/a.wav": "", "x/a.txt": "1.5 2.5 litres.", "x/b.wav": "", "x/b.txt": "0\t2\tHi.\n2\t3.5\tHo.\n",
                      "x/z/1-2-3.wav": "", "x/z/1-2-4.wav": "", "x/z/1-2.trans.txt": "1-2-3 HI\n1-2-4 \n"})
     (tmp_path / "y").symlink_to("x")
     (tmp_path / "x" / "z" / "circle").symlink_to("..")
     samples, problems = read(tmp_path)
-    assert spoken(samples) == [("a.wav", "1.5 2.5 litres."), ("1-2-3.wav", "HI")]
-    assert [p.check for p in problems] == ["invalid", "empty_text"]
+    assert spoken(samples) == [("a.wav", "1.5 2.5 litres."), ("b.wav", "Hi."), ("b.wav", "Ho."), ("1-2-3.wav", "HI")]
+    assert [p.check for p in problems] == ["empty_text"]
 
 
 def test_the_script(folder, quick_python):
