@@ -17,10 +17,10 @@ from core import checkpoint, json_files, packing
 from core.cli import plural, require
 from core.dist import rank0
 from core.problems import LIST, Problems, settle
-from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint, ensure_codes
-from speech.conversations import Reading
-from speech.dataset import (PREPARED, audio_numbers, find_bad_audio, is_prepared, last_clips,
-                            new_builder, problem_of, read_all, tokenizer_fingerprint)
+from speech.conversations import FRAME_RATE, Reading
+from speech.dataset import (PREPARED, CodeReader, audio_numbers, codec_fingerprint, ensure_codes,
+                            find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
+                            read_all, tokenizer_fingerprint)
 from speech.labels import IGNORE
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
@@ -69,7 +69,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     if any(is_prepared(path) for path, *_ in sources.all()):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
-            "prepare_tts.py; give another one to the trainer")
+            "prepare_tts.py; give another one")
     listed = None if dry else output_dir
     of_rows = Problems(sources.drop, listed)
     # a dry run lists bad rows and bad audio together; a run stops before it encodes
@@ -94,7 +94,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     with new_builder(world, tokenizer, ids, output_dir) as (builder, clips):
         rank0(world, read)
         if dry:
-            from speech.plan import plan_codes      # an option that is off imports nothing
+            from speech.codes import plan_codes     # an option that is off imports nothing
             codes = plan_codes(clips, encoding)
         else:
             codes = ensure_codes(world, clips, encoding)
@@ -113,7 +113,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
         for name, digest in contents["sha256"].items():
             fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
             require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
-                    "it again, or prepare it again")
+                    "it again")
         for name, fingerprint, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
                 ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
@@ -124,8 +124,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             # a default fits any value, except for the text setting, which checkpoints keep
             fits = value == expected or value == default and name != "normalize"
             require(fits or name in ("seed", "lone_reference"),
-                    f"{path}: was prepared with {name} {expected}, not {value}; give the same "
-                    "flags, or prepare it again")
+                    f"{path}: was prepared with {name} {expected}, not {value}; prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         return folder / contents["table"]
 
@@ -248,21 +247,18 @@ class SpeechSamples:
             t.tokens[tokens].astype(np.int64), t.labelled[tokens], codes)}
 
 
-def padding_sample(n, ids):
-    none = np.empty((0, ids.num_codebooks), np.int64)
-    return {"number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
-            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_at": none[:, 0],
-            "audio_targets": none}
-
-
 def collate(samples, ids, pad_to=0):
     """List of sample dicts -> PackedBatch. pad_to: pad the flat sequence to this many tokens.
 
     An empty list gives a batch of padding with zero weight, as every rank runs every step."""
     total = sum(len(sample["input_ids"]) for sample in samples)
     padding = max(pad_to - total, 0 if samples else 1)
-    samples = [*samples, *(padding_sample(min(PAD_LENGTH, padding - start), ids)
-                           for start in range(0, padding, PAD_LENGTH))]
+    none = np.empty((0, ids.num_codebooks), np.int64)
+    for n in (min(PAD_LENGTH, padding - start) for start in range(0, padding, PAD_LENGTH)):
+        samples = [*samples, {
+            "number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
+            "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_at": none[:, 0],
+            "audio_targets": none}]
 
     def join(name):
         return np.concatenate([sample[name] for sample in samples])

@@ -1,4 +1,4 @@
-"""LoRA on Higgs-Audio: which layers get adapters, and two commands for trained checkpoints:
+"""Merge a trained adapter into Higgs-Audio, or export a checkpoint for other code:
 
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served
@@ -9,42 +9,35 @@ other code serves: V2's of 2025, or the one layout of Higgs TTS 3. Adapters have
 """
 from core import cli
 from core.cli import require
-from speech import choices
-from speech.choices import LORA_TARGETS
+from speech import conversations
 
-
-def build_parser():
-    p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
-    p.add_argument("command", choices=["merge", "export"],
-                   help="merge: adapter and base into a native checkpoint; export: for other code")
-    p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
-    p.flag("--adapter", None, "folder with adapter_model.safetensors; required for merge")
-    p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
-    p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
-           "code (default of export)", choices=("native", "2025"))
-    p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
-           "source's)", choices=("float32", "bfloat16"))
-    choices.base_dtype(p, "nf4: round the base as the adapter's run did")
-    p.flag("--max_shard_gb", 5.0, "largest weight file in GB; the command needs that much memory")
-    p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
-           "refers to (default: the base's); for TTS 3: the codec to include")
-    return p
+p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
+p.add_argument("command", choices=["merge", "export"],
+               help="merge: adapter and base into a native checkpoint; export: for other code")
+p.flag("--model_path", None, "base model, or checkpoint of a full fine-tuning", required=True)
+p.flag("--adapter", None, "folder with adapter_model.safetensors; required for merge")
+p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
+p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
+       "code (default of export)", choices=("native", "2025"))
+p.flag("--dtype", None, "dtype of the weights (default: float32 with an adapter, else the "
+       "source's)", choices=("float32", "bfloat16"))
+p.flag("--base_dtype", None, "nf4: round the base as the adapter's run did (default: as in the "
+       "adapter's run)", choices=("bf16", "nf4"))
+p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the native processor "
+       "refers to (default: the base's); for TTS 3: the codec to include")
 
 
 def check_flags(args, world_size):
     """Raise UserError for conflicting flags; fill in --format and --base_dtype."""
     args.format = args.format or ("native" if args.command == "merge" else "2025")
-    require(args.command == "export" or args.adapter,
-            "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
-    choices.check_base_dtype(args)
+    require(args.command == "export" or args.adapter, "merge needs --adapter FOLDER")
+    conversations.check_base_dtype(args)
     require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
-    require(args.max_shard_gb > 0, f"--max_shard_gb is {args.max_shard_gb}; it must be above 0")
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
-args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+args = cli.parse(p, check_flags) if __name__ == "__main__" else None
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -52,25 +45,10 @@ from pathlib import Path
 import torch
 
 from core import adapters, checkpoint, tensor_io
-from speech import conversations, weights
+from speech import layout_2025, weights
 
-
-def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
-    """adapters.add_lora for a native model; with `table`, TTS 3's audio table is trained in full.
-
-    targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora."""
-    whole = weights.module(model.config).WHOLE_MODULES
-    require(whole or not table, "--train_audio_table is for Higgs TTS 3; V2 has --freeze_llm")
-    names = ",".join(LORA_TARGETS.get(targets, [targets]))
-    net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task_type=None,
-                            modules_to_save=list(whole) if table else None, **kinds)
-    if table:       # trained, so in fp32; this one copy is both embedding and head
-        model.audio_embedding.modules_to_save.float()
-    return net
-
-
-# ---- Export, with or without an adapter folded in. Memory holds at most one output file and the
-# largest tensor in fp32. The folder appears only when it is complete.
+# ---- Export. Memory holds at most one output file and the largest tensor in fp32. The folder
+# appears only when it is complete.
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
@@ -84,8 +62,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     folder, config = weights.find_model(source)
     version, tts3 = weights.module(config), weights.is_tts3(config["model_type"])
     original = layout == "2025" and not tts3
-    require(not (codec and original),
-            "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+    require(not (codec and original), "--audio_tokenizer_path: the 2025 layout names no codec")
     tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
     model = version.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
@@ -106,7 +83,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     else:
         model.config.dtype = tensors["model.embed_tokens.weight"][1]
     if original:        # the inverse of weight_parts; split tensors stay joined
-        tensors = {next(old + name.removeprefix(new) for old, new in weights.NAMES
+        tensors = {next(old + name.removeprefix(new) for old, new in layout_2025.NAMES
                         if name.startswith(new)): entry for name, entry in tensors.items()}
     sizes = {name: math.prod(tensor_io.shape_of(slices)) * kind.itemsize
              for name, (slices, kind, _) in tensors.items()}
@@ -131,7 +108,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
                 "metadata": plan.metadata,
                 "weight_map": dict(sorted(plan.tensor_to_filename.items()))})
         if original:
-            save_original_config(model.config, tokenizer, building, config)
+            layout_2025.save_original_config(model.config, tokenizer, building, config)
         else:
             version.save_config(model, tokenizer, building, folder, codec)
         if setting := conversations.saved_setting(adapter or folder):
@@ -171,52 +148,7 @@ def find_folds(model, adapter):
     return folds
 
 
-def original_config(native, tokenizer, dtype):
-    """config.json dict of the 2025 layout for a native config. Of weights.EXTRA_IDS, which that
-    layout has no keys for, it has those that differ from the released model's."""
-    def token(name):
-        return tokenizer.convert_tokens_to_ids(name)
-    text = {key: getattr(native, key) for key in (
-        *weights.TEXT_KEYS, "initializer_range", "attention_bias", "attention_dropout", "mlp_bias")}
-    text |= weights.RELEASED_TEXT | {
-        "torch_dtype": dtype, "bos_token_id": token("<|begin_of_text|>"),
-        "eos_token_id": token("<|end_of_text|>")}
-    extra = {key: getattr(native, key) for key in weights.EXTRA_IDS
-             if getattr(native, key) != getattr(type(native)(), key)}
-    return extra | weights.RELEASED | {
-        **{key: getattr(native, native_key) for key, native_key in weights.CONFIG.items()},
-        "text_config": text, "torch_dtype": dtype, "hidden_size": native.hidden_size,
-        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)),
-        "audio_ffn_hidden_size": native.hidden_size,
-        "audio_ffn_intermediate_size": native.intermediate_size,
-        "audio_codebook_size": native.codebook_size - 2,
-        "audio_eos_token_id": token("<|audio_eos|>"), "audio_in_token_idx": token("<|AUDIO|>")}
-
-
-def save_original_config(native, tokenizer, folder, config):
-    """Write a 2025 checkpoint's files except its weights, for transformers 4.46, which boson's
-    code needs. config: config.json of the source."""
-    dtype = str(native.dtype).removeprefix("torch.")
-    if config["model_type"] != "higgs_audio":
-        config = original_config(native, tokenizer, dtype)
-    checkpoint.write_json(folder / "config.json", config | {"torch_dtype": dtype})
-    checkpoint.write_json(folder / "generation_config.json", {
-        "_from_model_config": True, "pad_token_id": native.pad_token_id,
-        "transformers_version": "4.46.3",
-        "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_text|>")})
-    tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)    # the native processor's
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    for key in ("backend", "processor_class", "is_local"):
-        settings.pop(key, None)
-    if isinstance(settings.get("extra_special_tokens"), list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    checkpoint.write_json(folder / "tokenizer_config.json", settings)
-
-
 if __name__ == "__main__":
     print(f"checkpoint: {args.output_dir}", *export(
-        args.model_path, args.output_dir, args.format, args.dtype, int(args.max_shard_gb * 1e9),
-        args.adapter, args.audio_tokenizer_path, args.base_dtype), sep="\n  ")
+        args.model_path, args.output_dir, args.format, args.dtype, adapter=args.adapter,
+        codec=args.audio_tokenizer_path, base_dtype=args.base_dtype), sep="\n  ")

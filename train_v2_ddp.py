@@ -13,11 +13,12 @@ On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import argparse
+import os
 import sys
 
 from core import cli
 from core.cli import require
-from speech import choices
+from speech.conversations import CHECKS, check_data, data_flags, source_paths
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. Flags of speech/prepare_tts.py work too.")
@@ -27,18 +28,18 @@ cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_st
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
-flag("--lora_target_modules", None, f"{', '.join(choices.LORA_TARGETS)}, or module name endings "
-     "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
+flag("--lora_target_modules", None, "attention, attention+audio_mlp, all-linear, or module name "
+     "endings (default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
 switch("--freeze_llm", "train only the audio embedding and head, without adapters")
 # data
-choices.data(p)
+data_flags(p)
 flag("--validation_split", None, "share held out (default: 0.005; small data: 5 %%)", type=float)
 switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
 flag("--drop_bad", None, "drop bad samples, list them in OUTPUT_DIR/problems.jsonl: all, or those "
-     f"found by a CHECK of {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
+     f"found by a CHECK of {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
 # batch and optimization
 flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
@@ -60,7 +61,22 @@ def check_flags(args, world_size):
     """Raise UserError for flags that would fail later or have no effect; set derived values."""
     cli.check_trainer(args, world_size, p)
     cli.check_precision(args)
-    choices.check_trainer(args)
+    check_data(args)
+    cli.check_drop_bad(args, CHECKS)
+    for path, _ in source_paths(args)[0] if args.code_cache else ():
+        require(not os.path.exists(os.path.join(path, "prepared.json")),
+                f"--code_cache: {path} has its codes already; drop the flag")
+    cli.zero_or_more(args, "text_loss_weight")
+    cli.above_zero(args, "sample_seconds keep_weight")
+    cli.at_least_one(args, "keep_every")
+    for wrong, why in (
+            (args.train_audio_table and not args.use_lora, "--train_audio_table needs --use_lora"),
+            (args.use_lora and args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm"),
+            (args.keep and not args.use_lora, "--keep needs --use_lora"),
+            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table"),
+            (args.group_by_length and cli.packs_tokens(args),
+             "--group_by_length counts samples: not with packs of tokens")):
+        require(not wrong, why)
     cli.set_accumulation(args, world_size, p)
 
 
@@ -73,14 +89,13 @@ from functools import partial
 
 import torch
 
-import lora
 from core import (adapters, checkpoint, dist, json_files, metrics, optim, packing, run,
                   tensor_io)
 from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
 from speech import conversations, weights
 from speech.dataset import read_flags
-from speech.labels import N_EXTRA, batch_sums, eval_line, step_work, total_loss, train_line
+from speech.labels import N_EXTRA, batch_sums, step_work, total_loss
 
 if args.float8 or args.base_dtype == "nf4":
     from core import quantized
@@ -114,12 +129,13 @@ def empty_model(source, config_dict):
     parts = module.weight_parts(source, config_dict)
     weights.check_weights(native, parts, source)
     if args.use_lora:
-        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout,
-                            args.lora_target_modules, args.model_path, args.train_audio_table,
-                            rslora=args.use_rslora, dora=args.use_dora)
+        net = weights.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout,
+                               args.lora_target_modules, args.model_path, args.train_audio_table,
+                               rslora=args.use_rslora, dora=args.use_dora)
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
-            parameter.requires_grad_(any(stem in name for stem in choices.AUDIO_WEIGHTS))
+            parameter.requires_grad_(any(stem in name for stem in (
+                "embed_audio_tokens", "audio_lm_head", "audio_embedding")))
     # DDP would wait for the gradients of weights that no loss depends on
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
@@ -161,11 +177,21 @@ identity = None     # on rank 0: a run resumes only a checkpoint with the same v
 if main_rank:
     base = tensor_io.fingerprint_files(
         [*sorted(folder.glob("*.safetensors")), folder / "config.json"])
+    if keep_loss:
+        keep_loss.fingerprint += base
+    trained = "audio embedding and head" if args.freeze_llm else "full"
+    if args.use_lora:
+        trained = "lora and audio table" if args.train_audio_table else "lora"
+        trained += " on nf4" * (args.base_dtype == "nf4")
+    trained += "" if args.text_loss_weight else " without text"
+    pack = f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else (
+        f"{args.per_device_train_batch_size} samples")
+    pack += " by length, in blocks" * args.group_by_length
     identity = {"base model": base, "codec": table.reader.folder.name,
-                "set of trained weights": choices.trained_weights(args),
+                "set of trained weights": trained,
                 "--normalize_text": args.normalize_text, "seed": args.seed,
-                "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
-                "--keep": keep_loss.extend_fingerprint(base) if keep_loss else None}
+                "training data": table.fingerprint(train_ids), "pack": pack,
+                "--keep": keep_loss.fingerprint if keep_loss else None}
 # validation losses are comparable only if these are equal
 validation = [table.fingerprint(eval_ids), args.text_loss_weight]
 resume, state = dist.rank0(
@@ -281,7 +307,9 @@ def validate():
     if len(eval_ids):       # all targets of all ranks count alike
         values = module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
                                     "eval")
-        print0(eval_line(step, values))
+        print0("eval   step {:>6} | loss {eval/loss:7.4f} | audio {eval/audio_loss:6.3f} | text "
+               "{eval/text_loss:6.3f} | eos {eval/eos_loss:6.3f} stop {eval/stop_recall:6.1%}"
+               .format(step, **values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
         values |= prompts.speak(world, model, step, log, autocast)
@@ -394,7 +422,13 @@ while step < total_steps and not stopping:
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        print0(train_line(step, total_steps, values))
+        left = metrics.duration((total_steps - step) * values["train/step_seconds"])
+        mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
+        print0(("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
+                "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr "
+                "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
+                "{train/audio_seconds_per_second:>7,.1f} audio-s/s" + mfu + " | eta {}")
+               .format(step, total_steps, left, **values))
 
     # validate; a stop request takes effect one step late, so no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)

@@ -60,8 +60,7 @@ def padded_batch(samples, ids):
 def speech(args, attention, dtype):
     """(model, dataset, lengths, collator, modules that get adapters)"""
     from data import SpeechSamples, Table
-    from speech import choices
-    from speech import v2
+    from speech import v2, weights
     config = json.loads((args.model_path / "config.json").read_text())
     ids = v2.token_ids(v2.load_tokenizer(args.model_path), v2.read_config(config))
     table = Table(next(args.tables.glob("table-*")))
@@ -70,7 +69,7 @@ def speech(args, attention, dtype):
     # autocast on CUDA adds the codebooks' embeddings up in fp32, which a bf16 model does not take
     model.model.embed_audio_tokens.register_forward_hook(lambda *seen: seen[-1].to(dtype))
     return (model, SpeechSamples(table, ids), table.lengths,
-            lambda samples: padded_batch(samples, ids), choices.LORA_TARGETS["attention"])
+            lambda samples: padded_batch(samples, ids), weights.LORA_TARGETS["attention"])
 
 
 class Chats(torch.utils.data.Dataset):

@@ -102,16 +102,16 @@ def speech_data(folder, pairs):
 
 def fill_cache(folder):
     """Random codes of the clips in a code cache, for machines that cannot decode audio."""
-    from speech import codes
+    from speech import codes, dataset
     from speech.conversations import Clip
-    cache = folder / "codes" / codes.codec_fingerprint(folder / "codec")
+    cache = folder / "codes" / dataset.codec_fingerprint(folder / "codec")
     cache.mkdir(parents=True, exist_ok=True)
     encoded, files, rng = {}, {}, np.random.default_rng(0)
     for path in sorted(folder.glob("clip-*.wav")):
         frames = round(float(path.name.split("-")[1]) * codes.FRAME_RATE)
-        key = codes.key_of(clip := Clip(str(path)), False, path.name)
+        key = dataset.key_of(clip := Clip(str(path)), False, path.name)
         encoded[key] = rng.integers(0, codes.CODES, (frames, 8), np.int16), [np.nan] * 5
-        files[codes.file_key(clip)] = key
+        files[dataset.file_key(clip)] = key
     codes.write_shard(cache, encoded, files)
 
 

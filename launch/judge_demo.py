@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is th
 
 from core import checkpoint, cli, metrics
 from speech import judges, speak
-from speech.codes import SAMPLE_RATE
-from speech.weights import load_codec
+from speech.codes import SAMPLE_RATE, load_codec
 
 VOICE = Path(__file__).resolve().parent / "voice"
 DIGITS = "zero one two three four five six seven eight nine".split()

@@ -1,14 +1,11 @@
-"""Audio files -> codec codes: decode, encode each clip once, and cache the codes for all runs.
+"""Audio files -> codec codes: decode, encode each clip once. Only runs with new audio import this.
 
 A file is decoded to mono, cut, resampled to 24 kHz and encoded clip by clip, as padding in a batch
-would change codes. Codes are stored in append-only shards under CACHE/<codec fingerprint>. A shard
-has int16 codes, their lengths, a content key per clip, and the key of each (path, size, date, cut),
-so later runs only check file dates. Each clip's codes have a CRC-32, checked when a run starts and
-at each read. The other columns have a SHA-256. One run at a time fills a cache; others wait.
+would change codes. The codes go into the cache of speech/dataset.py, which one run at a time fills;
+others wait.
 """
 import contextlib
 import hashlib
-import itertools
 import os
 import re
 import sys
@@ -17,21 +14,18 @@ import uuid
 import zlib
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from core import checkpoint, packing, run, tensor_io
-from core.cli import UserError, first_line, require, stop_requested
+from core.cli import UserError, first_line, require, require_package, stop_requested
 from core.dist import all_gather, rank0
-from speech.choices import LONGEST_CLIP_S
-from speech.conversations import FRAME_RATE, MIN_REFERENCE_S, SAMPLE_RATE
-from speech.weights import load_codec
+from speech.conversations import FRAME_RATE, LONGEST_CLIP_S, MIN_REFERENCE_S, SAMPLE_RATE
+from speech.dataset import digest_columns, file_key, key_of, look_up, read_index
 
 MIN_SAMPLES = 960               # one codec frame
 SHORTEST_REFERENCE = round(MIN_REFERENCE_S * SAMPLE_RATE)
@@ -43,8 +37,6 @@ COMPLETE_SHARE = 0.99           # a file with less of its header's samples is cu
 CUT_TOLERANCE_S = 0.3           # seconds by which a cut may exceed its recording
 LOUDEST = 10.0                  # highest peak; full scale is 1, mp3 and float files may exceed it
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")      # clipped: share at full scale; dc: mean
-PIPELINE = b"mono-mean soxr-HQ 24k v2"      # in the fingerprint: rename it if waveforms change
-COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # besides the codes
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much work
 
 
@@ -174,6 +166,27 @@ def resample(samples, rate):
 # ---- Encoding
 
 
+def load_codec(codec_dir, device, num_codebooks):
+    """(codec in eval mode on the device, kbit/s that give num_codebooks). Raises UserError."""
+    require_package("torchaudio", "encoding new audio needs torchaudio", "torchaudio==2.11.0")
+    try:
+        from transformers import HiggsAudioV2TokenizerModel     # which imports torchaudio
+        codec, info = HiggsAudioV2TokenizerModel.from_pretrained(
+            codec_dir, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:
+        raise UserError(f"{codec_dir}: codec cannot be loaded ({first_line(error)})")
+    if lost := sorted(info["missing_keys"]) + sorted(info["unexpected_keys"]):
+        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected weights, first {lost[:5]}")
+    for name, weight in codec.named_parameters():
+        require(tensor_io.is_finite(weight), f"{codec_dir}: {name} holds NaN or infinity")
+    config = codec.config
+    bandwidth = num_codebooks * FRAME_RATE * config.codebook_nbits / 1000
+    require((config.sample_rate, config.frame_rate) == (SAMPLE_RATE, FRAME_RATE)
+            and bandwidth in config.target_bandwidths, f"{codec_dir}: is not a codec of "
+            f"{SAMPLE_RATE} Hz, {FRAME_RATE} frames/s and {num_codebooks} codebooks")
+    return codec.to(device).eval(), bandwidth
+
+
 @torch.no_grad()
 def encode_clip(codec, wave, bandwidth, num_codebooks):
     """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes, numpy. Saved codes
@@ -190,56 +203,7 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
     return codes
 
 
-# ---- The cache
-
-
-class Encoding(NamedTuple):
-    codec_dir: Path
-    cache_dir: Path
-    num_codebooks: int
-    processes: int = 0                  # decoding processes on this node
-    wait_limit_s: float = 6 * 3600      # for another run that fills the cache
-
-    def folder(self):       # of the codec's shards
-        return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
-
-
-class ClipCodes(NamedTuple):
-    """Where the codes of a list of clips are, with measures and errors of the clips."""
-    folder: Path            # of the shards
-    shards: list            # file names
-    where: np.ndarray       # (n, 4) int64: shard, first row, frames, checksum; shard -1: no codes
-    measures: np.ndarray    # (n, 5) float32 MEASURES; NaN: unknown
-    errors: dict            # {number of a clip without codes: its file and the reason}
-
-    def missing(self):      # numbers of the clips without codes
-        return np.flatnonzero(self.where[:, 0] < 0).tolist()
-
-
-def codec_fingerprint(codec_dir):
-    """16 hex digits of the codec's config and weights and of PIPELINE. Raises UserError."""
-    digest, weights = hashlib.sha256(PIPELINE), sorted(Path(codec_dir).glob("*.safetensors"))
-    require(weights, f"{codec_dir}: holds no *.safetensors weights; take the native codec")
-    for path in sorted([*weights, *Path(codec_dir).glob("config.json")]):
-        digest.update(path.name.encode() + bytes.fromhex(checkpoint.sha256(path)))
-    return digest.hexdigest()[:16]
-
-
-def key_of(clip, filled, *recording):
-    """16-byte key of a Clip's cut; `recording` identifies the file by content, or path and date."""
-    cut = "" if clip.offset is None else f"{clip.offset}+{clip.duration}"
-    text = "\0".join(map(str, (*recording, f"{cut} filled" if filled else cut)))
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:16]
-
-
-def file_key(clip):
-    """Key of a Clip by path, size and date of its file."""
-    stat = os.stat(clip.path)
-    return key_of(clip, clip.filled, clip.path, stat.st_size, stat.st_mtime_ns)
-
-
-def digest_columns(columns):
-    return hashlib.sha256(b"".join(columns[name].tobytes() for name in COLUMNS)).hexdigest()
+# ---- Filling the cache, all ranks together
 
 
 def write_shard(folder, encoded, files):
@@ -259,74 +223,9 @@ def write_shard(folder, encoded, files):
             tensors, path, {"sha256": digest_columns(columns)}, save_file))
 
 
-@contextlib.contextmanager
-def explain_damage(path):
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path}: is damaged ({error}); delete it and start again, and its clips "
-                        "are encoded again (of a prepared folder: by prepare_tts.py)")
-
-
-def read_index(folder):
-    """(shard names, {file key: content key}, {content key: row}, "where" and measures of the rows
-    as in ClipCodes). Row -1, the last one, is that of an unknown clip."""
-    names = os.listdir(folder) if os.path.exists(folder) else ()    # glob() hides a refused access
-    shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
-    contents, rows, where, measures = {}, {}, [], []
-    for number, shard in enumerate(shards):
-        path = Path(folder) / shard
-        with explain_damage(path), safe_open(path, "np") as file:
-            columns = {name: file.get_tensor(name) for name in COLUMNS}
-            if digest_columns(columns) != (file.metadata() or {}).get("sha256"):
-                raise ValueError("its columns have another checksum than when they were written")
-        contents.update(zip(map(bytes, columns["files"]), map(bytes, columns["file_keys"])))
-        rows.update(zip(map(bytes, columns["keys"]), itertools.count(sum(map(len, where)))))
-        lengths = columns["lengths"].astype(np.int64)
-        where.append(np.stack([np.full(len(lengths), number), np.cumsum(lengths) - lengths, lengths,
-                               columns["checksums"]], axis=1, dtype=np.int64))
-        measures.append(columns["measures"])
-    where.append(np.array([[-1, -1, 0, -1]]))
-    measures.append(np.full((1, 5), np.nan, np.float32))
-    return shards, contents, rows, np.concatenate(where), np.concatenate(measures)
-
-
-def look_up(folder, clips):
-    """ClipCodes of a folder of shards, which may miss some clips. Checks the codes."""
-    with ThreadPool(16) as pool:        # bound by the file system
-        files = pool.map(file_key, clips, 4096)
-    shards, contents, rows, where, measures = read_index(folder)
-    numbers = np.array([rows.get(contents.get(key), -1) for key in files], np.int64)
-    reader, where = CodeReader(folder, shards), where[numbers]
-    for row in sorted(where[where[:, 0] >= 0].tolist()):
-        reader.codes(*row)
-    return ClipCodes(folder, shards, where, measures[numbers], {})
-
-
-class CodeReader:
-    """Reads codes from shards; each process opens them separately."""
-
-    def __init__(self, folder, shards):
-        self.folder, self.shards, self.open_shards = Path(folder), shards, {}
-
-    def codes(self, shard, start, frames, checksum):
-        """(frames, 8) int16 codes. UserError if their checksum does not match."""
-        path = self.folder / self.shards[shard]
-        with explain_damage(path):
-            if shard not in self.open_shards:
-                self.open_shards[shard] = safe_open(path, "np").__enter__()
-            codes = self.open_shards[shard].get_slice("codes")[start:start + frames]
-            if zlib.crc32(codes) != checksum:
-                raise ValueError("codes with another checksum than when they were written")
-        return codes
-
-
-# ---- Filling the cache, all ranks together
-
-
-def ensure_codes(world, clips, encoding):
-    """Encode missing clips. Collective; only rank 0 needs `clips` (unique Clips) and gets their
-    ClipCodes. A cache with all clips is only read."""
+def fill_cache(world, clips, encoding):
+    """ClipCodes of unique Clips on rank 0, of which some have to be encoded. Collective; only rank
+    0 needs `clips`."""
     known = None        # on rank 0: ClipCodes
 
     def check_stop():
@@ -338,9 +237,6 @@ def ensure_codes(world, clips, encoding):
         {number: Clip} of a file from which clips are encoded."""
         nonlocal known
         folder = encoding.folder()
-        known = look_up(folder, clips)
-        if not known.missing():
-            return folder, []
         checkpoint.prepare_folder(encoding.cache_dir, "--code_cache")
         folder.mkdir(exist_ok=True)
         try:
@@ -371,7 +267,7 @@ def ensure_codes(world, clips, encoding):
             raise run.Stopped("asked to stop while audio was being encoded")
         if not world.is_main:
             return None
-        known = look_up(folder, clips) if jobs else known
+        known = look_up(folder, clips)
     for i in known.missing():
         known.errors[i] = errors.get(i) or f"{clips[i].path}: changed while it was being read"
     return known
@@ -418,3 +314,40 @@ def encode_jobs(world, jobs, folder, encoding):
     if files:
         write_shard(folder, encoded, files)
     return errors
+
+
+# ---- Lengths of clips from file headers
+
+
+def codec_frames(samples):
+    """Codec frames of `samples` at 24 kHz: at 16 kHz, with 160 zeros at both ends, HuBERT gives a
+    vector for 400 samples and for each 320 more, and the codec takes every second one."""
+    vectors = (-(-2 * samples // 3) + 2 * 160 - 400) // 320 + 1
+    return -(-vectors // 2)
+
+
+def header_frames(clip):
+    """Codec frames of a Clip, read from the file header only; other damage is found later."""
+    with open(clip.path, "rb") as file:
+        if clip.path.endswith(SAVED):
+            return len(check_cut(read_codes(file)[span(clip, FRAME_RATE)], FRAME_RATE, clip))
+        with open_sound(file) as sound:
+            rate, samples = sound.samplerate, range(sound.frames)
+    samples = check_cut(samples[span(clip, rate)], rate, clip)
+    n = (2 * len(samples) * SAMPLE_RATE + rate) // (2 * rate)       # soxr rounds half up
+    return codec_frames(max(n, SHORTEST_REFERENCE * clip.filled))
+
+
+def plan_codes(clips, encoding):
+    """The ClipCodes of ensure_codes without encoding; "where" of a new clip is -1, -1, frames."""
+    known = look_up(encoding.folder(), clips)
+
+    def measure(i):
+        try:
+            known.where[i, 2] = header_frames(clips[i])
+        except (OSError, ValueError) as error:
+            known.errors[i] = f"{clips[i].path}: {error}"
+
+    with ThreadPool(16) as pool:
+        pool.map(measure, known.missing())
+    return known._replace(shards=[])

@@ -1,4 +1,4 @@
-"""A ChatML sample of any known shape -> one canonical conversation.
+"""Flags of speech data, and a ChatML sample of any known shape -> one canonical conversation.
 
 The canonical form is the one Higgs-Audio's own inference builds (boson-ai/higgs-audio
 examples/generation.py): a system turn, a user turn with each reference's transcript answered by an
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from core.cli import UserError, one_line
+from core import cli
+from core.cli import UserError, one_line, require
 from core.json_files import HALF_CHARACTER, read_object
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
@@ -27,8 +28,14 @@ TAG = re.compile(r"\[(SPEAKER\d+)\]")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
+TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
+              "multi_speaker_voice_cloning")
+CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
+# checks of samples, for --drop_bad
+CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
+LONGEST_CLIP_S = 600    # the codec encodes a clip at once, and a second takes 25 positions
 MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
 CACHE_SIZE = 100_000         # audio files that are remembered: references come again
 SETTINGS = "text_settings.json"     # in a checkpoint: its run's --normalize_text, for speaking
@@ -46,8 +53,6 @@ SOUNDS = {"[laugh]": "<SE>[Laughter]</SE>", "[humming start]": "<SE_s>[Humming]<
           "[applause]": "<SE>[Applause]</SE>", "[cheering]": "<SE>[Cheering]</SE>",
           "[cough]": "<SE>[Cough]</SE>"}
 ENDINGS = (".", "!", "?", ",", ";", '"', "'", "</SE_e>", "</SE>")
-# 《》 are <> by then
-NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")
 
 # the instruction the community form puts before the target text; only this prefix is removed, never
 # text after a colon
@@ -56,7 +61,7 @@ SHORTENED = "have a request with words before the text that is spoken: these wor
 
 
 class BadSample(Exception):
-    """Why one sample cannot be used. check: of choices.CHECKS."""
+    """Why one sample cannot be used. check: of CHECKS."""
 
     def __init__(self, why, check="invalid"):
         super().__init__(why)
@@ -102,6 +107,9 @@ class Sample:
     notes: list = field(default_factory=list)
 
 
+# ---- Flags
+
+
 @dataclass(frozen=True)
 class Reading:
     """Settings by which data become conversations: the flags of these names."""
@@ -112,6 +120,51 @@ class Reading:
     seed: int = 42
     normalize: bool = False         # the texts to speak
     lone_reference: bool = False    # whether the model takes a clip without its words
+
+
+def data_flags(p):
+    flag = p.flag
+    flag("--train_data_file", None, "data in any format of docs/data.md, mixed; the weight is the "
+         "number of passes per epoch (default: 1)", nargs="+", metavar="PATH[:WEIGHT]")
+    flag("--train_data_dir", None, "the same for folders: of prepare_tts.py, with metadata.json, "
+         "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
+    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+    flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
+    flag("--columns", "", "columns of a table, as in docs/data.md", metavar="MEANING=NAME,...")
+    flag("--task_type", TASK_TYPES[1], "prompt form; not for ChatML", choices=TASK_TYPES)
+    flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference "
+         "does (default: on for Higgs-Audio V2, off for Higgs TTS 3)", choices=("on", "off"))
+    flag("--reference", "given", "clip before the text, to clone; not for ChatML",
+         choices=("given", "same_speaker", "none"))
+    flag("--reference_share", 1.0, "share of samples that keep their reference, drawn by --seed")
+
+
+def check_data(args):
+    """Check the flags of data_flags(). UserError."""
+    for name in ("train_data_file", "train_data_dir"):
+        setattr(args, name, [word for word in getattr(args, name) or [] if word])
+    require(bool(args.train_data_file) != bool(args.train_data_dir),
+            "give --train_data_file or --train_data_dir")
+    require(not (args.eval_data_file and args.eval_data_dir),
+            "give one of --eval_data_file and --eval_data_dir, not both")
+    if args.columns:
+        from speech import convert
+        convert.check_columns(args.columns)
+    cli.share(args, "reference_share")
+    require(args.reference != "none" or args.reference_share == 1,
+            "--reference none: drop --reference_share")
+    for path, weight in source_paths(args)[0]:
+        require(0 < weight <= 1000, f"{path}:{weight:g}: a weight is above 0 and at most 1000")
+
+
+def source_paths(args):
+    """([(training file or folder, weight)], validation file or folder or None)."""
+    paths = []
+    for word in args.train_data_file or args.train_data_dir:
+        match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
+        weighted = match and not os.path.exists(word)
+        paths.append((match[1], float(match[2])) if weighted else (word, 1.0))
+    return paths, args.eval_data_file or args.eval_data_dir
 
 
 # ---- Audio files by name
@@ -390,11 +443,6 @@ def normalise(text):
     return text if text.endswith(ENDINGS) else text + "."
 
 
-def audible_text(text):
-    """The audible part of a text: normalised, without sound tags and [SPEAKER0]."""
-    return NOT_HEARD.sub(" ", normalise(text))
-
-
 # ---- The text in a request that also says what to do
 
 
@@ -445,11 +493,9 @@ def saved_setting(folder, name="normalize_text", known=("on", "off")):
     return value if value in known else None
 
 
-def setting_to_speak(wanted, model, adapter=None):
-    """(True to normalise spoken text, a line that says so and why). wanted: --normalize_text, or
-    None for what the checkpoint, a model's or an adapter's folder, was trained with."""
-    folder = adapter or model
-    saved = saved_setting(folder)
-    setting = wanted or saved or "on"       # on: as in boson-ai's inference
-    why = f"was trained with {saved}" if saved else "is not a checkpoint of this trainer"
-    return setting == "on", f"--normalize_text {setting}; {folder} {why}"
+def check_base_dtype(args):
+    """Make args.base_dtype "nf4" or None. It is that of --adapter if the flag is not given."""
+    saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
+    args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
+    if args.base_dtype:
+        cli.require_package("bitsandbytes", "--base_dtype nf4")

@@ -31,9 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder 
 
 from core import cli, json_files
 from core.cli import UserError, plural, first_line, one_line, require
-from speech import choices
-from speech.choices import COLUMNS
-from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading,
+from speech.conversations import (AUDIO_FILES, SCENE, TASK_TYPES, BadSample, Paths, Reading,
                                   content_items, is_chatml, sample_name, sample_text, system_parts)
 
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile
@@ -47,6 +45,17 @@ LANGUAGES = set("zh ja jp en ko yue de fr es it pt ru ar vi th".split())
 HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
 NO_SPEAKER = {*SUBFOLDERS, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"} # folders
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
+COLUMNS = {     # {meaning: column names in lower case}; the first that exists counts
+    "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
+             "file_name filename path file",
+    "text": "text transcript transcription sentence normalized_text text_normalized target_text",
+    "id": "id _id utt utt_id sentence_id sid key",
+    "speaker": "speaker speaker_id speaker_name spk spk_id client_id",
+    "language": "language lang locale", "scene": "scene", "split": "split",
+    "duration": "duration seconds", "offset": "offset start start_time", "end": "end end_time",
+    "ref_audio": "ref_audio ref_audio_file ref_audio_path reference_audio prompt_audio",
+    "ref_text": "ref_text ref_transcript reference_text prompt_text",
+    "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 KNOWN = COLUMNS | {"text_file": "transcript_file", "task_type": "training_task_type task_type",
                    "ref_speakers": "ref_speakers"}      # of a metadata.json
 NO_TEXT = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for a missing value
@@ -64,6 +73,12 @@ DEPTH, LOOK = 3, 20     # levels of folders, and rows, that are looked through
 
 class Undecided(UserError):
     """A table is one of speech, but what its columns mean is not certain."""
+
+
+def check_columns(columns):
+    for pair in filter(None, columns.split(",")):
+        require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in COLUMNS,
+                f"--columns {pair}: is not MEANING=NAME; meanings are {', '.join(COLUMNS)}")
 
 
 # ---- Lists. columns: {meaning: name} of --columns. entry: a dict by the file's own names.
@@ -646,8 +661,8 @@ def references_of(row, reading, candidates, paths):
         return {"type": "audio", "audio_url": find_file(name, row, paths)}
     task, audio, text = row.get("task_type") or "", row.get("ref_audio"), row.get("ref_text")
     # JimmyMa99's converter writes audio_generation everywhere
-    if task not in ("", "audio_generation", *choices.TASK_TYPES):
-        raise BadSample(f"unknown task_type {task!r}; known: {', '.join(choices.TASK_TYPES)}")
+    if task not in ("", "audio_generation", *TASK_TYPES):
+        raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
     if reading.reference == "none" or draw("share", row, reading) >= reading.reference_share:
         return [], []
     if reading.reference == "same_speaker":
@@ -779,7 +794,7 @@ def main(argv=None):
     p.add_argument("--output", required=True, help="the .jsonl to write")
     p.add_argument("--columns", default="", metavar="MEANING=NAME,...", help="names of columns, or "
                    f"numbers if there is no header; meanings are {', '.join(COLUMNS)}")
-    args = cli.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
+    args = cli.parse(p, lambda args, _: check_columns(args.columns), argv)
     from speech import dataset      # late: it imports torch
     to_chatml(args.source, args.output, problems := [], columns=args.columns)
     print("\n".join(problems[:20]))

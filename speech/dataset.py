@@ -1,8 +1,13 @@
-"""The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
+"""The data of a run on disk: a table of tokenised samples, and a cache of the codes of their clips.
 
-data.make_table() makes it: read_all(), then the codes of its clips, then TableBuilder.write(). Each
-sample is tokenised once, and each distinct clip is stored once. A clip is one placeholder token
-here; data.py replaces it by the clip's rows.
+data.make_table() makes a table: read_all(), ensure_codes(), TableBuilder.write(). Each sample is
+tokenised once, and each distinct clip is stored once. A clip is one placeholder token here; data.py
+replaces it by the clip's rows. Rank 0 writes the table, all ranks and loader workers map it.
+
+Codes are stored in append-only shards under CACHE/<codec fingerprint>, for all runs. A shard has
+int16 codes, their lengths, a content key per clip, and the key of each (path, size, date, cut), so
+later runs only check file dates. Each clip's codes have a CRC-32, checked when a run starts and at
+each read. The other columns have a SHA-256. speech/codes.py encodes new clips.
 """
 import atexit
 import contextlib
@@ -15,24 +20,27 @@ import shutil
 import tempfile
 import uuid
 import weakref
+import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from core import checkpoint, json_files
-from core.cli import UserError, plural, one_line
-from core.dist import error_names_file
+from core.cli import UserError, plural, one_line, require
+from core.dist import error_names_file, rank0
 from core.packing import Column, map_chunks, token_lists
 from core.problems import Problem, problem
-from speech import choices
-from speech.codes import FRAME_RATE, Encoding, codec_fingerprint
-from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sample,
-                                  canonical_sample, is_chatml, sample_name, sample_text)
+from speech.conversations import (CHATML, FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading,
+                                  Sample, canonical_sample, is_chatml, sample_name, sample_text,
+                                  source_paths)
 
 CHUNK = 2048    # entries of a file that are tokenised together
+ALL = range(sys.maxsize).__contains__       # `wanted` of open_source: every number
 PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
@@ -42,6 +50,9 @@ LISTS = {"tokens": "token_offsets", "names": "name_offsets", "clips": "clip_offs
 COLUMNS = {"tokens": np.int32, "labelled": bool, "names": np.uint8, "text_targets": np.int64,
            "clips": np.int32, "trained": bool, "facts": FACTS,
            **dict.fromkeys(LISTS.values(), np.int64)}
+PIPELINE = b"mono-mean soxr-HQ 24k v2"      # in the fingerprint: rename it if waveforms change
+# of a shard, besides the codes
+SHARD_COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")
 
 
 def problem_of(table, i, check, reason):
@@ -60,7 +71,7 @@ class Sources:
     held_out: str | None = None     # path of the validation data
     reading: Reading = Reading()
     processes: int = 0              # extra processes for sources of many samples
-    drop: tuple = ()                # checks (choices.CHECKS) whose samples are dropped
+    drop: tuple = ()                # checks (CHECKS) whose samples are dropped
 
     def all(self):
         """[(path, weight, True for validation data)]."""
@@ -73,55 +84,53 @@ def read_flags(args, ids, codec_dir):
     reading = Reading(args.task_type, args.columns, args.reference, args.reference_share, args.seed,
                       args.normalize_text == "on", ids.lone_reference)
     cache = args.code_cache or Path(args.output_dir) / "codes"
-    return (Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad),
+    return (Sources(*source_paths(args), reading, args.preprocess_num_proc, args.drop_bad),
             Encoding(codec_dir, cache, ids.num_codebooks, args.preprocess_num_proc,
                      args.wait_timeout))
 
 
 def open_source(path, reading, problems, folder, held_out=False, number=0, make=canonical_sample):
-    """(read, parse) of a path, the number-th of the run: read(wanted) as in json_files.read_entries
-    and parse_entries(), which still takes `entries`. Other formats than ChatML are converted first,
-    into a file in `folder`. problems: list to which unusable rows are added. make: function from
-    ChatML to Sample."""
-    if Path(path).suffix in choices.CHATML and Path(path).is_file():
+    """(read, parse) of a path, the number-th source of the run: read(wanted) as in
+    json_files.read_entries; parse(entries) yields a Sample or Problem for each. Other formats than
+    ChatML are converted first, into a file in `folder`. problems: list to which unusable rows are
+    added. make: function from ChatML to Sample."""
+    file, first = Path(path), None
+    if file.suffix in CHATML and file.is_file():
         with contextlib.suppress(UserError):        # the converter says more
-            unit, read = json_files.read_entries(path)
-            _, first = next(read(lambda number: True), (0, None))
-            if is_chatml(first):
-                changed = [f"--{name}" for name, default in vars(Reading()).items()
-                           if name in PROMPT_FLAGS and getattr(reading, name) != default]
-                if changed:
-                    print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
-                          f"{', '.join(changed)} does not change", flush=True)
-                return read, partial(parse_entries, str(path), Path(path), unit, reading, make)
-    from speech import convert
-    converted = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
-    convert.to_chatml(path, converted, problems, held_out=held_out, **vars(reading))
-    is_empty = not converted.stat().st_size
-    unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(converted)
-    return read, partial(parse_entries, str(path), converted, unit, reading, make)
+            unit, read = json_files.read_entries(file)
+            _, first = next(read(ALL), (0, None))
+    if is_chatml(first):
+        changed = [f"--{name}" for name, default in vars(Reading()).items()
+                   if name in PROMPT_FLAGS and getattr(reading, name) != default]
+        if changed:
+            print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
+                  f"{', '.join(changed)} does not change", flush=True)
+    else:
+        from speech import convert
+        file = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
+        convert.to_chatml(path, file, problems, held_out=held_out, **vars(reading))
+        is_empty = not file.stat().st_size
+        unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(file)
+    paths = Paths(file.parent.resolve())
 
-
-def parse_entries(origin, path, unit, reading, make, entries):
-    """Yield a Sample or Problem for each (number, entry). origin: the user's file, which `path` was
-    converted from. unit: of json_files.read_entries."""
-    paths = Paths(path.parent.resolve())
-    for number, entry in entries:
-        fields = entry if isinstance(entry, dict) else {}
-        misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
-        name, setting = misc.get("source"), fields.get("normalize_text")    # source: of convert.py
-        if not isinstance(name, str):
-            name = sample_name(f"{path} {unit} {number + 1}", entry)
-        try:
-            if setting not in (None, "", "on", "off"):
-                raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
-            # off: this text was spoken without normalisation, by generate_tts.py
-            sample = make(name, entry, paths, reading.normalize and setting != "off")
-        except BadSample as error:
-            yield problem(name, error.check, error, origin)
-        else:
-            sample.notes.extend(map(tuple, misc.get("notes", ())))
-            yield sample
+    def parse(entries):
+        for number, entry in entries:
+            fields = entry if isinstance(entry, dict) else {}
+            misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
+            name, setting = misc.get("source"), fields.get("normalize_text")  # source: of convert
+            if not isinstance(name, str):
+                name = sample_name(f"{file} {unit} {number + 1}", entry)
+            try:
+                if setting not in (None, "", "on", "off"):
+                    raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
+                # off: this text was spoken without normalisation, by generate_tts.py
+                sample = make(name, entry, paths, reading.normalize and setting != "off")
+            except BadSample as error:
+                yield problem(name, error.check, error, path)
+            else:
+                sample.notes.extend(map(tuple, misc.get("notes", ())))
+                yield sample
+    return read, parse
 
 
 def read_samples(path, problems, make=canonical_sample, **reading):
@@ -130,23 +139,11 @@ def read_samples(path, problems, make=canonical_sample, **reading):
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
     read, parse = open_source(path, Reading(**reading), problems, folder, make=make)
-    for sample in parse(read(lambda number: True)):
+    for sample in parse(read(ALL)):
         if isinstance(sample, Sample):
             yield sample
         else:
             problems.append(sample)
-
-
-def read_source(builder, read, parse, origin, sources, problems, warnings):
-    """Tokenise a source, opened by open_source, into a TableBuilder."""
-    def encode(entries):
-        return builder.chunk(parse(entries), origin, sources.drop)
-
-    for chunk in map_chunks(encode, read(lambda number: True), CHUNK, sources.processes):
-        builder.append(chunk)
-        problems.add(chunk["refused"])
-        if warnings is not None:
-            warnings.extend(chunk["notes"])
 
 
 def read_all(builder, sources, problems, folder=None, warnings=None):
@@ -158,11 +155,19 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
         start, before, unconverted = len(builder), problems.counts.total(), []
         read, parse = open_source(path, sources.reading, unconverted, folder, held_out, number)
         problems.add(unconverted)
-        read_source(builder, read, parse, str(path), sources, problems, warnings)
+
+        def encode(entries, parse=parse, path=path):
+            return builder.chunk(parse(entries), path, sources.drop)
+
+        for chunk in map_chunks(encode, read(ALL), CHUNK, sources.processes):
+            builder.append(chunk)
+            problems.add(chunk["refused"])
+            if warnings is not None:
+                warnings.extend(chunk["notes"])
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
-        samples = parse(read(lambda number: True))
+        samples = parse(read(ALL))
         if first := next((sample for sample in samples if isinstance(sample, Sample)), None):
             print(f"           first: {one_line(sample_text(first))}", flush=True)
         if not kept and not problems.n_fatal:
@@ -361,6 +366,136 @@ def audio_numbers(where, clips):
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
 
 
+# ---- Codes of clips
+
+
+class Encoding(NamedTuple):
+    codec_dir: Path
+    cache_dir: Path
+    num_codebooks: int
+    processes: int = 0                  # decoding processes on this node
+    wait_limit_s: float = 6 * 3600      # for another run that fills the cache
+
+    def folder(self):       # of the codec's shards
+        return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
+
+
+class ClipCodes(NamedTuple):
+    """Where the codes of a list of clips are, with measures and errors of the clips."""
+    folder: Path            # of the shards
+    shards: list            # file names
+    where: np.ndarray       # (n, 4) int64: shard, first row, frames, checksum; shard -1: no codes
+    measures: np.ndarray    # (n, 5) float32 MEASURES; NaN: unknown
+    errors: dict            # {number of a clip without codes: its file and the reason}
+
+    def missing(self):      # numbers of the clips without codes
+        return np.flatnonzero(self.where[:, 0] < 0).tolist()
+
+
+def codec_fingerprint(codec_dir):
+    """16 hex digits of the codec's config and weights and of PIPELINE. Raises UserError."""
+    digest, weights = hashlib.sha256(PIPELINE), sorted(Path(codec_dir).glob("*.safetensors"))
+    require(weights, f"{codec_dir}: holds no *.safetensors weights; take the native codec")
+    for path in sorted([*weights, *Path(codec_dir).glob("config.json")]):
+        digest.update(path.name.encode() + bytes.fromhex(checkpoint.sha256(path)))
+    return digest.hexdigest()[:16]
+
+
+def key_of(clip, filled, *recording):
+    """16-byte key of a Clip's cut; `recording` identifies the file by content, or path and date."""
+    cut = "" if clip.offset is None else f"{clip.offset}+{clip.duration}"
+    text = "\0".join(map(str, (*recording, f"{cut} filled" if filled else cut)))
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:16]
+
+
+def file_key(clip):
+    """Key of a Clip by path, size and date of its file."""
+    stat = os.stat(clip.path)
+    return key_of(clip, clip.filled, clip.path, stat.st_size, stat.st_mtime_ns)
+
+
+def digest_columns(columns):
+    return hashlib.sha256(b"".join(columns[name].tobytes() for name in SHARD_COLUMNS)).hexdigest()
+
+
+@contextlib.contextmanager
+def explain_damage(path):
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete it and start again, and its clips "
+                        "are encoded again")
+
+
+def read_index(folder):
+    """(shard names, {file key: content key}, {content key: row}, "where" and measures of the rows
+    as in ClipCodes). Row -1, the last one, is that of an unknown clip."""
+    names = os.listdir(folder) if os.path.exists(folder) else ()    # glob() hides a refused access
+    shards = sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
+    contents, rows, where, measures = {}, {}, [], []
+    for number, shard in enumerate(shards):
+        path = Path(folder) / shard
+        with explain_damage(path), safe_open(path, "np") as file:
+            columns = {name: file.get_tensor(name) for name in SHARD_COLUMNS}
+            if digest_columns(columns) != (file.metadata() or {}).get("sha256"):
+                raise ValueError("its columns have another checksum than when they were written")
+        contents.update(zip(map(bytes, columns["files"]), map(bytes, columns["file_keys"])))
+        rows.update(zip(map(bytes, columns["keys"]), itertools.count(sum(map(len, where)))))
+        lengths = columns["lengths"].astype(np.int64)
+        where.append(np.stack([np.full(len(lengths), number), np.cumsum(lengths) - lengths, lengths,
+                               columns["checksums"]], axis=1, dtype=np.int64))
+        measures.append(columns["measures"])
+    where.append(np.array([[-1, -1, 0, -1]]))
+    measures.append(np.full((1, 5), np.nan, np.float32))
+    return shards, contents, rows, np.concatenate(where), np.concatenate(measures)
+
+
+def look_up(folder, clips):
+    """ClipCodes of a folder of shards, which may miss some clips. Checks the codes."""
+    with ThreadPool(16) as pool:        # bound by the file system
+        files = pool.map(file_key, clips, 4096)
+    shards, contents, rows, where, measures = read_index(folder)
+    numbers = np.array([rows.get(contents.get(key), -1) for key in files], np.int64)
+    reader, where = CodeReader(folder, shards), where[numbers]
+    for row in sorted(where[where[:, 0] >= 0].tolist()):
+        reader.codes(*row)
+    return ClipCodes(folder, shards, where, measures[numbers], {})
+
+
+class CodeReader:
+    """Reads codes from shards; each process opens them separately."""
+
+    def __init__(self, folder, shards):
+        self.folder, self.shards, self.open_shards = Path(folder), shards, {}
+
+    def codes(self, shard, start, frames, checksum):
+        """(frames, 8) int16 codes. UserError if their checksum does not match."""
+        path = self.folder / self.shards[shard]
+        with explain_damage(path):
+            if shard not in self.open_shards:
+                self.open_shards[shard] = safe_open(path, "np").__enter__()
+            codes = self.open_shards[shard].get_slice("codes")[start:start + frames]
+            if zlib.crc32(codes) != checksum:
+                raise ValueError("codes with another checksum than when they were written")
+        return codes
+
+
+def ensure_codes(world, clips, encoding):
+    """ClipCodes of unique Clips on rank 0, else None; new clips are encoded. Collective; only rank
+    0 needs `clips`."""
+    known = None
+
+    def is_incomplete():
+        nonlocal known
+        known = look_up(encoding.folder(), clips)
+        return bool(known.missing())
+
+    if rank0(world, is_incomplete):
+        from speech import codes
+        return codes.fill_cache(world, clips, encoding)
+    return known
+
+
 # ---- Prepared folders: a table, the codes of its audio, and prepared.json, which has the checksum
 # of every file and the fingerprints of the tokenizer and codec
 
@@ -374,16 +509,3 @@ def tokenizer_fingerprint(tokenizer, ids):
     """16 hex digits: hash of a tokenizer's vocabulary and of the ids that the trainer uses."""
     text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
-
-
-def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
-    """Write prepared.json, which completes a folder with a table. report: JSON-able, for users."""
-    codes = json.loads((table / "codes.json").read_text())
-    cache = Path(os.path.normpath(table / codes["folder"]))
-    files = [*sorted(table.iterdir()), *(cache / name for name in codes["shards"])]
-    checkpoint.write_text(folder / PREPARED, json.dumps({
-        "table": table.name,
-        "sha256": {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
-                   checkpoint.sha256(path) for path in files},
-        "tokenizer": tokenizer_fingerprint(tokenizer, ids), "codec": codec_fingerprint(codec_dir),
-        "reading": asdict(reading), "report": report}, indent=1) + "\n")

@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is th
 
 from core import cli
 from core.cli import UserError, problem_text, require
-from speech import choices
+from speech import judges
 
 p = cli.Parser(__doc__.partition("\n")[0])
 p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
 p.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of generate_tts.py")
-choices.judges(p)
+judges.judge_flags(p)
 p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")
 p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 p.flag("--batch_size", 8, "samples per batch of Whisper")
@@ -35,7 +35,7 @@ p.flag("--batch_size", 8, "samples per batch of Whisper")
 
 def check_flags(args, world_size):
     cli.at_least_one(args, "batch_size")
-    choices.check_judges(args)
+    judges.check_judges(args)
     if args.mos:
         cli.require_package("speechmos", "--mos", "speechmos onnxruntime librosa")
 
@@ -43,12 +43,11 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and wrong flags answer at once
 args = cli.parse(p, check_flags)
 
-import math
+from statistics import fmean
 
 from core import dist, json_files
 from core.checkpoint import lock_folder, write_json
-from speech import judges
-from speech.conversations import audible_text, normalise
+from speech.conversations import normalise
 
 METRICS = ("wer", "wer_mean", "cer", "speaker_similarity", "dnsmos", "length_ratio", "stop_rate",
            "real_time_factor")
@@ -103,16 +102,13 @@ def evaluate(folder, samples, by, settings):
         if args.mos:
             row["dnsmos"] = judges.dnsmos(wave, HZ)
         rows.append({"name": audio.stem} | dict.fromkeys(METRICS) | row)
-    metrics = {key: mean(row[key] for row in rows) for key in METRICS}
+    metrics = {key: fmean(values) if (values := [
+        row[key] for row in rows if row[key] is not None]) else None for key in METRICS}
     if by.hear:
-        metrics |= judges.word_rates(list(map(audible_text, texts)), heard.values(), by.language)
+        spoken = list(map(judges.audible_text, texts))
+        metrics |= judges.word_rates(spoken, heard.values(), by.language)
     return {"name": str(folder), "metrics": metrics, "samples": rows, "heard": heard,
             "settings": settings | {"samples": len(samples)}}
-
-
-def mean(values):
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 device = dist.single_process().device.type

@@ -16,21 +16,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is th
 
 from core import cli
 from core.cli import UserError, plural, require
-from speech import choices
+from speech import conversations, judges
 
 # ---- Flags: name, default, help
 
 p = cli.Parser("Speak with Higgs-Audio.")
 flag, switch = p.flag, p.switch
 # model
-flag("--model_path", None, "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native "
-     "or 2025 format) or Higgs TTS 3", required=True)
+flag("--model_path", None, "base model or full checkpoint, folder or hub name", required=True)
 flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--adapter", None, "folder with adapter_model.safetensors, applied to --model_path")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 flag("--dtype", "auto", "base's dtype; adapters stay float32; auto: bfloat16 on a GPU, "
      "float16 on a T4 or V100", choices=("auto", "bfloat16", "float16", "float32"))
-choices.base_dtype(p, "nf4 keeps the base's layers in four bits, for GPUs of 8 to 12 GB")
+flag("--base_dtype", None, "nf4 keeps the base's layers in four bits, for GPUs of 8 to 12 GB "
+     "(default: as in the adapter's run)", choices=("bf16", "nf4"))
 # texts to speak
 flag("--text", None, "one or more texts", nargs="+")
 flag("--prompts", None, "file: one text per line, or ChatML, which may name a reference clip")
@@ -38,7 +38,7 @@ flag("--reference_audio", None, "clip of the voice to clone, for texts and lines
 flag("--reference_text", None, "transcript of --reference_audio; optional for Higgs TTS 3")
 flag("--scene", None, "scene for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
 flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference does "
-     "(default: as in training)", choices=choices.ON_OFF)
+     "(default: as in training)", choices=("on", "off"))
 # how
 flag("--temperature", None, "0 = greedy (default: 1, TTS 3: 0.8)", type=float)
 flag("--top_k", None, "draw from this many codes, 0 = all (default: 50, TTS 3: 30)", type=int)
@@ -49,11 +49,10 @@ flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and report
 flag("--seed", 42, "seed of the sampling")
 flag("--batch_size", 4, "prompts generated together on each device")
 flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors, then likeness")
-flag("--split_text", 0, "speak texts of more than N characters in parts, cut after sentences "
-     "and at tags; 0 = off", metavar="N")
+flag("--split_text", 0, "speak longer texts in parts of at most N characters, 0 = off", metavar="N")
 flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
      "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
-choices.judges(p)
+judges.judge_flags(p)
 # output
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
 switch("--overwrite", "first delete results of an earlier run in --output_dir")
@@ -66,7 +65,7 @@ BEST = "best.jsonl"     # written with --max_cer
 
 def check_flags(args, world_size):
     require(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
-    chatml = bool(args.prompts) and args.prompts.lower().endswith(choices.CHATML)
+    chatml = bool(args.prompts) and args.prompts.lower().endswith(conversations.CHATML)
     for name in ("reference_audio", "reference_text", "scene", "split_text"):
         require(not (chatml and getattr(args, name)), f"--{name} is not for ChatML prompts")
     args.reference_text = (args.reference_text or "").strip() or None
@@ -78,8 +77,8 @@ def check_flags(args, world_size):
     cli.above_zero(args, "max_seconds")
     cli.at_least_one(args, "batch_size best_of")
     cli.share(args, "max_cer")
-    choices.check_base_dtype(args)
-    choices.check_judges(args)
+    conversations.check_base_dtype(args)
+    judges.check_judges(args)
     listens = args.asr_model or args.asr_command
     require(args.best_of > 1 or not (listens or args.speaker_model),
             "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of")
@@ -105,9 +104,9 @@ from functools import partial
 import torch
 
 from core import checkpoint, dist
-from speech import conversations, judges, speak, weights
-from speech.codes import FRAME_RATE
-from speech.weights import load_codec
+from speech import speak, weights
+from speech.codes import load_codec
+from speech.conversations import FRAME_RATE
 
 # ---- Ranks, output folder, model, prompts
 
@@ -133,7 +132,7 @@ folder, config_dict, codec_dir = weights.find_files(
 module, tts3 = weights.module(config_dict), weights.is_tts3(config_dict["model_type"])
 require(args.reference_text or not args.reference_audio or tts3,
         "--reference_audio and --reference_text go together")
-normalize, why = conversations.setting_to_speak(
+normalize, why = speak.setting_to_speak(
     args.normalize_text or ("off" if tts3 else None), folder, args.adapter)
 voice = args.reference_audio, args.reference_text, args.scene
 texts = [(f"--text {text!r}", text) for text in args.text or ()]

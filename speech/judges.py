@@ -11,18 +11,39 @@ import tempfile
 from collections import namedtuple
 
 import numpy as np
-import torch
 
 from core.cli import UserError, first_line, notice, require, require_package
-from speech.conversations import audible_text
+from speech.conversations import normalise
 
 RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
+# 《》 are <> by then
+NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")
 # written without spaces: errors are counted by character
 UNSPACED = ("zh", "yue", "ja", "th", "lo", "my")
 # The result of load_judges; a judge that is off is None. hear(waves, rate) -> [text]; embed: from
 # load_x_vectors; language: for normaliser.
 Judges = namedtuple("Judges", "hear embed language")
+
+
+def judge_flags(p):
+    p.flag("--asr_model", None, "recogniser: pocketsphinx, or folder or hub name for transformers")
+    p.flag("--asr_command", None, "recogniser as a command: it gets paths of wav files as last "
+           "arguments and prints a line of text for each")
+    p.flag("--language", None, "language code, for Whisper and for comparing texts; en unifies "
+           "numbers and contractions (default: Whisper detects it, plain rules)")
+    p.flag("--speaker_model", None, "x-vector model for speaker similarity: folder or hub name")
+
+
+def check_judges(args):
+    require(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
+    require(not args.language or args.asr_model or args.asr_command,
+            "--language: only --asr_model and --asr_command make use of it")
+
+
+def audible_text(text):
+    """The audible part of a text: normalised, without sound tags and [SPEAKER0]."""
+    return NOT_HEARD.sub(" ", normalise(text))
 
 
 def read_audio(path, offset=None, seconds=None):
@@ -141,10 +162,9 @@ def load_model(flag, path, device, class_name=None, unused=()):
     # transformers would continue with random weights
     require(all(name.startswith(unused) for name in info["missing_keys"]),
             f"{flag} {path}: is not such a model, as weights are missing")
-    return model.to(device).eval(), extractor, tokenizer
+    return model.to(device).eval().requires_grad_(False), extractor, tokenizer
 
 
-@torch.inference_mode()
 def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8):
     """[text] by greedy decoding. recogniser: from load_model. Whisper gets batches; padding would
     change the group norms of other models. UserError for a wrong language."""
@@ -182,7 +202,6 @@ def load_x_vectors(path, device):
     model, extractor, _ = load_model("--speaker_model", path, device, "AutoModelForAudioXVector",
                                      ("classifier.", "objective."))
 
-    @torch.inference_mode()
     def embed(wave):
         inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         embedding = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from core import adapters, dist
 from core.checkpoint import write_atomically
@@ -17,11 +18,24 @@ from core.cli import require
 from core.packing import PackOrder
 from core.run import Stopped
 from speech import speak, weights
-from speech.codes import FRAME_RATE
-from speech.labels import total_loss
+from speech.conversations import FRAME_RATE
+from speech.labels import IGNORE, total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # longest speech of a row
+
+
+def divergence(model, batch):
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
+    model: a PackedBase. The base is the same, without its adapters, gradient and dropout."""
+    training = model.training
+    model.eval()
+    with torch.no_grad(), adapters.disable(model.net):
+        base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    model.train(training)
+    trained = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    cells = F.kl_div(trained, base, log_target=True, reduction="none").sum(-1)
+    return (cells * (batch.audio_targets != IGNORE)).sum(0)
 
 
 class Keeper:
@@ -39,12 +53,7 @@ class Keeper:
         digest = hashlib.sha256(str(args.seed).encode())
         for row in (prompt.row(ids) for prompt in self.prompts):
             digest.update(row["input_ids"].tobytes() + row["audio_ids"].tobytes())
-        self.fingerprint = digest.hexdigest()[:16]      # rank 0 appends that of the base
-
-    def extend_fingerprint(self, base):
-        """Text that must match on resume; base: the base model's fingerprint. On rank 0."""
-        self.fingerprint += base
-        return self.fingerprint
+        self.fingerprint = digest.hexdigest()[:16]      # on rank 0, the trainer appends the base's
 
     def speak(self, world, model, autocast):
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its

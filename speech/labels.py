@@ -13,9 +13,7 @@ import torch.nn.functional as F
 
 from core import kernels
 from core.cli import require
-from core.metrics import duration
-from speech.codes import FRAME_RATE
-from speech.conversations import Clip
+from speech.conversations import FRAME_RATE, Clip
 
 N_EXTRA = 8                # number of batch_sums() besides one per codebook
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out
@@ -203,8 +201,9 @@ class PackedBase(torch.nn.Module):
         audio: cross-entropy per codebook; text: cross-entropy. ends (detached): of all
         end-of-stream targets the cross-entropy, the number predicted and the number; then, of
         codebook 0, whose first end-of-stream ends speech, the number of first ones predicted and
-        the number of codes mistaken for one. keep: return divergence() instead."""
+        the number of codes mistaken for one. keep: return keep.divergence() instead."""
         if keep:
+            from speech.keep import divergence
             return divergence(self, batch)
         config = self.base_model.config
         hidden = self.hidden_states(batch)
@@ -257,20 +256,6 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
-def divergence(model, batch):
-    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
-    model: a PackedBase. The base is the same, without its adapters, gradient and dropout."""
-    from core import adapters
-    training = model.training
-    model.eval()
-    with torch.no_grad(), adapters.disable(model.net):
-        base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
-    model.train(training)
-    trained = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
-    cells = F.kl_div(trained, base, log_target=True, reduction="none").sum(-1)
-    return (cells * (batch.audio_targets != IGNORE)).sum(0)
-
-
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
 
@@ -295,20 +280,3 @@ def step_work(config, table, samples, lora):
     return {"audio_targets": n_audio, "text_targets": n_text, "tokens": tokens,
             "samples": len(samples), "audio_seconds": frames / FRAME_RATE,
             "flops": flops_per_pack(config, tokens, n_audio, n_text, pairs, lora)}
-
-
-def train_line(step, total_steps, values):
-    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
-    left = duration((total_steps - step) * values["train/step_seconds"])
-    mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
-    return ("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
-            "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} "
-            "| grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} audio-s/s"
-            + mfu + " | eta {}").format(step, total_steps, left, **values)
-
-
-def eval_line(step, values):
-    """One aligned line of a validation, with units."""
-    return ("eval   step {:>6} | loss {eval/loss:7.4f} | audio {eval/audio_loss:6.3f} | text "
-            "{eval/text_loss:6.3f} | eos {eval/eos_loss:6.3f} stop {eval/stop_recall:6.1%}"
-            .format(step, **values))

@@ -19,14 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is th
 from core import cli
 
 
-def build_parser():
-    p = cli.Parser(__doc__.partition("\n")[0])
-    p.usage = "%(prog)s OUT_DIR [--flag value ...]"
-    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for the files")
-    p.flag("--clips", 48, "number of wav files, and of samples in train.json")
-    p.flag("--speakers", 4, "number of voices; they take turns")
-    p.switch("--higgs3", "make a Higgs TTS 3 instead of a V2")
-    return p
+p = cli.Parser(__doc__.partition("\n")[0])
+p.usage = "%(prog)s OUT_DIR [--flag value ...]"
+p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for the files")
+p.flag("--clips", 48, "number of wav files, and of samples in train.json")
+p.flag("--speakers", 4, "number of voices; they take turns")
+p.switch("--higgs3", "make a Higgs TTS 3 instead of a V2")
 
 
 def check_flags(args, world_size):
@@ -36,7 +34,7 @@ def check_flags(args, world_size):
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
-ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(p, check_flags) if __name__ == "__main__" else None
 
 import json
 import re
@@ -261,7 +259,7 @@ def voice_cloning_sample(name, reference, target):
 
 
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    args = ARGS or cli.parse(p, check_flags, argv)
     speech, samples = make_speech(args.out_dir, args.clips, args.speakers), []
     for number, target in enumerate(speech):        # the reference is the speaker's next clip
         reference = next(clip for clip in speech[number + 1:] + speech[:number]

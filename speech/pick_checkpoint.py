@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is th
 
 from core import cli
 from core.cli import UserError, require
-from speech import choices
+from speech import judges
 
 SCRIPTS = Path(__file__).resolve().parent
 POLL_S = 10
@@ -32,7 +32,7 @@ p.usage = "%(prog)s OUT [--flag value ...]"
 p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
 p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
 p.flag("--by", "wer", "deciding metric; of equal checkpoints the earlier wins", choices=MEASURES)
-choices.judges(p)
+judges.judge_flags(p)
 p.switch("--follow", "wait for new checkpoints until the run ends")
 p.flag("--patience", 0, "--follow: end after this many checkpoints without a better one, 0 = never")
 p.flag("--max_seconds", 15.0, "longest speech per prompt")
@@ -43,7 +43,7 @@ p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda
 
 def check_flags(args, world_size):
     require(Path(args.output_dir).is_dir(), f"{args.output_dir}: there is no such folder")
-    choices.check_judges(args)
+    judges.check_judges(args)
     judge = args.speaker_model if args.by == "sim" else args.asr_model or args.asr_command
     require(args.by == "loss" or args.prompts and judge, f"--by {args.by} needs --prompts and "
             f"{'--speaker_model' if args.by == 'sim' else '--asr_model or --asr_command'}")
@@ -61,7 +61,6 @@ import time
 from functools import partial
 
 from core import checkpoint, json_files, metrics
-from speech import judges
 
 judges.load_judges(asr_command=args.asr_command)        # detect a wrong path now
 out, (metric, name, form, sign) = Path(args.output_dir), MEASURES[args.by]

@@ -1,67 +1,22 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
-from multiprocessing.pool import ThreadPool
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from core import memory as plans
 from core import metrics
-from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, SHORTEST_REFERENCE, check_cut, look_up,
-                          open_sound, read_codes, span)
+from speech.conversations import FRAME_RATE
 from speech.labels import step_work
 
 SHARE = 0.7     # of the matrix rate that a step reaches by count
 
 
-class Data(NamedTuple):
-    """The samples of a run."""
-    table: object           # data.Table, whose new clips are not encoded
-    ids: object             # labels.TokenIds
-    train: np.ndarray       # numbers of the trained samples
-    keeper: object = None   # keep.Keeper
-
-
-# ---- Lengths of clips from file headers
-
-
-def codec_frames(samples):
-    """Codec frames of `samples` at 24 kHz: at 16 kHz, with 160 zeros at both ends, HuBERT gives a
-    vector for 400 samples and for each 320 more, and the codec takes every second one."""
-    vectors = (-(-2 * samples // 3) + 2 * 160 - 400) // 320 + 1
-    return -(-vectors // 2)
-
-
-def header_frames(clip):
-    """Codec frames of a Clip, read from the file header only; other damage is found later."""
-    with open(clip.path, "rb") as file:
-        if clip.path.endswith(SAVED):
-            return len(check_cut(read_codes(file)[span(clip, FRAME_RATE)], FRAME_RATE, clip))
-        with open_sound(file) as sound:
-            rate, samples = sound.samplerate, range(sound.frames)
-    samples = check_cut(samples[span(clip, rate)], rate, clip)
-    n = (2 * len(samples) * SAMPLE_RATE + rate) // (2 * rate)       # soxr rounds half up
-    return codec_frames(max(n, SHORTEST_REFERENCE * clip.filled))
-
-
-def plan_codes(clips, encoding):
-    """The ClipCodes of ensure_codes without encoding; "where" of a new clip is -1, -1, frames."""
-    known = look_up(encoding.folder(), clips)
-
-    def measure(i):
-        try:
-            known.where[i, 2] = header_frames(clips[i])
-        except (OSError, ValueError) as error:
-            known.errors[i] = f"{clips[i].path}: {error}"
-
-    with ThreadPool(16) as pool:
-        pool.map(measure, known.missing())
-    return known._replace(shards=[])
-
-
-# ---- Memory
+# table: a data.Table, whose new clips are not encoded; ids: labels.TokenIds; train: numbers (n,) of
+# the trained samples; keeper: a keep.Keeper or None
+Data = namedtuple("Data", "table ids train keeper")
 
 
 def rows_by_kind(table, ids):

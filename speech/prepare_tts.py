@@ -9,26 +9,31 @@ Training on the folder starts at once and needs neither the audio nor torchaudio
 command to resume; codes that are already encoded are kept. OUTPUT_DIR/problems.jsonl lists all
 problems of the data. OUTPUT_DIR/prepared.json describes the data.
 """
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # the folder of core/
 
 from core import cli
 from core.cli import UserError, require, usable_cpus
-from speech import choices
-from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS
+from speech.conversations import CHECKS, LONGEST_CLIP_S, check_data, data_flags
 
+SOUND_ERRORS = ("too_short", "silence")     # besides those of CHECKS
+# checks whose samples are still used
+WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text",
+            "in_validation", "text_rate", "no_second_clip", "no_reference_text", "unused_reference",
+            "own_reference")
 ERRORS = (*CHECKS, *SOUND_ERRORS)
-
 
 p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
 flag = p.flag
 flag("--model_path", None, "model whose tokenizer is used, folder or hub name", required=True)
 flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
-choices.data(p)
+data_flags(p)
 flag("--seed", 42, "seed for choosing references and the samples that have one")
 # checks
 flag("--min_clip_seconds", 0.32, "a shorter clip is an error, too_short")
@@ -45,7 +50,7 @@ flag("--wait_timeout", 21600, "seconds to wait for the other processes")
 
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail later; expand drop_bad to the checks to drop."""
-    choices.check_data(args)
+    check_data(args)
     cli.zero_or_more(args, "min_clip_seconds seed preprocess_num_proc")
     cli.above_zero(args, "max_clip_seconds")
     cli.at_least_one(args, "wait_timeout")
@@ -69,9 +74,10 @@ import numpy as np
 from core import checkpoint, dist, run
 from core.problems import LIST, Problems
 from speech import weights
-from speech.codes import FRAME_RATE, ensure_codes
-from speech.dataset import (audio_numbers, find_bad_audio, last_clips, new_builder, problem_of,
-                            read_all, read_flags, sums, write_prepared)
+from speech.conversations import FRAME_RATE
+from speech.dataset import (PREPARED, audio_numbers, codec_fingerprint, ensure_codes,
+                            find_bad_audio, last_clips, new_builder, problem_of, read_all,
+                            read_flags, sums, tokenizer_fingerprint)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -167,12 +173,18 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
             "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),
             "checks": {check: {"samples": n, "dropped": check in drop}
                        for check, n in sorted(problems.counts.items())}}
-        cache = os.path.abspath(codes.folder)
-        if out in codes.folder.parents:     # then the prepared folder can be moved
-            cache = os.path.relpath(codes.folder, builder.folder)
-        builder.write(cache, codes.shards, codes.where, left_out)
-        write_prepared(out, builder.folder, tokenizer, ids, encoding.codec_dir, sources.reading,
-                       report)
+        inside = out in codes.folder.parents        # then the prepared folder can be moved
+        cache = codes.folder if inside else Path(os.path.abspath(codes.folder))
+        builder.write(os.path.relpath(cache, builder.folder) if inside else cache, codes.shards,
+                      codes.where, left_out)
+        files = [*sorted(builder.folder.iterdir()), *(cache / name for name in codes.shards)]
+        checkpoint.write_text(out / PREPARED, json.dumps({      # completes the folder
+            "table": builder.folder.name,
+            "sha256": {str(path.relative_to(out) if path.is_relative_to(out) else path):
+                       checkpoint.sha256(path) for path in files},
+            "tokenizer": tokenizer_fingerprint(tokenizer, ids),
+            "codec": codec_fingerprint(encoding.codec_dir),
+            "reading": asdict(sources.reading), "report": report}, indent=1) + "\n")
         return report
 
     with new_builder(world, tokenizer, ids, out) as (builder, clips):

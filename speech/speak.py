@@ -22,11 +22,10 @@ from core.checkpoint import write_atomically, write_json
 from core.cli import UserError, plural, problem_text, require, stop_requested
 from core.json_files import read_text
 from speech import judges, weights
-from speech.codes import FRAME_RATE, SAMPLE_RATE, SAVED, decode_clips, encode_clip
-from speech.weights import load_codec
-from speech.conversations import (SCENE, BadSample, Clip, Sample, Turn, audible_text,
+from speech.codes import SAVED, decode_clips, encode_clip, load_codec
+from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, BadSample, Clip, Sample, Turn,
                                   canonical_turns, mark_trained, normalise, normalise_requests,
-                                  system_parts, trim_turn)
+                                  saved_setting, system_parts, trim_turn)
 from speech.dataset import TableBuilder, read_samples
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
@@ -35,6 +34,16 @@ STRIDE = 1_000_003      # step of the seed from take to take; from batch to batc
 PAUSE_S = 0.12          # silence between chunks of a long text
 
 # ---- Prompts
+
+
+def setting_to_speak(wanted, model, adapter=None):
+    """(True to normalise spoken text, a line that says so and why). wanted: --normalize_text, or
+    None for what the checkpoint, a model's or an adapter's folder, was trained with."""
+    folder = adapter or model
+    saved = saved_setting(folder)
+    setting = wanted or saved or "on"       # on: as in boson-ai's inference
+    why = f"was trained with {saved}" if saved else "is not a checkpoint of this trainer"
+    return setting == "on", f"--normalize_text {setting}; {folder} {why}"
 
 
 @dataclass
@@ -153,8 +162,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
             voices[-1] if voices else None,
             target if target.path and not target.path.endswith(SAVED) else None))
         if (size := len(prompts[-1].row(ids)["input_ids"])) > room:
-            problems.append(f"{sample.name}: {size} tokens; with the speech to come there is room "
-                            f"for {max(0, room)}: shorten it, or allow fewer seconds of speech")
+            problems.append(f"{sample.name}: {size} tokens, room for {max(0, room)}: shorten it")
     require(not problems, problem_text(problems))
     return prompts
 
@@ -411,7 +419,7 @@ def speak_chunks(samples, most, prepare, say, listeners, write=None):
         record = dict(facts[-1])
         if listeners.hear:
             record["heard"] = " ".join(row["heard"] for row in facts)
-            text = audible_text(" ".join(chunk.strip() for _, chunk in chunks))
+            text = judges.audible_text(" ".join(chunk.strip() for _, chunk in chunks))
             record |= judges.word_rates([text], [record["heard"]], listeners.language)
         ended_by = next((end for end in ends if end != "eos"), "eos")
         results.append((np.concatenate(codes), ended_by, join(waves), record))

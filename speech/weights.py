@@ -1,13 +1,10 @@
 """Checkpoints: choose V2 or TTS 3, find, check, load into any sharding.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than its shard. V2 has two layouts: transformers' native one, and the 2025 layout that
-boson-ai's code serves; NAMES and CONFIG map the names of one to the other. Higgs TTS 3 has one
-layout, with the codec and both copies of the tied tables, for sglang-omni and vllm-omni. Missing,
-unexpected or misshapen weights stop the run.
+more than its shard. Missing, unexpected or misshapen weights stop the run. V2 has two layouts:
+transformers' native one, and that of 2025, of speech/layout_2025.py.
 """
 import json
-import re
 import shutil
 from functools import partial
 from importlib import import_module
@@ -17,9 +14,8 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
-from core import checkpoint, dist, json_files, tensor_io
-from core.cli import UserError, first_line, require, require_package
-from speech.conversations import FRAME_RATE, SAMPLE_RATE
+from core import adapters, dist, json_files, tensor_io
+from core.cli import UserError, first_line, require
 
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
@@ -27,40 +23,15 @@ HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # a processor's codec if the bas
 KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
          "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA_TARGETS = {        # endings of module names
+    "attention": ATTENTION,
+    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj",
+                            "audio_mlp.down_proj"],
+    # both FFNs, no head, no embedding
+    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
-# weight names: (2025 layout, native)
-NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
-         ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
-         ("norm.", "model.norm."), ("audio_decoder_proj.", ""))     # "" begins every name: last
-DROPPED = ("audio_codebook_weights", "inv_freq")        # 2025 tensors without a native one
-SPLIT = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(\.weight)$")
-# config.json keys: in both layouts, {2025: native}, and in the native layout only
-TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-             "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
-             "max_position_embeddings")
-CONFIG = {"audio_num_codebooks": "num_codebooks", "audio_out_token_idx": "audio_token_id",
-          "audio_out_bos_token_id": "audio_bos_token_id", "pad_token_id": "pad_token_id",
-          "audio_stream_bos_id": "audio_stream_bos_id",
-          "audio_stream_eos_id": "audio_stream_eos_id"}
-EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")
-# all other keys of the 2025 layout, as released
-RELEASED = {
-    "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"],
-    "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0,
-    "audio_embed_avg": False, "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>", "audio_in_token": "<|AUDIO|>",
-    "audio_out_bos_token": "<|audio_out_bos|>", "audio_out_token": "<|AUDIO_OUT|>",
-    "skip_audio_tower": True, "use_delay_pattern": True, "encode_audio_in_tokens": True,
-    "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
-    "use_audio_out_self_attention": False, "use_rq_transformer": False}
-RELEASED_TEXT = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-    "max_position_embeddings": 131072,     # a server may refuse more than native's 2048
-    # the native rope parameters under Llama 3.2's names
-    "rope_theta": 500000.0, "rope_scaling": {
-        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
-        "original_max_position_embeddings": 8192}}
 
 
 # ---- Higgs-Audio V2 or Higgs TTS 3: chosen once; only the chosen module is imported
@@ -99,8 +70,7 @@ def find_checkpoint(name, flag):
     except UserError as error:
         require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
                 "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
-        inside = [f"; give {path}" for _, path in checkpoint.list_checkpoints(folder)[-1:]]
-        raise UserError(f"{flag} {name}: has no readable config.json ({error}){''.join(inside)}")
+        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
     kind = config.get("model_type")
     swapped = kind in sum(KINDS.values(), ())
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
@@ -113,40 +83,13 @@ find_model = partial(find_checkpoint, flag="--model_path")
 find_codec = partial(find_checkpoint, flag="--audio_tokenizer_path")
 
 
-def load_codec(codec_dir, device, num_codebooks):
-    """(codec in eval mode on the device, kbit/s that give num_codebooks). Raises UserError."""
-    require_package("torchaudio", "encoding new audio needs torchaudio", "torchaudio==2.11.0")
-    try:
-        from transformers import HiggsAudioV2TokenizerModel     # which imports torchaudio
-        codec, info = HiggsAudioV2TokenizerModel.from_pretrained(
-            codec_dir, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:
-        raise UserError(f"{codec_dir}: codec cannot be loaded ({first_line(error)})")
-    if lost := sorted(info["missing_keys"]) + sorted(info["unexpected_keys"]):
-        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected weights, first {lost[:5]}")
-    for name, weight in codec.named_parameters():
-        require(tensor_io.is_finite(weight), f"{codec_dir}: {name} holds NaN or infinity")
-    config = codec.config
-    bandwidth = num_codebooks * FRAME_RATE * config.codebook_nbits / 1000
-    require((config.sample_rate, config.frame_rate) == (SAMPLE_RATE, FRAME_RATE)
-            and bandwidth in config.target_bandwidths, f"{codec_dir}: is not a codec of "
-            f"{SAMPLE_RATE} Hz, {FRAME_RATE} frames/s and {num_codebooks} codebooks")
-    return codec.to(device).eval(), bandwidth
-
-
 def native_config(config):
     """HiggsAudioV2Config of a config.json dict in the native or the 2025 layout. UserError."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        # a variant that the native class computes differently
-        require(not config.get("audio_embed_avg"), "config.json: audio_embed_avg is not supported")
-        text = config.get("text_config", {})
-        native = HiggsAudioV2Config(
-            **{key: text[key] for key in TEXT_KEYS if key in text},
-            **{native_key: config[key] for key, native_key in CONFIG.items() if key in config},
-            **{key: config[key] for key in EXTRA_IDS if key in config},
-            codebook_size=config.get("audio_codebook_size", 1024) + 2)
+        from speech import layout_2025
+        native = HiggsAudioV2Config(**layout_2025.native_settings(config))
     end = native.audio_stream_eos_id
     require(native.codebook_size > end, f"config.json has codebook_size {native.codebook_size}, "
             f"but end-of-stream is code {end}: it must be {end + 1}")
@@ -188,25 +131,33 @@ def generation_config(config):
 
 
 def weight_parts(folder, config):
-    """{native name: [slice, ...]} of a folder in the native or 2025 layout. config: config.json.
-
-    Some 2025 tensors are split in two; those of a name are joined along dimension 0. Follows
-    transformers' convert_higgs_audio_v2_to_hf.py."""
-    slices, parts = tensor_io.open_tensors(tensor_io.files_of(folder, "model")), {}
+    """{native name: [slices to join]} of a folder in the native or 2025 layout. config:
+    config.json."""
+    slices = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     if config["model_type"] == "higgs_audio_v2":
         return {name: [tensor] for name, tensor in slices.items()}
-    for original in sorted(slices):     # "..._frozen" is sorted before "..._trainable"
-        if not any(dropped in original for dropped in DROPPED):
-            name = SPLIT.sub(r"\1", original)
-            old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
-            parts.setdefault(new + name.removeprefix(old), []).append(slices[original])
-    return parts
+    from speech import layout_2025
+    return layout_2025.native_parts(slices)
 
 
 def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a model without adapters."""
     problem = tensor_io.mismatch({n: p.shape for n, p in model.named_parameters()}, parts)
     require(not problem, f"{folder}: {problem}")
+
+
+def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
+    """adapters.add_lora for a native model; with `table`, TTS 3's audio table is trained in full.
+
+    targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora."""
+    whole = module(model.config).WHOLE_MODULES
+    require(whole or not table, "--train_audio_table is for Higgs TTS 3; V2 has --freeze_llm")
+    names = ",".join(LORA_TARGETS.get(targets, [targets]))
+    net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task_type=None,
+                            modules_to_save=list(whole) if table else None, **kinds)
+    if table:       # trained, so in fp32; this one copy is both embedding and head
+        model.audio_embedding.modules_to_save.float()
+    return net
 
 
 def load_weights(weights, parts, world=None):

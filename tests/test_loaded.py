@@ -8,8 +8,7 @@ import torch
 
 from core.dist import World
 from diffusion import make_problems
-from speech.codes import Encoding, ensure_codes
-from speech.dataset import read_samples
+from speech.dataset import Encoding, ensure_codes, read_samples
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command
@@ -22,9 +21,9 @@ def files(folder, names):
 ALL = files(
     "core/", "problems checkpoint cli dist json_files kernels metrics optim packing run tensor_io")
 # LoRA on ChatML with cached codes needs no other format, no TTS 3, no judge and no memory plan
-SPEECH = files("core/", "adapters") | files("", "train_v2_ddp data lora") | files(
-    "speech/", "choices codes conversations dataset labels v2 weights")
-CHATS = files("core/", "chat checkpoint cli dist problems tensor_io") | files(
+SPEECH = files("core/", "adapters") | files("", "train_v2_ddp data") | files(
+    "speech/", "conversations dataset labels v2 weights")
+CHATS = files("core/", "chat") | files(
     "distill/", "causal_lm chat_data losses packed_lm train_sft")
 BLOCKS = files("diffusion/", "blocks choices dit elbo problems train_bd3lm")
 # {script: (files that it may load besides ALL, maximum of lines in all of them)}

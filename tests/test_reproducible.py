@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from core import checkpoint
-from speech import codes
+from speech import codes, dataset
 from speech.conversations import Clip
 from tests.helpers import block_runs, chats, students
 from tests.helpers.trainer import ROOT, RUN_SCRIPT, Run
@@ -46,12 +46,12 @@ TOLERANCE = 1e-4
 
 def fill_cache(cache, tiny):
     """Write random codes for the tiny model's clips; return the folder. A codec's codes differ between processors."""
-    folder, draw = cache / codes.codec_fingerprint(tiny.codec), np.random.default_rng(0)
+    folder, draw = cache / dataset.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
     encoded, files = {}, {}
     for path in sorted((tiny.root / "speech").glob("*.wav")):
-        key = codes.key_of(clip := Clip(str(path)), False, path.name)
-        files[codes.file_key(clip)] = key
+        key = dataset.key_of(clip := Clip(str(path)), False, path.name)
+        files[dataset.file_key(clip)] = key
         encoded[key] = draw.integers(0, 1024, (soundfile.info(path).frames // 960, 8), np.int16), [np.nan] * 5
     codes.write_shard(folder, encoded, files)
     return cache

@@ -4,7 +4,6 @@ import importlib
 import inspect
 
 import data  # noqa: F401
-import lora  # noqa: F401
 from core import adapters, checkpoint, dist, kernels, metrics, optim, packing, run  # noqa: F401
 from speech import v2, weights  # noqa: F401
 

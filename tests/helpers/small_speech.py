@@ -2,10 +2,10 @@
 import numpy as np
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
-import lora
 from data import collate
 from speech import v2
 from speech.labels import IGNORE, TokenIds
+from speech.weights import add_lora
 
 
 def small_model(targets, dtype, recompute, dropout=0.1):
@@ -15,7 +15,7 @@ def small_model(targets, dtype, recompute, dropout=0.1):
         num_key_value_heads=2, head_dim=16, codebook_size=1026, num_codebooks=8, audio_token_id=516,
         audio_bos_token_id=513, audio_delay_token_id=514, pad_token_id=501, eos_token_id=509, bos_token_id=1)
     native = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
-    net = lora.add_lora(native, 8, 16, dropout, targets, "base") if targets else native
+    net = add_lora(native, 8, 16, dropout, targets, "base") if targets else native
     return config, v2.PackedHiggs(net, recompute).train()
 
 

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from core.json_files import read_object
 from data import SpeechSamples
-from speech.codes import FRAME_RATE, decode_clips
-from speech.conversations import Clip, Turn
+from speech.codes import decode_clips
+from speech.conversations import FRAME_RATE, Clip, Turn
 from speech.labels import IGNORE, token_ids, total_loss
 from speech.weights import native_config
 from tests.helpers import dialogues

@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 
 from core import packing, run
 from core.cli import UserError
-from speech.codes import CodeReader, codec_fingerprint, file_key, look_up, write_shard
+from speech.codes import write_shard
 from speech.conversations import Clip
+from speech.dataset import CodeReader, codec_fingerprint, file_key, look_up
 
 
 def fill(folder, values):

@@ -9,10 +9,8 @@ import torch
 from core.dist import World
 from core.problems import Problems
 from data import make_table, split_validation
-from speech.choices import CHECKS
-from speech.codes import Encoding
-from speech.conversations import Clip
-from speech.dataset import Sources, TableBuilder, read_all
+from speech.conversations import CHECKS, Clip
+from speech.dataset import Encoding, Sources, TableBuilder, read_all
 
 
 @pytest.fixture

@@ -14,11 +14,9 @@ from safetensors.numpy import load_file
 
 from core.dist import World
 from speech import codes as encode
-from speech.codes import CodeReader, Encoding, codec_fingerprint, encode_clip, ensure_codes
-from speech.weights import load_codec
-from speech.plan import header_frames, plan_codes
+from speech.codes import encode_clip, header_frames, load_codec, plan_codes
 from speech.conversations import Clip
-from speech.dataset import read_samples
+from speech.dataset import CodeReader, Encoding, codec_fingerprint, ensure_codes, read_samples
 from tests.helpers.spoken import decode_audio
 
 WORLD = World(device=torch.device("cpu"))

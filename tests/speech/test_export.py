@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import lora
 from core.cli import UserError
-from speech import weights
+from speech import layout_2025, weights
 from speech.speak import load_model
 from tests.helpers import spoken
 from tests.helpers.spoken import logits
@@ -144,7 +144,7 @@ def test_2025_layout_is_the_published_one(tiny, tmp_path):
     ids = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|audio_eos|>": 128012, "<|AUDIO|>": 128015}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the Hub
-    assert lora.original_config(HiggsAudioV2Config(codebook_size=1026), tokenizer, "bfloat16") == published_config()
+    assert layout_2025.original_config(HiggsAudioV2Config(codebook_size=1026), tokenizer, "bfloat16") == published_config()
 
 
 def test_2025_to_native_to_2025_is_bit_equal(original, tmp_path):
@@ -264,7 +264,7 @@ def test_original_config_gives_the_released_native_config():
     native, text = weights.native_config(config), config["text_config"]
     with pytest.raises(UserError, match="audio_embed_avg is not supported"):
         weights.native_config(config | {"audio_embed_avg": True})
-    expected = {key: text[key] for key in weights.TEXT_KEYS} | {
+    expected = {key: text[key] for key in layout_2025.TEXT_KEYS} | {
         "num_codebooks": 8, "codebook_size": 1026, "audio_delay_token_id": 128014, "bos_token_id": 1,
         "eos_token_id": 128009, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025, "tie_word_embeddings": False,
         "audio_token_id": 128016, "pad_token_id": 128001, "audio_bos_token_id": 128013}

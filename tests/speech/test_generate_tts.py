@@ -11,7 +11,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from data import Table
 from speech import conversations, speak
-from speech.weights import load_codec
+from speech.codes import load_codec
 from speech.labels import delay_rows, token_ids
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, rows

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import lora
 from core import checkpoint
 from core.dist import World
 from data import collate
 from speech import keep, plan, speak, v2, v3
 from speech.labels import IGNORE
+from speech.weights import add_lora
 from tests.helpers import higgs3, spoken
 from tests.helpers.runs import tensors
 from tests.helpers.trainer import ROOT, Tiny, train_forked
@@ -40,7 +40,7 @@ def data(tiny, tmp_path_factory):
 
 @pytest.fixture
 def model(tiny):
-    net = lora.add_lora(spoken.native(tiny.model), 4, 8, 0.0, "attention+audio_mlp", "base")
+    net = add_lora(spoken.native(tiny.model), 4, 8, 0.0, "attention+audio_mlp", "base")
     return v2.PackedHiggs(filled(net)).train()
 
 
@@ -88,7 +88,7 @@ def test_divergence_equals_a_plain_loop(model, data):
 
 def test_divergence_of_tts_3_equals_a_plain_loop(model3):
     native = higgs3.load(model3)[0]
-    model = v3.PackedHiggs3(filled(lora.add_lora(native, 4, 8, 0.0, "all-linear", "base"))).train()
+    model = v3.PackedHiggs3(filled(add_lora(native, 4, 8, 0.0, "all-linear", "base"))).train()
     ids = v3.token_ids(v3.load_tokenizer(model3), native.config)
     codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
     samples = [{"number": i, **ids.assemble(np.array([ids.tts, ids.text, 40 + i, ids.audio, ids.audio_placeholder_id]),

@@ -6,11 +6,11 @@ from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
-import lora
 from core import adapters, tensor_io
 from core.cli import UserError
 from core.dist import World
 from speech import v2
+from speech.weights import add_lora
 from tests.helpers import spoken
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
@@ -25,7 +25,7 @@ def base(tiny, dtype=torch.float32):
 def adapted(tiny, rank=4, alpha=8, targets="attention+audio_mlp", seed=0):
     """A base with adapters that change its output; new adapters have B = 0."""
     torch.manual_seed(seed)
-    net = lora.add_lora(base(tiny), rank, alpha, 0.0, targets, "owner/base").eval()
+    net = add_lora(base(tiny), rank, alpha, 0.0, targets, "owner/base").eval()
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if "lora_B" in name:
@@ -42,7 +42,7 @@ def with_adapter(net):
     ("attention+audio_mlp", ATTENTION | AUDIO), ("all-linear", ATTENTION | AUDIO | TEXT),
     ("mlp.up_proj", {"mlp.up_proj"})])
 def test_targets_are_exactly_these_layers(tiny, targets, expected):
-    net = lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
+    net = add_lora(base(tiny), 4, 8, 0.0, targets, "base")
     assert with_adapter(net) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
     trainable = [n for n, p in net.named_parameters() if p.requires_grad]
     assert len(trainable) == 2 * 2 * len(expected) and all("lora_" in n for n in trainable)
@@ -53,7 +53,7 @@ def test_targets_are_exactly_these_layers(tiny, targets, expected):
 @pytest.mark.parametrize("targets, named", [("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("", "''")])
 def test_target_that_matches_nothing_is_named(tiny, targets, named):
     with pytest.raises(UserError, match=f"{named} matches no linear layer; use all-linear or out of: "):
-        lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
+        add_lora(base(tiny), 4, 8, 0.0, targets, "base")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])

@@ -10,9 +10,7 @@ from core import kernels
 from core.memory import Setup
 from data import split_validation
 from speech import plan as speech_plan
-from speech.codes import encode_clip
-from speech.weights import load_codec
-from speech.plan import codec_frames, header_frames
+from speech.codes import codec_frames, encode_clip, header_frames, load_codec
 from speech.conversations import Clip
 from tests.helpers.live_bytes import by_lengths, check_plan
 from tests.helpers.small_speech import pack_of, small_model

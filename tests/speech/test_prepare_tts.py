@@ -13,9 +13,8 @@ from core.cli import UserError
 from core.dist import World
 from data import SpeechSamples, Table, make_table, split_samples, usable_samples
 from speech import prepare_tts
-from speech.choices import CHECKS, SOUND_ERRORS
-from speech.codes import Encoding
-from speech.dataset import Reading, Sources
+from speech.conversations import CHECKS
+from speech.dataset import Encoding, Reading, Sources
 from tests.helpers.trainer import RUN_SCRIPT, speech_main
 
 WORLD = World(device=torch.device("cpu"))
@@ -188,7 +187,7 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
                     "0.20 s, less than --min_clip_seconds 0.32", "is silent, -103 dB of full scale"):
         assert message in str(caught.value)
     assert read_problems(tmp_path / "b") == expected and not (tmp_path / "b" / "prepared.json").exists()
-    dropped = (*CHECKS, *SOUND_ERRORS, "clipping", "text_rate")
+    dropped = (*CHECKS, *prepare_tts.SOUND_ERRORS, "clipping", "text_rate")
     report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=dropped)
     assert read_problems(tmp_path / "c") == expected and (report["samples"], report["dropped"]) == (34, 6)
     assert report["checks"]["clipping"] == {"samples": 1, "dropped": True}
@@ -224,7 +223,7 @@ def test_a_failed_start_keeps_the_prepared_table(tiny, tokenizer, ids, speech, f
         def write_prepared(*_):
             assert table.exists() and len(list(out.glob("table-*"))) == 2
             raise OSError("killed")
-        patch.setattr(prepare_tts, "write_prepared", write_prepared)
+        patch.setattr(prepare_tts, "tokenizer_fingerprint", write_prepared)      # for prepared.json
         prepared(tiny, tokenizer, ids, speech, out)
     assert list(out.glob("table-*")) == [table]
     prepared(tiny, tokenizer, ids, speech, out)

@@ -11,11 +11,9 @@ import torch
 from core.dist import World
 from core.json_files import read_object
 from speech import judges, speak, v2, v3
-from speech.codes import CodeReader, Encoding, ensure_codes
-from speech.weights import load_codec
-from speech.plan import plan_codes
+from speech.codes import load_codec, plan_codes
 from speech.conversations import Clip, Turn
-from speech.dataset import TableBuilder, read_samples
+from speech.dataset import CodeReader, Encoding, TableBuilder, ensure_codes, read_samples
 from speech.labels import delay_rows
 from speech.speak import load_model
 from tests.helpers.progress import PATIENCE_S

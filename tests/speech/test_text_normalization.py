@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from speech import conversations
+from speech import conversations, judges, speak
 
 # replacements of boson-ai/higgs-audio examples/generation.py (f04f5df), in its order
 STEPS = [(mark, plain) for marks, plain in (
@@ -39,7 +39,7 @@ def test_random_texts_are_normalised_like_the_reference():
     ("《三体》[laugh] 好", "三体 好."), ("[SPEAKER0] Hi [music start] la [music end]", "Hi la"),
     ("20°F", "20 degrees Fahrenheit.")])
 def test_audible_text_has_no_marks(text, heard):
-    assert " ".join(conversations.audible_text(text).split()) == heard
+    assert " ".join(judges.audible_text(text).split()) == heard
 
 
 def test_speech_follows_the_checkpoint(tmp_path):
@@ -55,7 +55,7 @@ def test_speech_follows_the_checkpoint(tmp_path):
         ("off", base, on): (False, f"off; {on} was trained with on"), ("on", base, off): (True, "trained with off"),
         ("off", base, off): (False, "--normalize_text off")}
     for (flag, model, adapter), (normalize, words) in expected.items():
-        setting, line = conversations.setting_to_speak(flag, model, adapter)
+        setting, line = speak.setting_to_speak(flag, model, adapter)
         assert setting is normalize and words in line and f"--normalize_text {'on' if setting else 'off'}" in line
     (on / conversations.SETTINGS).write_text("half of i")
     assert conversations.saved_setting(on) is None

@@ -3,10 +3,10 @@ import pytest
 import torch
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
-import lora
 from core.json_files import read_object
 from data import collate
 from speech import v2
+from speech.weights import add_lora
 from tests.helpers import spoken
 
 CONVERSATIONS = {"single": spoken.SINGLE, "short": spoken.SHORT, "long": spoken.LONG, "cloning": spoken.CLONING,
@@ -95,7 +95,7 @@ def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data
     """Without a gradient of each weight DDP would wait; 0/0 would make the sum over ranks NaN."""
     net = spoken.native(tiny.model)
     if method == "lora":
-        net = lora.add_lora(net, 4, 8, 0.0, "all-linear", "base")
+        net = add_lora(net, 4, 8, 0.0, "all-linear", "base")
     packed = v2.PackedHiggs(net)
     audio, text, eos = packed(collate([], data[0], pad_to))
     assert audio.tolist() == [0.0] * 8 and text.item() == 0.0 and eos.tolist() == [0.0] * 5
@@ -124,7 +124,7 @@ def test_exactly_the_weights_without_a_gradient_are_frozen(tiny, data, method, l
     torch.manual_seed(0)
     native = net = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True)
     if method == "lora":
-        net = lora.add_lora(native, 4, 8, 0.0, "all-linear", "base")
+        net = add_lora(native, 4, 8, 0.0, "all-linear", "base")
         for name, parameter in net.named_parameters():
             if "lora_B" in name:        # new ones are zero, so A has no gradient
                 parameter.data = torch.randn(parameter.shape) * 0.05

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import lora
 from speech import make_tiny, speak, v3
-from speech.weights import load_codec
+from speech.codes import load_codec
 from tests.helpers import higgs3
 from tests.helpers.trainer import Tiny, brief, train_forked
 
