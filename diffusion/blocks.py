@@ -29,7 +29,6 @@ from core.cli import UserError, require
 from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
-from diffusion import dit
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
 from diffusion.problems import read_chats, read_problems
 
@@ -242,7 +241,6 @@ class Blocks(packing.Batch):
     group: torch.Tensor         # (B, L) int64   number of the (document, block), which shares one t
     n_groups: int
     n_targets: int
-    tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
 
 
 def collate(items, batch_rows, rows):
@@ -264,13 +262,9 @@ def collate(items, batch_rows, rows):
             start, groups = target[1].stop, groups + int(d.counts["groups"][document])
         copied = np.flatnonzero(joined["group"][r] >= 0)
         noisy[r, :len(copied)] = copied
-    places = noisy.clip(min=0)
-    doc, block = (np.take_along_axis(joined[key], places, 1) for key in ("doc", "block"))
-    tiles = dit.tile_states(np.concatenate([np.where(noisy >= 0, doc, -1), joined["doc"]], 1),
-                            np.concatenate([block, joined["block"]], 1), noisy_length)
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
-                  n_targets=int(joined["target"].sum()), tiles=tiles, **tensors)
+                  n_targets=int(joined["target"].sum()), **tensors)
 
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
@@ -287,7 +281,6 @@ class Inputs(packing.Batch):
     labels: torch.Tensor        # (R,) int64     their clean tokens
     weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
     group: torch.Tensor         # (R,) int64     their groups, as in Blocks
-    tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
 
 
@@ -362,4 +355,4 @@ def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
                        for numbers in (batch.block, batch.position))
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1), position,
                   doc, block.int(), hidden.flatten().nonzero()[:, 0], clean[hidden], weights,
-                  group[hidden], batch.tiles, places.shape[1])
+                  group[hidden], places.shape[1])

@@ -12,11 +12,10 @@ import math
 import re
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from core import kernels
@@ -29,7 +28,6 @@ ROW_STEP = 128          # on a GPU the number of rows of logits is a multiple of
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
 # the default of 4 warps spills 920 bytes per thread on sm_90, 8 warps spill none
 KERNEL = {"fwd_num_warps": 8}
-NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
 FREQUENCIES = 256       # sines and cosines of the noise level
 
@@ -70,46 +68,15 @@ def attends(doc, block, n_noisy):
     return rule
 
 
-def tile_states(doc, block, n_noisy):
-    """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: how many pairs of each tile may attend.
-    doc, block: (B, S) int arrays as in attends. Tests pairs of runs (tokens of one block, about 50
-    runs per row) instead of pairs of tokens as create_block_mask does, so a loader can do it."""
-    rows, length = doc.shape
-    edges = np.append(np.arange(0, length, TILE), length)
-    counts = np.zeros((rows, len(edges) - 1, len(edges) - 1), np.int64)
-    for r in range(rows):
-        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
-        starts = np.unique(np.concatenate([[0, n_noisy], changes]))
-        ends = np.append(starts[1:], length)[:, None]
-        runs, is_text = np.arange(len(starts)), doc[r, starts] >= 0
-        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts],
-                       np.searchsorted(starts, n_noisy))
-        seen = rule(0, 0, runs[:, None], runs) & is_text    # runs of padding do not attend
-        # (runs, tiles) tokens of each run in each tile
-        tokens = (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
-        counts[r] = tokens.T @ seen @ tokens
-        counts[r] += np.diag((tokens * ~is_text[:, None]).sum(0))   # each padding token to itself
-    states = np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING)
-    return torch.from_numpy(states.astype(np.int8))
-
-
-def attention_masks(doc, block, n_noisy, states=None):
+def attention_masks(doc, block, n_noisy, sparse=False):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
-    With states (tile_states, on the device of doc and block): two BlockMasks; the second has all
-    queries and keys. Otherwise: two (B, 1, queries, keys) bool; the second has clean ones only."""
+    sparse: two BlockMasks; the second has all queries and keys. Otherwise: two (B, 1, queries,
+    keys) bool; the second has clean queries and keys only."""
     (rows, length), device = doc.shape, doc.device
     rule = attends(doc, block, n_noisy)
-
-    def block_mask(states, queries):
-        tiles = []      # number and indices of partial tiles, then of full ones
-        for state in (SOME, ALL):
-            chosen = (states[:, None] == state).int()
-            tiles += [chosen.sum(-1, dtype=torch.int32),
-                      chosen.argsort(dim=-1, descending=True, stable=True).int()]
-        return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=TILE, mask_mod=rule,
-                                        seq_lengths=(queries, length))
-    if states is not None:
-        return block_mask(states[:, :-(-n_noisy // TILE)], n_noisy), block_mask(states, length)
+    if sparse:
+        return [create_block_mask(rule, rows, None, queries, length, device, TILE)
+                for queries in (n_noisy, length)]
     b = torch.arange(rows, device=device)[:, None, None]
     tokens = torch.arange(length, device=device)
     noisy, clean = tokens[:n_noisy, None], tokens[n_noisy:]
@@ -145,8 +112,7 @@ def masks_of(model, inputs):
     noisy queries. Rows with fewer noisy tokens than a tile get dense masks, since torch compiles
     FlexAttention of few queries without a backward pass."""
     flex, n_noisy = model.backend == "flex" and inputs.n_noisy >= TILE, inputs.n_noisy
-    noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy,
-                                    inputs.tiles if flex else None)
+    noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy, flex)
     inner = (inputs.doc.shape[1], others, None) if flex else (n_noisy, noisy, others)
     return inner, (n_noisy, noisy, None)
 

@@ -22,12 +22,11 @@ def setups(args, setup, rows, row_tokens):
 def step_of(config, backend):
     """memory.Step of a network with a Config. backend: --attn_backend, None: the GPU's default."""
     def loss(model, rows, length, n_noisy, masked):
-        every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
-        dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
+        sizes = (rows, length + n_noisy), (masked,)
+        dense, few = (torch.zeros(size, dtype=torch.int64) for size in sizes)
         inputs = blocks.Inputs(
             tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
-            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
-            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
+            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy)
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
         model = config.network(config, backend or "flex")

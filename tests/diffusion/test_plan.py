@@ -19,7 +19,7 @@ def inputs_of(rows, masked):
     doc = torch.zeros(rows, NOISY + LENGTH, dtype=torch.int32)
     index = torch.arange(masked)
     return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=index,
-                         labels=index % 290, weights=torch.ones(masked), group=index, tiles=None, n_noisy=NOISY)
+                         labels=index % 290, weights=torch.ones(masked), group=index, n_noisy=NOISY)
 
 
 def test_validation_counts(monkeypatch):

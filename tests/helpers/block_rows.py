@@ -35,10 +35,7 @@ def make_blocks(rows, length, width):
             start += len(table) + (start == 0)
         copies = (group[r] >= 0).nonzero()[:, 0]
         noisy[r, :len(copies)] = copies
-    start = noisy.clamp(min=0)
-    tiles = dit.tile_states(torch.cat([doc.gather(1, start).masked_fill(noisy < 0, -1), doc], 1).numpy(),
-                            torch.cat([block.gather(1, start), block], 1).numpy(), width)
-    return blocks.Blocks(ids, position, doc, block, target, noisy, group, groups, int(target.sum()), tiles)
+    return blocks.Blocks(ids, position, doc, block, target, noisy, group, groups, int(target.sum()))
 
 
 def noised(batch, seed=0, **options):
