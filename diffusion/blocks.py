@@ -30,7 +30,7 @@ from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
-from diffusion.problems import read_chats, read_problems
+from diffusion.problems import read_problems
 
 # counts of a document, which add up over rows and steps. clean: all tokens (slots in a row); noisy:
 # tokens of blocks with a target, which have a noisy copy; tokens: without fill; targets: tokens in
@@ -57,18 +57,27 @@ class Documents:
         return len(self.problems)
 
 
-def pieces(problem, layout):
-    """The texts of a problem that are tokenised separately, between special tokens."""
-    if layout.prompt:
-        return [layout.prompt.replace("{question}", problem.question), problem.solution]
-    if layout.system != "hdp":
-        return [f"Question: {problem.question}\nAnswer:", f" {problem.solution}"]
-    return [problem.question, f" {problem.plan}", f" {problem.solution} ", f" {problem.answer}"]
+def prompt_ids(question, tokens, layout):
+    """Ids of a problem before its answer (hdp: its plan)."""
+    if layout.prompt:       # a chat template, which has its start token itself
+        return tokens.encode(layout.prompt.replace("{question}", question))
+    if layout.system == "hdp":
+        return tokens.encode(question)
+    return [tokens.bos, *tokens.encode(f"Question: {question}\nAnswer:")]
 
 
-def prompt_ids(ids, tokens, layout):
-    """Ids of a gsm8k problem before its answer; a chat template has its start token itself."""
-    return list(ids) if layout.prompt else [tokens.bos, *ids]
+def regions_of(problem, tokens, layout):
+    """[(region, ids, number of them that are given and not generated)] of a Problem."""
+    if problem.ids:
+        return [(PLAN, problem.ids, problem.prompt_length)]
+    head, encode = prompt_ids(problem.question, tokens, layout), tokens.encode
+    if layout.system == "hdp":
+        steps, answer = encode(f" {problem.solution} "), encode(f" {problem.answer}")
+        return [(QUESTION, head, len(head)),
+                (PLAN, [tokens.plan, *encode(f" {problem.plan}"), tokens.end], 1),
+                (EXECUTION, [tokens.execution, *steps, tokens.answer, *answer, tokens.end], 1)]
+    space = "" if layout.prompt else " "
+    return [(PLAN, [*head, *encode(space + problem.solution), tokens.end], len(head))]
 
 
 def make_document(regions, tokens, layout):
@@ -101,36 +110,24 @@ def make_document(regions, tokens, layout):
 def make_documents(problems, tokens, layout, bad, path=""):
     """Documents of a list of Problems from the file `path`; UserError if none is usable. Adds
     problems that are too long or hold a special token to bad (as core's problems.Problem)."""
-    texts = [[] if p.ids else pieces(p, layout) for p in problems]
-    encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
-                                                 add_special_tokens=False))
     kept, arrays, counts = [], [], []
-    for p, group in zip(problems, texts):
-        ids = [next(encoded).ids for _ in group]
-        # (region, ids, number of ids that are given and not generated)
-        if p.ids:
-            regions = [(PLAN, p.ids, p.prompt_length)]
-        elif layout.system == "hdp":
-            execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
-            regions = [(QUESTION, ids[0], len(ids[0])),
-                       (PLAN, [tokens.plan, *ids[1], tokens.end], 1), (EXECUTION, execution, 1)]
-        else:
-            head = prompt_ids(ids[0], tokens, layout)
-            regions = [(PLAN, head + ids[1] + [tokens.end], len(head))]
-        limits = [(len(ids), *layout.regions[region]) for region, ids, _ in regions]
-        too_long = [f"has {n} tokens with markers and end token, more than --{flag} {most}"
-                    for n, flag, most, _ in limits if n > most]
+    for p in problems:
+        regions, check, why = regions_of(p, tokens, layout), None, ""
+        for region, ids, _ in regions:
+            flag, most, _ = layout.regions[region]
+            if len(ids) > most:
+                check, why = "too_long", (
+                    f"has {len(ids)} tokens with markers and end token, more than --{flag} {most}; "
+                    "raise the limit, or pass --drop_too_long")
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
-            why = f"its text holds the special token {token}; remove it"
-            bad.append(bad_problem(p.name, "control_token", why, path))
-        elif too_long:
-            why = ", ".join(too_long) + "; raise the limit, or pass --drop_too_long"
-            bad.append(bad_problem(p.name, "too_long", why, path))
-        else:
-            kept.append(p)
-            document, count = make_document(regions, tokens, layout)
-            arrays.append(document)
-            counts.append(count)
+            check, why = "control_token", f"its text holds the special token {token}; remove it"
+        if check:
+            bad.append(bad_problem(p.name, check, why, path))
+            continue
+        document, count = make_document(regions, tokens, layout)
+        kept.append(p)
+        arrays.append(document)
+        counts.append(count)
     if not kept:
         raise UserError(f"{path or 'data'}: none of {len(bad)} problems can be used, the first one "
                         f"being {bad[0]}")
@@ -195,7 +192,8 @@ def read_data(path, split, layout, tokenizer, tokens):
     """(Problems of a file for the Layout's system, [unusable problems])."""
     bad = []
     if layout.system == "chat":
-        return read_chats(path, tokenizer, tokens, bad), bad
+        from diffusion import published
+        return published.read_chats(path, tokenizer, tokens, bad), bad
     return read_problems(path, split, layout.system, layout.strip_calculator, bad), bad
 
 

@@ -100,8 +100,9 @@ def harness_model(base, solver, batch_size, draws):
     tokens, layout = solver.tokens, solver.layout
 
     def context_ids(text):
-        text = layout.prompt.replace("{question}", text) if layout.prompt else text
-        return blocks.prompt_ids(tokens.encode(text), tokens, layout)
+        if layout.prompt:
+            return blocks.prompt_ids(text, tokens, layout)
+        return [tokens.bos, *tokens.encode(text)]
 
     class BlockDiffusion(base):
         too_long = 0        # requests without room: answers are "", contexts lose first tokens

@@ -1,4 +1,4 @@
-"""GSM8K, HDP and chat files -> problems; tokenizers with special tokens.
+"""GSM8K and HDP files -> problems; tokenizers with special tokens.
 
 Special tokens follow kuleshov-group/bd3lms (gsm8k: a mask after GPT-2's vocabulary) and
 ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
@@ -23,7 +23,6 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder
 SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet")
-CHAT_HINT = re.compile(r"(; give|[.] Try) .*--chat_template.*")    # a flag of the chat trainer only
 
 
 @dataclass
@@ -186,39 +185,3 @@ def read_tokenizer(folder):
             json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
-
-
-def read_chats(path, folder, tokens, bad):
-    """Problems of a chat file or data set, with ids: one for each trained answer, whose question is
-    all text before it in the chat template of the tokenizer's folder. Those of one chat share a
-    name. bad: list to which unusable problems are added. UserError if the template does not end
-    answers with the end token of `tokens`."""
-    from core import chat
-    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
-    problems = []
-    for records, unusable in chat.read_chunks(path, 1024):
-        bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
-        answers = []
-        for line, record in records:
-            places = [i for i, message in enumerate(record["messages"])
-                      if message["role"] == "assistant" and message.get("weight", 1)]
-            # without a trained answer use the last message: the encoder gives the reason
-            answers += [(f"{path}:{line}", i, record)
-                        for i in places or [len(record["messages"]) - 1]]
-        results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
-                                 [record.get("tools") for _, _, record in answers])
-        for (name, i, record), result in zip(answers, results):
-            if isinstance(result, ValueError):
-                why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
-                bad.append(problem(name, "invalid", why, path))
-                continue
-            ids, mask = result
-            # up to the last trained id, since the sampler fills the last block with end tokens
-            ids = ids[:len(mask) - mask[::-1].index(True)]
-            last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
-            require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
-                                 f"token is {end}; give --end_token '{last}'")
-            problems.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
-                                    prompt_length=mask.index(True)))
-    require(problems or bad, f"{path}: holds no chats")
-    return problems

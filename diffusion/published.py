@@ -14,6 +14,7 @@ SDAR's (github.com/JetAstra/SDAR). Both get generate.py, which samples them.
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -41,14 +42,16 @@ import torch
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
+from core.problems import problem
 from diffusion import dit
-from diffusion.problems import MARKERS, SDAR_MASK, load_tokenizer, read_tokenizer
+from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
 
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
 # files that transformers reads besides tokenizer.json, so chat templates stay usable
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # has their classes, for transformers
 SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
+CHAT_HINT = re.compile(r"(; give|[.] Try) .*--chat_template.*")    # a flag of the chat trainer only
 SDAR_MASK_ID = 151669       # first id after Qwen3's tokens: SDAR's mask in SGLang
 
 
@@ -150,6 +153,42 @@ def add_chat_form(layout, folder):
     except Exception as error:      # many kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no usable chat template ({first_line(error):.120})")
     return add_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
+
+
+def read_chats(path, folder, tokens, bad):
+    """Problems of a chat file or data set, with ids: one for each trained answer, whose question is
+    all text before it in the chat template of the tokenizer's folder. Those of one chat share a
+    name. bad: list to which unusable problems are added. UserError if the template does not end
+    answers with the end token of `tokens`."""
+    from core import chat
+    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
+    problems = []
+    for records, unusable in chat.read_chunks(path, 1024):
+        bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
+        answers = []
+        for line, record in records:
+            places = [i for i, message in enumerate(record["messages"])
+                      if message["role"] == "assistant" and message.get("weight", 1)]
+            # without a trained answer use the last message: the encoder gives the reason
+            answers += [(f"{path}:{line}", i, record)
+                        for i in places or [len(record["messages"]) - 1]]
+        results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
+                                 [record.get("tools") for _, _, record in answers])
+        for (name, i, record), result in zip(answers, results):
+            if isinstance(result, ValueError):
+                why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
+                bad.append(problem(name, "invalid", why, path))
+                continue
+            ids, mask = result
+            # up to the last trained id, since the sampler fills the last block with end tokens
+            ids = ids[:len(mask) - mask[::-1].index(True)]
+            last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
+            require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
+                                 f"token is {end}; give --end_token '{last}'")
+            problems.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
+                                    prompt_length=mask.index(True)))
+    require(problems or bad, f"{path}: holds no chats")
+    return problems
 
 
 def copy_chat_files(folder, to):

@@ -45,7 +45,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import checkpoint, kernels, metrics
 from core.problems import settle
-from diffusion.blocks import pieces, prompt_ids, read_data
+from diffusion.blocks import prompt_ids, read_data
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
 from diffusion.problems import Problem, load_tokenizer
 
@@ -167,9 +167,9 @@ def question_state(problem, tokens, layout):
         return ids_state(problem.name, problem.ids[:problem.prompt_length], layout)
     token = tokens.find_control_token(problem.question)
     require(not token, f"{problem.name}: its text holds the special token {token}; remove it")
-    ids = tokens.encode(pieces(problem, layout)[0])
+    ids = prompt_ids(problem.question, tokens, layout)
     if layout.system != "hdp":
-        return ids_state(problem.name, prompt_ids(ids, tokens, layout), layout)
+        return ids_state(problem.name, ids, layout)
     require(len(ids) <= layout.question_budget,
             f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
             f"{layout.question_budget}")
