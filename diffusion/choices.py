@@ -4,7 +4,6 @@ Standard library only: a mistake in a flag is reported before torch is imported.
 """
 import argparse
 import math
-import os
 from dataclasses import dataclass, fields
 
 from core import cli
@@ -14,7 +13,6 @@ from core.cli import at_least_one, require, zero_or_more
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
 FULL = (1e-3, 1.0)      # range of t in the bound; its limits are not enforced
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
-CHECKPOINT = "checkpoint folder, or the trainer's OUTPUT_DIR (best checkpoint)"     # a flag's help
 # Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. From
 # ngocbao220/hdp-diffusion's H200 guide; "source" is from its scripts. For --init_from: finetune has
 # a third of BD3-LM's rate; convert (language models) twice that of SDAR and E2D2; sdar SDAR's rate.
@@ -133,35 +131,6 @@ def data(p):
     flag("--pack", True, "pack several problems into a row instead of padding; same loss",
          action=argparse.BooleanOptionalAction)
     flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
-
-
-def answers(p, order):
-    """Add the flags of a script that generates answers. order: default order of unmasking."""
-    p.flag("--checkpoint", None, CHECKPOINT, required=True)
-    p.flag("--limit", 0, "use only the first N texts, 0 = all")
-    p.switch("--drop_too_long", "leave out texts that are too long, and count them")
-    p.flag("--order", order, "a pass fills one random token, or all above --threshold",
-           choices=("first_hitting", "confidence"))
-    p.flag("--threshold", 0.9, "confidence: least probability of a token, 0 to 1")
-    p.flag("--batch_size", 64, "texts per batch")
-    p.flag("--seed", 0, "seed of the sampling")
-    p.switch("--bf16", "bfloat16 compute")
-    p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
-    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
-
-
-def check_answers(args, world_size):
-    """Raise UserError for values of these flags that are invalid or have no effect."""
-    cli.at_least_one(args, "batch_size")
-    cli.zero_or_more(args, "limit seed num_fewshot temperature")
-    cli.share(args, "min_accuracy")
-    cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
-    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
-    require(args.threshold == 0.9 or args.order == "confidence",
-            "--threshold needs --order confidence")
-    require(not getattr(args, "min_accuracy", 0) or args.test_file,
-            "--min_accuracy needs --test_file, problems with answers")
-    require(not os.path.isdir(args.output or ""), f"--output {args.output} is a folder")
 
 
 def layout_of(args):

@@ -117,19 +117,6 @@ def masks_of(model, inputs):
     return inner, (n_noisy, noisy, None)
 
 
-class Past:
-    """Keys and values of the clean tokens before a block, for a Layer or transformers' attention.
-
-    pairs: [(keys, values)] of every layer, (B, heads, P, D). new: those of the block."""
-
-    def __init__(self, pairs):
-        self.pairs, self.new = pairs, []
-
-    def update(self, keys, values, layer, *_, **__):
-        self.new.append((keys, values))
-        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
-
-
 def cross_entropies(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="none")
 
@@ -140,14 +127,6 @@ class Network(nn.Module):
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs."""
         return self.run(inputs.tokens, inputs.position, masks_of(self, inputs))
-
-    def extend(self, tokens, position, mask, past):
-        """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
-
-        tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: attention of the
-        block's tokens, cached keys first."""
-        past = Past(past)
-        return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
 
     def _logits(self, hidden):
         """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
@@ -238,7 +217,7 @@ class Layer(nn.Module):
         """x (B, S, H) -> same shape, or (B, queries, H). The first `queries` tokens attend by mask,
         the others by clean_mask. If that is None, the others only give keys and values.
 
-        condition (cond_size,). past: None, or Past, included in mask (B, 1, S, P + S)."""
+        condition (cond_size,). past: None, or sample_bd3lm.Past; mask is (B, 1, S, P + S) then."""
         shift1, scale1, gate1, shift2, scale2, gate2 = modulations(self.modulation, condition, 6)
         qkv = self.qkv(modulate(self.norm_attention, x, shift1, scale1))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -283,7 +262,7 @@ class DiT(Network):
 
     def run(self, tokens, position, masks, past=None):
         """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
-        of masks_of. past: Past."""
+        of masks_of. past: None, or sample_bd3lm.Past."""
         x = self.embed(tokens)
         x = x.to(kernels.stream_dtype(x))
         half = self.config.head_size // 2

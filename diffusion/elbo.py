@@ -1,11 +1,10 @@
 """Validation of the averaged weights: likelihood bound with sampling error, noise range of least
-variance, accuracy on held-out problems. A batch gets the same noise at every validation and on any
-number of ranks, so bounds of different steps and runs are comparable.
+variance. A batch gets the same noise at every validation and on any number of ranks, so bounds of
+different steps and runs are comparable.
 """
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from core import dist, tensor_io
@@ -56,7 +55,7 @@ class Eval(NamedTuple):
     bf16: bool
     widths: tuple = ()      # widths of the ranges that search_range tries
     weighting: str = "elbo"
-    chosen: tuple = ()      # from choose_problems, for accuracy
+    chosen: tuple = ()      # from sample_bd3lm.choose_problems, for accuracy
 
 
 def validate(world, model, average, task, t_range, asked_to_stop):
@@ -68,7 +67,8 @@ def validate(world, model, average, task, t_range, asked_to_stop):
     if values and task.widths:
         t_range = search_range(world, model, task, asked_to_stop)
     if values and t_range and task.chosen:
-        values |= accuracy(world, model, task)
+        from diffusion import sample_bd3lm
+        values |= sample_bd3lm.accuracy(world, model, task)
     model.train()
     dist.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
@@ -127,13 +127,16 @@ def bound(world, model, task, asked_to_stop):
 
 
 def update_best(best, values):
-    """Update `best`, {name: least value}, with a bound and accuracy; True if one is better."""
+    """Update `best`, {name: least value}, with a bound and accuracy -> names of the better ones.
+    With a non-finite bound neither is better."""
+    if not math.isfinite(values["eval/nll"]):
+        return []
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:
         news["wrong"] = 1 - values["eval/accuracy"]
     better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
     best.update(better)
-    return bool(better)
+    return list(better)
 
 
 def candidates(widths, block_sizes):
@@ -162,29 +165,3 @@ def search_range(world, model, task, asked_to_stop):
                                            torch.full_like(losses.sum(), batch.n_groups)])
     total, squares, n = dist.all_reduce(world, moments).T
     return tried[int((squares / n - (total / n).square()).argmin())]
-
-
-def choose_problems(rows, n, tokens, seed):
-    """[(Problem, its sample_bd3lm.question_state)] for n held-out problems of Rows, by seed."""
-    from diffusion.sample_bd3lm import question_state
-    numbers = sorted(number for members in rows.members for number in members)
-    chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
-    problems = [rows.documents.problems[number] for number in chosen]
-    return [(p, question_state(p, tokens, rows.documents.layout)) for p in problems]
-
-
-def accuracy(world, model, task):
-    """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
-    Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16 from fp32."""
-    from diffusion.sample_bd3lm import Sampling, Solver, answer, score
-    how_sampled = Sampling("confidence", temperature=0.0)
-    solver = Solver(model, task.tokens, task.rows.documents.layout, how_sampled, task.bf16)
-    (problems, states), mine = zip(*task.chosen), slice(world.rank, None, world.size)
-    # lengths change with every block, which would recompile compiled layers
-    with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
-        answers = answer(solver, states[mine], task.batch_rows)
-    scores = [(score(record["text"], problem.answer), record["forwards"])
-              for problem, record in zip(problems[mine], answers)]
-    scores = [pair for of_rank in dist.all_gather(world, scores) for pair in of_rank]
-    right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
-    return {"eval/accuracy": right, "eval/nfe": forwards}

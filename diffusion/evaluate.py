@@ -20,17 +20,33 @@ from diffusion import choices
 
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
-    choices.answers(p, "confidence")
+    p.flag("--checkpoint", None, "checkpoint, or OUTPUT_DIR with its best one", required=True)
     task = p.add_mutually_exclusive_group(required=True)
     task.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
     task.add_argument("--tasks", help="names of lm-eval's tasks, or YAML files of tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
     p.flag("--num_fewshot", 0, "solved examples before each question")
+    p.flag("--threshold", 0.9, "answers: a pass fills all tokens above this probability, 0 to 1")
+    p.flag("--limit", 0, "use only the first N texts, 0 = all")
+    p.switch("--drop_too_long", "leave out texts that are too long, and count them")
+    p.flag("--batch_size", 64, "texts per batch")
+    p.flag("--seed", 0, "seed of the noise")
+    p.switch("--bf16", "bfloat16 compute")
+    p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
+    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
     return p
 
 
+def check_flags(args, world_size):
+    """Raise UserError for invalid values."""
+    cli.at_least_one(args, "batch_size")
+    cli.zero_or_more(args, "limit seed num_fewshot")
+    cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
+    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
+
+
 # parsed before torch is imported: --help and wrong flags answer at once
-ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
 import math
@@ -169,9 +185,8 @@ def run_tasks(args, folder, solver):
 
 
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
-    folder, solver = load_solver(
-        args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    folder, solver = load_solver(args, Sampling("confidence", args.threshold, temperature=0.0))
     if choices.bound_range(solver.layout) != choices.FULL:
         args.draws = 1      # all tokens are masked, so all draws are equal
     name, values = (bound_file if args.bound else run_tasks)(args, folder, solver)

@@ -28,7 +28,7 @@ from diffusion import choices
 
 def build_parser():
     p = cli.Parser("Export a checkpoint in the layout of BD3-LM's models, or as a language model.")
-    p.flag("--checkpoint", None, choices.CHECKPOINT, required=True)
+    p.flag("--checkpoint", None, "checkpoint, or OUTPUT_DIR with its best one", required=True)
     p.flag("--output_dir", None, "folder to write, new or empty", required=True)
     p.flag("--format", "usual", "sdar: for a converted Qwen3, for servers of SDAR",
            choices=("usual", "sdar"))

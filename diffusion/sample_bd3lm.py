@@ -16,24 +16,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 
 from core import cli
 from core.cli import UserError, one_line, problem_text, require
-from diffusion import choices
 
 
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
-    choices.answers(p, "first_hitting")
+    p.flag("--checkpoint", None, "checkpoint, or OUTPUT_DIR with its best one", required=True)
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--test_file", help="problems or chats: file, dataset folder, hub name")
     source.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
+    p.flag("--limit", 0, "use only the first N problems, 0 = all")
+    p.switch("--drop_too_long", "leave out problems that are too long; they count as wrong")
+    p.flag("--order", "first_hitting", "a pass fills one random token, or all above --threshold",
+           choices=("first_hitting", "confidence"))
+    p.flag("--threshold", 0.9, "confidence: least probability of a token, 0 to 1")
     p.flag("--temperature", 0.0, "0 = greedy, 1 = the model's distribution")
+    p.flag("--batch_size", 64, "problems per batch")
+    p.flag("--seed", 0, "seed of the sampling")
+    p.switch("--bf16", "bfloat16 compute")
+    p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
     p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers")
+    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
     return p
 
 
+def check_flags(args, world_size):
+    """Raise UserError for values that are invalid or have no effect."""
+    cli.at_least_one(args, "batch_size")
+    cli.zero_or_more(args, "limit seed temperature")
+    cli.share(args, "min_accuracy")
+    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
+    require(args.threshold == 0.9 or args.order == "confidence",
+            "--threshold needs --order confidence")
+    require(not args.min_accuracy or args.test_file,
+            "--min_accuracy needs --test_file, problems with answers")
+
+
 # parsed before torch is imported: --help and wrong flags answer at once
-ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import math
+import os
 import re
 import time
 from typing import NamedTuple
@@ -43,7 +65,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from core import checkpoint, kernels, metrics
+from core import checkpoint, dist, kernels, metrics
 from core.problems import settle
 from diffusion.blocks import prompt_ids, read_data
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
@@ -73,6 +95,28 @@ class Solver(NamedTuple):
     bf16: bool = False
 
 
+class Past:
+    """Keys and values of the clean tokens before a block, for a Layer or transformers' attention.
+
+    pairs: [(keys, values)] of every layer, (B, heads, P, D). new: those of the block."""
+
+    def __init__(self, pairs):
+        self.pairs, self.new = pairs, []
+
+    def update(self, keys, values, layer, *_, **__):
+        self.new.append((keys, values))
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
+
+
+def extend(model, tokens, position, mask, past):
+    """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
+
+    tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: attention of the
+    block's tokens, cached keys first."""
+    past = Past(past)
+    return model.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
+
+
 def prefill(model, tokens, position, block, known):
     """[(keys, values)] of clean context. tokens, position, block: (B, P) ints; known: bool."""
     config = model.config
@@ -83,7 +127,7 @@ def prefill(model, tokens, position, block, known):
         return past
     seen = (block[:, :, None] >= block[:, None, :]) & known[:, None, :]
     seen |= torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
-    return model.extend(tokens, position, seen[:, None], past)[1]
+    return extend(model, tokens, position, seen[:, None], past)[1]
 
 
 def pick(logits, temperature, generator):
@@ -142,7 +186,7 @@ def generate(model, states, limits, block_size, end, how=Sampling(), generator=N
         while masked.any():
             for row, is_unfinished in enumerate(masked.any(1).tolist()):
                 forwards[active[row]] += is_unfinished
-            hidden, _ = model.extend(new, position, seen, past)
+            hidden, _ = extend(model, new, position, seen, past)
             unmask(model, hidden, new, masked, how, generator)
         done += 1
         stop = ((new == end) & ~is_pinned).any(1).tolist()
@@ -152,7 +196,7 @@ def generate(model, states, limits, block_size, end, how=Sampling(), generator=N
         left = [row for row, i in enumerate(active) if not stop[row] and done < limits[i]]
         active = [active[row] for row in left]
         if left:    # run the finished, clean block again for its keys and values
-            _, new_past = model.extend(new, position, seen, past)
+            _, new_past = extend(model, new, position, seen, past)
             rows = torch.tensor(left, device=device)
             past = [(torch.cat([k, new_k], 2)[rows], torch.cat([v, new_v], 2)[rows])
                     for (k, v), (new_k, new_v) in zip(past, new_past)]
@@ -222,6 +266,7 @@ def region_text(ids, pinned, tokens):
 def load_solver(args, how):
     """(checkpoint folder, Solver with sampling `how`) for a script's flags. Raises UserError."""
     from diffusion import published
+    require(not os.path.isdir(args.output or ""), f"--output {args.output} is a folder")
     folder = published.find_checkpoint(args.checkpoint)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, config = published.load_checkpoint(folder)
@@ -266,8 +311,33 @@ def score(text, answer):
     return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
 
 
+def choose_problems(rows, n, tokens, seed):
+    """[(Problem, its question_state)] for n held-out problems of Rows, by seed."""
+    numbers = sorted(number for members in rows.members for number in members)
+    chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
+    problems = [rows.documents.problems[number] for number in chosen]
+    return [(p, question_state(p, tokens, rows.documents.layout)) for p in problems]
+
+
+def accuracy(world, model, task):
+    """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
+    task: elbo.Eval. Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16
+    from fp32."""
+    how = Sampling("confidence", temperature=0.0)
+    solver = Solver(model, task.tokens, task.rows.documents.layout, how, task.bf16)
+    (problems, states), mine = zip(*task.chosen), slice(world.rank, None, world.size)
+    # lengths change with every block, which would recompile compiled layers
+    with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
+        answers = answer(solver, states[mine], task.batch_rows)
+    scores = [(score(record["text"], problem.answer), record["forwards"])
+              for problem, record in zip(problems[mine], answers)]
+    scores = [pair for of_rank in dist.all_gather(world, scores) for pair in of_rank]
+    right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
+    return {"eval/accuracy": right, "eval/nfe": forwards}
+
+
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
     folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
     layout, tokens, output = solver.layout, solver.tokens, args.output
     print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}")

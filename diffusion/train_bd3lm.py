@@ -66,8 +66,7 @@ flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
-flag("--best_by", "bound", "metric of the best checkpoint; ties of accuracy go by the bound",
-     choices=("bound", "accuracy"))
+flag("--best_by", "bound", "metric of the best checkpoint", choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
 
@@ -125,8 +124,10 @@ if args.use_lora:
     lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
             "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
     config = published.add_lora(config, origin, args.bf16, args.init_from, lora)
-chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
-    eval_rows and args.eval_accuracy) else []       # problems to answer in validations
+chosen = []     # problems to answer in validations
+if eval_rows and args.eval_accuracy:
+    from diffusion import sample_bd3lm
+    chosen = sample_bd3lm.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed)
 task = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
 table, per_row = rows.table, rows.table["samples"].mean()
@@ -150,12 +151,10 @@ checkpoints, resume, state = run.open_checkpoints(args, world, identity)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
-# bests: lowest bound and error rate; stale: validations since one of them improved
-bests, stale, best_loss, best_tie, best_step = {}, 0, math.inf, 0.0, None
+# best: lowest bound and error rate; stale: validations since one of them improved
+best, stale, best_step = {}, 0, None
 if resume and state["validation"] == validation:
-    bests, stale, best_step = state["best"], state["stale"], state["best_step"]
-    if best_step is not None:
-        best_loss, best_tie = state["best_loss"], state["best_tie"]
+    best, stale, best_step = state["best"], state["stale"], state["best_step"]
 # validate first if the weights are imported, or if a signal interrupted a validation
 eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
@@ -216,27 +215,23 @@ if resume:
 # ---- Validation and checkpoints
 def validate():
     """Validate the averaged weights, log; True if they are the best so far, None if stopped."""
-    global t_range, stale, best_loss, best_tie, best_step
+    global t_range, stale, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     result = elbo.validate(world, model, average, task, t_range,
                            partial(watchdog.any_stop, world, args.output_dir))
     if result is None:
         return None
     values, t_range = result
-    stale = 0 if elbo.update_best(bests, values) else stale + 1
+    better = elbo.update_best(best, values)
+    stale = 0 if better else stale + 1
     print0(("eval   step {:>6} | nll <= {eval/nll:.4f} nats/token | perplexity <= "
             "{eval/perplexity:,.2f} | loss {eval/loss:.4f}" + " | right {eval/accuracy:.1%}" *
             bool(chosen)).format(step, **values))
     if main_rank:
         log.write(step, values)
-    # at equal accuracy (0 at first) the better bound decides
-    score = (values["eval/nll"], 0.0)
-    if args.best_by == "accuracy":
-        score = (1 - values["eval/accuracy"], values["eval/nll"])
-    # a non-finite bound is never best
-    if not math.isfinite(sum(score)) or score >= (best_loss, best_tie):
+    if {"bound": "nll", "accuracy": "wrong"}[args.best_by] not in better:
         return False
-    (best_loss, best_tie), best_step = score, step
+    best_step = step
     return True
 
 
@@ -257,8 +252,7 @@ def save():
 
     checkpoints.save(step, model, optimizer, "model", elbo.trained_parameters(model), save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
-        "validation": validation, "best_step": best_step, "best_tie": best_tie,
-        "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,
+        "validation": validation, "best_step": best_step, "best": best, "stale": stale,
         "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
         "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.safe_flags(args)},
         files=tensor_io.stage(world, "ema", average.shadow))

@@ -101,9 +101,9 @@ def test_a_better_bound_or_a_better_accuracy_is_an_improvement():
     best, improved = {}, []
     for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
         improved.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
-    assert improved == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
+    assert improved == [["nll", "wrong"], ["nll"], ["wrong"], [], ["wrong"], [], []] and best == {"nll": 1.0, "wrong": 0.8}
     best = {}
-    assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
+    assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [["nll"], [], ["nll"]]
 
 
 def test_accuracy_counts_true_answers(demo, monkeypatch):
@@ -111,10 +111,10 @@ def test_accuracy_counts_true_answers(demo, monkeypatch):
     tokens, layout = problems.load_tokenizer(demo, "gsm8k"), choices.Layout("gsm8k", block_size=8, max_length=96)
     documents = documents_of(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
     rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)
-    asked = elbo.choose_problems(rows, 8, tokens, seed=1)
-    assert len({problem.name for problem, _ in asked}) == 8 and elbo.choose_problems(rows, 0, tokens, 1) == []
-    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 1)] == [p for p, _ in asked]
-    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
+    asked = sample_bd3lm.choose_problems(rows, 8, tokens, seed=1)
+    assert len({problem.name for problem, _ in asked}) == 8 and sample_bd3lm.choose_problems(rows, 0, tokens, 1) == []
+    assert [p for p, _ in sample_bd3lm.choose_problems(rows, 8, tokens, 1)] == [p for p, _ in asked]
+    assert [p for p, _ in sample_bd3lm.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
 
     def generate(model, states, limits, block_size, end, how, generator):
         answers = []
@@ -128,6 +128,6 @@ def test_accuracy_counts_true_answers(demo, monkeypatch):
     how = elbo.Eval(rows, tokens, batch_rows=3, repeats=1, seed=0, bf16=False, chosen=asked)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})
     model.embed = model["embed"]
-    values = elbo.accuracy(ALONE, model, how)
+    values = sample_bd3lm.accuracy(ALONE, model, how)
     right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
     assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3

@@ -84,7 +84,8 @@ def sampled_hidden(model, batch, inputs, row, doc, number):
     past = sample_bd3lm.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
     copies = [i for i, p in enumerate(batch.noisy[row].tolist()) if p >= 0 and here[p]]
     seen = torch.ones(1, 1, len(copies), context.shape[1] + len(copies), dtype=torch.bool)
-    hidden, _ = model.extend(inputs.tokens[row:row + 1, copies], inputs.position[row:row + 1, copies], seen, past)
+    noisy = inputs.tokens[row:row + 1, copies], inputs.position[row:row + 1, copies]
+    hidden, _ = sample_bd3lm.extend(model, *noisy, seen, past)
     return hidden[0], copies
 
 
