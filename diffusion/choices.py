@@ -2,7 +2,6 @@
 
 Standard library only: a mistake in a flag is reported before torch is imported.
 """
-import argparse
 import math
 from dataclasses import dataclass, fields
 
@@ -101,36 +100,6 @@ def check_range(t_range, layout):
     for size in layout.block_sizes:
         require(range_fits(t_range, size),
                 f"{name}: no number of masked tokens out of {size} lies in it; widen it")
-
-
-def data(p):
-    """Add the flags of data and layout to a parser."""
-    flag, switch = p.flag, p.switch
-    flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
-         "plan, execution", choices=("gsm8k", "chat", "hdp"))
-    flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
-    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
-    flag("--validation_split", 0.05, "share of problems held out, 0 = none")
-    flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
-    switch("--chat", "gsm8k: use the tokenizer's chat template, with its end of turn")
-    flag("--end_token", "", "end of an answer (default: <|endoftext|>; chats: the tokenizer's)")
-    flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
-         nargs="?", type=int, const=2000, metavar="PROBLEMS")
-    flag("--block_size", 16, "tokens per block; 1: autoregressive (default: --init_from's, or 16)")
-    flag("--plan_block_size", 0, "hdp: tokens per plan block, 0 = --block_size")
-    flag("--execution_block_size", 0, "hdp: tokens per execution block, 0 = --block_size")
-    flag("--max_length", 512, "gsm8k, chat: most tokens of a problem")
-    flag("--question_budget", 128, "hdp: most tokens of a question")
-    flag("--plan_budget", 128, "hdp: most tokens of a plan, with its markers")
-    flag("--execution_budget", 256, "hdp: most tokens of an execution, with its answer")
-    flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping",
-         nargs="*", metavar="CHECK")
-    switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
-    switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
-    switch("--loss_on_question", "noise and train the question, too")
-    flag("--pack", True, "pack several problems into a row instead of padding; same loss",
-         action=argparse.BooleanOptionalAction)
-    flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
 
 
 def layout_of(args):

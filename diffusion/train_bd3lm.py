@@ -12,6 +12,7 @@ split of it trains the same model. Validation and early stopping use the average
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
+import argparse
 import dataclasses
 import sys
 from functools import partial
@@ -31,7 +32,31 @@ cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --outp
 p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
                num_workers=min(16, cli.cpus_per_rank()))
 # data
-choices.data(p)
+flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
+     "plan, execution", choices=("gsm8k", "chat", "hdp"))
+flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
+flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+flag("--validation_split", 0.05, "share of problems held out, 0 = none")
+flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
+switch("--chat", "gsm8k: use the tokenizer's chat template, with its end of turn")
+flag("--end_token", "", "end of an answer (default: <|endoftext|>; chats: the tokenizer's)")
+flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
+     nargs="?", type=int, const=2000, metavar="PROBLEMS")
+flag("--block_size", 16, "tokens per block; 1: autoregressive (default: --init_from's, or 16)")
+flag("--plan_block_size", 0, "hdp: tokens per plan block, 0 = --block_size")
+flag("--execution_block_size", 0, "hdp: tokens per execution block, 0 = --block_size")
+flag("--max_length", 512, "gsm8k, chat: most tokens of a problem")
+flag("--question_budget", 128, "hdp: most tokens of a question")
+flag("--plan_budget", 128, "hdp: most tokens of a plan, with its markers")
+flag("--execution_budget", 256, "hdp: most tokens of an execution, with its answer")
+flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping",
+     nargs="*", metavar="CHECK")
+switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
+switch("--loss_on_question", "noise and train the question, too")
+flag("--pack", True, "pack several problems into a row instead of padding; same loss",
+     action=argparse.BooleanOptionalAction)
+flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
