@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributions import Binomial
 from torch.utils.data import Dataset
 
 from core import dist, packing
@@ -316,19 +317,15 @@ def choose_masked(batch, rate, draws, t_range):
     n = torch.bincount(group, minlength=batch.n_groups)
     ends = torch.ceil(low * n.double() - 1e-9).long(), torch.floor(high * n.double() + 1e-9).long()
     fewest, most = torch.minimum(*ends), torch.maximum(*ends).clamp(min=1)
-    k, wide = torch.arange(int(n.max()) + 1, dtype=torch.float64), n.double()[:, None]
-    left, rate = (wide - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
-    log_pmf = (torch.lgamma(wide + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1)
-               + k * rate.log() + left * (-rate).log1p())
+    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)
+    log_pmf = Binomial(n.double()[:, None], rate[:, None], validate_args=False).log_prob(k)
     inside = (k >= fewest[:, None]) & (k <= most[:, None])
     cdf = log_pmf.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
     counts = (cdf <= torch.from_numpy(draws.counts)[:, None] * cdf[:, -1:]).sum(1)
-    counts = torch.minimum(counts, most)
-    order = uniform.argsort()
-    order = order[group[order].argsort(stable=True)]        # by group, random inside
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order)) - (n.cumsum(0) - n)[group[order]]
-    return rank < counts[group]
+    # sorted by group, in random order inside
+    place = torch.from_numpy(np.lexsort((uniform, group))).argsort()
+    rank = place - (n.cumsum(0) - n)[group]
+    return rank < torch.minimum(counts, most)[group]
 
 
 def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):

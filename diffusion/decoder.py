@@ -152,13 +152,14 @@ def drop_output(dropout, module, args, output):
 @torch.no_grad()
 def merge_adapters(model):
     """A Decoder with its adapters merged into the frozen weights, which are reloaded. UserError."""
+    from diffusion.published import base_weights
     config = model.config
     folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
     files = tensor_io.files_of(folder, "model")
     require(tensor_io.fingerprint_files(files) == config.lora["identity"],
             f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
-    for name, parameter in dit.base_weights(model).items():
+    for name, parameter in base_weights(model).items():
         parameter[:len(tensors[name])] = tensors[name]      # the mask's row follows
     model = model.adapted.pop().merge_and_unload()
     model.embed.weight[config.mask_id] = model.mask_row

@@ -286,10 +286,3 @@ Config.network = DiT
 def trained_parameters(model):
     """{name: parameter} of the trained parameters: all, or adapters and the mask's row."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def base_weights(model):
-    """{name: parameter}: all of a network, or the frozen ones under its adapters."""
-    return {name.replace(".base_layer.", "."): parameter
-            for name, parameter in model.named_parameters()
-            if ".lora_" not in name and name != "mask_row"}

@@ -85,17 +85,15 @@ def share_of_batches(world, rows, batch_rows, most=None):
         yield number, blocks.collate(items, batch_rows, rows)
 
 
-def losses_of_draw(model, task, batch, purpose, number, t_range, device, by_row=False):
-    """(n,) float64 sums of the weighted losses of each group, or each row, of Blocks. task: Eval"""
+def losses_of_draw(model, task, batch, purpose, number, t_range, device):
+    """(groups,) float64 sums of the weighted losses of each group of Blocks. task: Eval"""
     draws = blocks.draw(task.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = task.weighting if purpose == "search" else "elbo"
     inputs = blocks.diffuse(batch, draws, task.tokens.mask, t_range, weighting).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=task.bf16):
         losses = model(inputs)
-    index, n = (inputs.rows // inputs.n_noisy, len(batch.doc)) if by_row else (
-        inputs.group, batch.n_groups)
-    sums = torch.zeros(n, dtype=torch.float64, device=device)
-    return sums.index_add_(0, index, losses.double() * inputs.weights)
+    sums = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
+    return sums.index_add_(0, inputs.group, losses.double() * inputs.weights)
 
 
 @torch.no_grad()

@@ -86,9 +86,12 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
         numbers = order[first:first + batch_rows]
         rows = blocks.make_rows(documents, numbers, int(lengths[numbers].max()), False)
         batch = blocks.collate(rows.members, len(rows), rows)
+        groups = documents.counts["groups"][numbers]
         for draw in range(draws):
-            nats[numbers, draw] = elbo.losses_of_draw(
-                solver.model, how, batch, "validation", (first, draw), t_range, device, True).cpu()
+            losses = elbo.losses_of_draw(
+                solver.model, how, batch, "validation", (first, draw), t_range, device)
+            nats[numbers, draw] = np.add.reduceat(
+                losses.cpu().numpy(), groups.cumsum() - groups)
     return nats
 
 

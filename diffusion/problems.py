@@ -129,11 +129,6 @@ class Tokens:
         return next((name for name in sorted(self.special, key=self.special.get)
                      if any(name in text for text in texts)), None)
 
-    def vocabulary(self):
-        """{text: id} of the tokens that are no markers."""
-        tokens = self.tokenizer.get_vocab().items()
-        return {text: number for text, number in tokens if text not in self.markers}
-
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 

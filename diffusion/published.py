@@ -210,7 +210,9 @@ def read(origin, config, tokens, seed=0):
         stored = tensor_io.open_tensors(tensor_io.files_of(path, "model"))
         tensors = from_official({name: rows[...] for name, rows in stored.items()}, config, path)
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
-    known = tokens.vocabulary() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
+    vocabulary = {text: number for text, number in tokens.tokenizer.get_vocab().items()
+                  if text not in tokens.markers}
+    known = vocabulary | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
     if origin.kind != "published":
         known = read_tokenizer(path).get_vocab()
     most, mask = max(known.values()) + 1, form.get("mask_token_id")
@@ -219,7 +221,7 @@ def read(origin, config, tokens, seed=0):
     markers = {name: known.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in known}
     require(mask in (None, tokens.mask), f"--init_from {path}: its config.json has mask_token_id "
             f"{mask}, its tokenizer has the mask at {tokens.mask}: correct one of them")
-    require(known == tokens.vocabulary(), f"--init_from {path}: its tokenizer is not that of "
+    require(known == vocabulary, f"--init_from {path}: its tokenizer is not that of "
             "--tokenizer, so ids would mean other words; drop --tokenizer")
     with torch.device("meta"):      # shapes, without the vocabulary's rows
         wanted = {name: p.shape[1:] if name in ROWS else p.shape
@@ -228,7 +230,8 @@ def read(origin, config, tokens, seed=0):
     wrong = sorted(name for name in wanted | shapes if wanted.get(name) != shapes.get(name))
     require(not wrong, f"--init_from {path}: {len(wrong)} names are missing, unknown or of another "
                        f"shape (--model_size), first {', '.join(wrong[:5])}")
-    tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
+    tensors, new = fit_vocabulary(
+        tensors, len(vocabulary), markers, tokens, config.vocab_size, seed)
     words = [f"{origin.kind} weights of {path}",
              "block_size" in form and f"trained in blocks of {form['block_size']}",
              new and f"new rows for {', '.join(new)}"]
@@ -247,12 +250,19 @@ def add_lora(config, origin, bf16, name, lora):
     return dataclasses.replace(config, lora=lora)
 
 
+def base_weights(model):
+    """{name: parameter}: all of a network, or the frozen ones under its adapters."""
+    return {name.replace(".base_layer.", "."): parameter
+            for name, parameter in model.named_parameters()
+            if ".lora_" not in name and name != "mask_row"}
+
+
 def fill(model, tensors, seed, resumed):
     """Load the weights of read() into a network and initialise its adapters with zero update.
     resumed: a checkpoint will replace the trained weights, but not the base under adapters."""
     lora = model.config.lora
     if lora or not resumed:
-        for name, parameter in dit.base_weights(model).items():
+        for name, parameter in base_weights(model).items():
             tensor_io.fill(parameter, tensors[name])
     if lora and not resumed:
         from core import adapters
@@ -261,9 +271,10 @@ def fill(model, tensors, seed, resumed):
         tensor_io.fill(model.mask_row, row)
 
 
-def fit_vocabulary(tensors, markers, tokens, size, seed):
-    """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: source row}."""
-    count, generator = len(tokens.vocabulary()), torch.Generator().manual_seed(seed)
+def fit_vocabulary(tensors, count, markers, tokens, size, seed):
+    """(tensors of `size` rows for `tokens`, names of new markers). count: tokens that are no
+    markers. markers: {name: source row}."""
+    generator = torch.Generator().manual_seed(seed)
     new, fitted = [name for name in tokens.markers if name not in markers], {}
     for name, rows in tensors.items():
         fitted[name] = rows = rows.detach()

@@ -279,7 +279,7 @@ def check_adapters(folder, merged, config, base):
     assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
     adapted = decoder.Decoder(decoder.Config(**config["model"])).eval()
     tensor_io.load(dist.World(), folder, "ema", elbo.trained_parameters(adapted))
-    for name, parameter in dit.base_weights(adapted).items():
+    for name, parameter in published.base_weights(adapted).items():
         rows = load_file(base / "model.safetensors")[name]
         parameter[:len(rows)] = rows
     assert torch.equal(adapted.embed.weight[:mask], table[:mask])
