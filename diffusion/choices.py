@@ -82,8 +82,7 @@ def bound_range(layout):
 def enforced_limits(t_range):
     """(low, high) limits for the share of masked tokens in a block, under a clipped range."""
     low, high = t_range
-    clipped = tuple(t_range) != FULL
-    return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < 1 else 1.0)
+    return (low if low > FULL[0] else 0.0), high
 
 
 def range_fits(t_range, block_size):

@@ -1,6 +1,5 @@
-"""Validation of the averaged weights: likelihood bound with sampling error, noise range of least
-variance. A batch gets the same noise at every validation and on any number of ranks, so bounds of
-different steps and runs are comparable.
+"""Averaged weights and their validation: likelihood bound with sampling error. A batch gets the
+same noise at every validation and on any number of ranks, so different steps and runs compare.
 """
 import math
 from typing import NamedTuple
@@ -9,10 +8,8 @@ import torch
 
 from core import dist, tensor_io
 from diffusion import blocks
-from diffusion.choices import FULL, bound_range, range_fits
+from diffusion.choices import bound_range
 from diffusion.dit import trained_parameters
-
-SEARCH_BATCHES = 4  # batches per search of the noise range
 
 
 class Average:
@@ -53,7 +50,7 @@ class Eval(NamedTuple):
     repeats: int            # draws of the noise
     seed: int
     bf16: bool
-    widths: tuple = ()      # widths of the ranges that search_range tries
+    widths: tuple = ()      # widths of the ranges that plan.search_range tries
     weighting: str = "elbo"
     chosen: tuple = ()      # from sample_bd3lm.choose_problems, for accuracy
 
@@ -65,7 +62,8 @@ def validate(world, model, average, task, t_range, asked_to_stop):
     model.eval()
     values = bound(world, model, task, asked_to_stop)
     if values and task.widths:
-        t_range = search_range(world, model, task, asked_to_stop)
+        from diffusion import plan
+        t_range = plan.search_range(world, model, task, asked_to_stop)
     if values and t_range and task.chosen:
         from diffusion import sample_bd3lm
         values |= sample_bd3lm.accuracy(world, model, task)
@@ -135,31 +133,3 @@ def update_best(best, values):
     better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
     best.update(better)
     return list(better)
-
-
-def candidates(widths, block_sizes):
-    """[(low, high)] to try: (0, 1], and for each width the ranges that start at 0, 0.05, ..."""
-    ranges = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
-                      for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
-    return list(dict.fromkeys(t_range for t_range in ranges
-                              if all(range_fits(t_range, size) for size in block_sizes)))
-
-
-@torch.no_grad()
-def search_range(world, model, task, asked_to_stop):
-    """(low, high) of the candidate with the least variance of block losses (BD3-LM's var_min). Runs
-    each candidate on the first SEARCH_BATCHES batches; None if asked to stop."""
-    device = world.device
-    tried = candidates(task.widths, task.rows.documents.layout.block_sizes)
-    # sum, sum of squares, number
-    moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
-    for number, batch in share_of_batches(world, task.rows, task.batch_rows, SEARCH_BATCHES):
-        if asked_to_stop():
-            return None
-        sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
-        for index, t_range in enumerate(tried):     # with the same random numbers
-            losses = losses_of_draw(model, task, batch, "search", number, t_range, device) / sizes
-            moments[index] += torch.stack([losses.sum(), losses.square().sum(),
-                                           torch.full_like(losses.sum(), batch.n_groups)])
-    total, squares, n = dist.all_reduce(world, moments).T
-    return tried[int((squares / n - (total / n).square()).argmin())]

@@ -193,18 +193,15 @@ peak_lr = args.learning_rate * math.sqrt(
     step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
-kind = origin.path.name if origin and origin.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
 held_out = eval_rows.table["samples"].sum() if eval_rows else 0
-print0(f"{size}, {kind}",
-       f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} rows of "
-       f"{rows.length} clean and {rows.noisy_length} noisy tokens, "
-       f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled",
+print0(size, f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
+       f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens",
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.plural(ranks, 'rank')} x {cli.plural(accumulation, 'micro-step')} x {batch_rows}; "
-       f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
+       f"peak lr {peak_lr:.2e}", intervals,
        run.start_line(step, total_steps, resume, weights_text))
 if dry:
     from diffusion import plan
@@ -373,12 +370,10 @@ while step < total_steps and not stopping and stale < patience:
                   "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         print0(("step {:>6}/{} | loss {train/loss:7.4f} | masked {train/masked:5.1%} ce "
                 "{train/masked_loss:7.4f} | lr {train/learning_rate:.2e} | grad_norm "
-                "{train/grad_norm:7.3f} | {train/throughput:>9,.0f} tok/s | wait "
-                "{train/data_wait_seconds:4.1f} s" + mfu + " | eta {}").format(
+                "{train/grad_norm:7.3f} | {train/throughput:>9,.0f} tok/s | eta {}").format(
                     step, total_steps, left, **values))
 
     # validate; a stop request takes effect one step late, so no step waits for the device

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core import dist
-from diffusion import blocks, choices, dit, elbo, problems, sample_bd3lm
+from diffusion import blocks, choices, dit, elbo, plan, problems, sample_bd3lm
 from tests.helpers.block_problems import documents_of
 from tests.helpers.block_rows import network
 
@@ -49,21 +49,21 @@ def test_ranks_share_all_batches(demo):
 
 
 def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
-    monkeypatch.setattr(elbo, "SEARCH_BATCHES", 2)
-    official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
+    monkeypatch.setattr(plan, "SEARCH_BATCHES", 2)
+    official = plan.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
     assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [blocks.FULL, (1e-3, 0.5), (0.05, 0.55)]
-    assert elbo.candidates([0.1], {4}) == [blocks.FULL, *((low, round(low + 0.1, 2)) for low in
+    assert plan.candidates([0.1], {4}) == [blocks.FULL, *((low, round(low + 0.1, 2)) for low in
                                                         (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
     tokens, rows = rows_of(demo, "train", 24)
     torch.manual_seed(0)
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
     model.head.weight.data.normal_(0, 0.3)
     how = elbo.Eval(rows, tokens, batch_rows=4, repeats=1, seed=42, bf16=False, widths=(0.5, 0.3))
-    best = elbo.search_range(ALONE, model, how, int)
+    best = plan.search_range(ALONE, model, how, int)
     scores = {}
-    for t_range in elbo.candidates([0.5, 0.3], {8}):
+    for t_range in plan.candidates([0.5, 0.3], {8}):
         per_block = []
-        for number in range(elbo.SEARCH_BATCHES):
+        for number in range(plan.SEARCH_BATCHES):
             batch = blocks.collate(rows.members[4 * number:4 * number + 4], 4, rows)
             draws = blocks.draw(42, "search", number, batch.n_groups, 4, 96)
             inputs = blocks.diffuse(batch, draws, tokens.mask, t_range)
