@@ -43,6 +43,7 @@ def check_flags(args, world_size):
     cli.zero_or_more(args, "limit seed num_fewshot")
     cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
     cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
+    require(not (args.output and Path(args.output).is_dir()), f"--output {args.output} is a folder")
 
 
 # parsed before torch is imported: --help and wrong flags answer at once

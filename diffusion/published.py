@@ -80,20 +80,19 @@ def find_checkpoint(name, flag="--checkpoint"):
     """A checkpoint folder; for an OUTPUT_DIR the best intact one, else the newest. UserError."""
     folder = Path(name)
     require(folder.is_dir(), f"{flag} {name}: no such folder")
-    listed = [path for _, path in checkpoint.list_checkpoints(folder)]
-    for path in listed[::-1] or [folder]:
-        if not (wrong := checkpoint.find_damage(path)):
-            best = path.with_name(f"checkpoint-{state_of(path).get('best_step')}")
-            return best if listed and best.is_dir() and not checkpoint.find_damage(best) else path
-        print(f"checkpoint {path} is damaged ({wrong})", flush=True)
-    raise UserError(f"{flag} {name}: is not a checkpoint, and holds no whole one ({wrong})")
+    newest, state = checkpoint.find_newest(folder, "auto")      # UserError if all are damaged
+    if not newest:
+        wrong = checkpoint.find_damage(folder)
+        require(not wrong, f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
+        return folder
+    best = folder / f"checkpoint-{state.get('best_step')}"
+    return best if best.is_dir() and not checkpoint.find_damage(best) else newest
 
 
 class Origin(NamedTuple):
     """The weights that --init_from names."""
     path: Path
-    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model;
-    #                     "published": a DiT of BD3-LM or MDLM
+    kind: str           # ours, causal (a language model) or published (a DiT of BD3-LM or MDLM)
     form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, if given
     source: dict        # config.json of the original language model; {}: none
 
@@ -198,9 +197,9 @@ def copy_chat_files(folder, to):
 
 
 def read(origin, config, tokens, seed=0):
-    """({our name: CPU tensor} for the vocabulary, hash of an Origin's files, text for the log).
-    UserError if they do not fit. config: of the run's network. seed: for new rows."""
-    path, form = origin.path, origin.form
+    """({our name: CPU tensor} for the vocabulary, hash of an Origin's files). UserError if they do
+    not fit. config: of the run's network. seed: for new rows."""
+    path, mask = origin.path, origin.form.get("mask_token_id")
     if origin.kind == "ours":
         tensors = dict(load_checkpoint(path)[0].named_parameters())
     elif origin.kind == "causal":
@@ -215,7 +214,7 @@ def read(origin, config, tokens, seed=0):
     known = vocabulary | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
     if origin.kind != "published":
         known = read_tokenizer(path).get_vocab()
-    most, mask = max(known.values()) + 1, form.get("mask_token_id")
+    most = max(known.values()) + 1
     require(most <= rows if origin.source else len(known) == most == rows,
             f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
     markers = {name: known.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in known}
@@ -230,13 +229,8 @@ def read(origin, config, tokens, seed=0):
     wrong = sorted(name for name in wanted | shapes if wanted.get(name) != shapes.get(name))
     require(not wrong, f"--init_from {path}: {len(wrong)} names are missing, unknown or of another "
                        f"shape (--model_size), first {', '.join(wrong[:5])}")
-    tensors, new = fit_vocabulary(
-        tensors, len(vocabulary), markers, tokens, config.vocab_size, seed)
-    words = [f"{origin.kind} weights of {path}",
-             "block_size" in form and f"trained in blocks of {form['block_size']}",
-             new and f"new rows for {', '.join(new)}"]
-    return (tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
-            "; ".join(filter(None, words)))
+    return (fit_vocabulary(tensors, len(vocabulary), markers, tokens, config.vocab_size, seed),
+            tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))))
 
 
 def add_lora(config, origin, bf16, name, lora):
@@ -272,10 +266,9 @@ def fill(model, tensors, seed, resumed):
 
 
 def fit_vocabulary(tensors, count, markers, tokens, size, seed):
-    """(tensors of `size` rows for `tokens`, names of new markers). count: tokens that are no
-    markers. markers: {name: source row}."""
-    generator = torch.Generator().manual_seed(seed)
-    new, fitted = [name for name in tokens.markers if name not in markers], {}
+    """Tensors of `size` rows for `tokens`. count: tokens that are no markers. markers: {name:
+    source row}; other markers get new rows."""
+    generator, fitted = torch.Generator().manual_seed(seed), {}
     for name, rows in tensors.items():
         fitted[name] = rows = rows.detach()
         if name in ROWS:
@@ -290,7 +283,7 @@ def fit_vocabulary(tensors, count, markers, tokens, size, seed):
                 else:
                     noise = torch.randn(rows.shape[1:], generator=generator)
                     table[number] = mean + 0.02 * spread * noise
-    return fitted, new
+    return fitted
 
 
 # BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)

@@ -142,8 +142,7 @@ if origin and origin.source:
     from diffusion import decoder
     config = decoder.config_of(origin, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
-weights, weights_hash, weights_text = published.read(
-    origin, config, tokens, args.seed) if origin else ({}, "", "new weights")
+weights, weights_hash = published.read(origin, config, tokens, args.seed) if origin else ({}, "")
 lora = {}
 if args.use_lora:
     lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
@@ -202,7 +201,8 @@ print0(size, f"problems   {table['samples'].sum()} to train, {held_out} to valid
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.plural(ranks, 'rank')} x {cli.plural(accumulation, 'micro-step')} x {batch_rows}; "
        f"peak lr {peak_lr:.2e}", intervals,
-       run.start_line(step, total_steps, resume, weights_text))
+       run.start_line(step, total_steps, resume,
+                      f"weights of {origin.path}" if origin else "new weights"))
 if dry:
     from diffusion import plan
     plan.plan_memory(args, world, ranks, config, rows, order, total_steps - step)

@@ -92,7 +92,7 @@ def inputs_of(noisy, clean, size, rows):
     """blocks.Inputs of one problem whose noisy copies `rows` are trained."""
     tokens, positions = torch.cat([noisy, clean])[None], torch.arange(len(noisy)).repeat(2)[None]
     return blocks.Inputs(tokens, positions, torch.zeros_like(positions), positions // size, rows, clean[rows],
-                         torch.ones(len(rows)), rows, None, len(noisy))
+                         torch.ones(len(rows)), rows, len(noisy))
 
 
 def logits_of(model, noisy, clean, size):
