@@ -23,10 +23,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.distributions import Binomial
-from torch.utils.data import Dataset
 
 from core import dist, packing
-from core.cli import UserError, require
+from core.cli import require
 from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
@@ -113,25 +112,23 @@ def make_documents(problems, tokens, layout, bad, path=""):
     problems that are too long or hold a special token to bad (as core's problems.Problem)."""
     kept, arrays, counts = [], [], []
     for p in problems:
-        regions, check, why = regions_of(p, tokens, layout), None, ""
+        regions, fault = regions_of(p, tokens, layout), None
         for region, ids, _ in regions:
             flag, most, _ = layout.regions[region]
             if len(ids) > most:
-                check, why = "too_long", (
-                    f"has {len(ids)} tokens with markers and end token, more than --{flag} {most}; "
-                    "raise the limit, or pass --drop_too_long")
+                fault = "too_long", (f"has {len(ids)} tokens with markers and end token, more than "
+                                     f"--{flag} {most}; raise it, or pass --drop_too_long")
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
-            check, why = "control_token", f"its text holds the special token {token}; remove it"
-        if check:
-            bad.append(bad_problem(p.name, check, why, path))
+            fault = "control_token", f"its text holds the special token {token}; remove it"
+        if fault:
+            bad.append(bad_problem(p.name, *fault, path))
             continue
         document, count = make_document(regions, tokens, layout)
         kept.append(p)
         arrays.append(document)
         counts.append(count)
-    if not kept:
-        raise UserError(f"{path or 'data'}: none of {len(bad)} problems can be used, the first one "
-                        f"being {bad[0]}")
+    require(kept, f"{path or 'data'}: none of {len(bad)} problems can be used, the first one being "
+                  f"{''.join(bad[:1])}")
     ids, position, block, target, region, group = np.concatenate(arrays, axis=1)
     counts = dict(zip(COUNTS, np.array(counts).T))
     offsets = np.concatenate([[0], counts["clean"].cumsum()])
@@ -139,7 +136,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
                      kept, tokens.end)
 
 
-class Rows(Dataset):
+class Rows:
     """Rows of whole documents (members), with room for `length` tokens and noisy_length copies.
     table: {name of COUNTS or "samples": (n_rows,) ints}, to be summed over the rows of a step."""
 
@@ -152,9 +149,6 @@ class Rows(Dataset):
 
     def __len__(self):
         return len(self.members)
-
-    def __getitem__(self, r):
-        return self.members[r]
 
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
@@ -201,7 +195,7 @@ def read_data(path, split, layout, tokenizer, tokens):
 def prepare_rows(world, layout, tokens, args, output_dir):
     """(training Rows, validation Rows or None) for the trainer's flags. Rank 0 reads the files and
     lists unusable problems in output_dir. UserError for those that --drop_bad does not drop."""
-    bad, folder = [], output_dir if world.is_main else None
+    bad = []
 
     def read_documents(path, split):
         problems, wrong = dist.rank0(world, read_data, path, split, layout, args.tokenizer, tokens)
@@ -209,14 +203,15 @@ def prepare_rows(world, layout, tokens, args, output_dir):
         return make_documents(problems, tokens, layout, bad, path)
 
     train = evaluation = read_documents(args.train_data_file, "train")
-    numbers, held_out = np.arange(len(train)), []
     if args.eval_data_file:
         evaluation = read_documents(args.eval_data_file, "test")
-        held_out = np.arange(len(evaluation))
-    dropped = settle(bad, args.drop_bad, folder)
+    dropped = settle(bad, args.drop_bad, output_dir if world.is_main else None)
     if dropped and world.is_main:
         print(f"data       dropped: {dropped}", flush=True)
-    if args.validation_split and not args.eval_data_file:
+    numbers, held_out = np.arange(len(train)), []
+    if args.eval_data_file:
+        held_out = np.arange(len(evaluation))
+    elif args.validation_split:
         names = {}      # answers of one chat share a name and stay together
         chat = [names.setdefault(problem.name, len(names)) for problem in train.problems]
         n = min(max(1, round(len(names) * args.validation_split)), len(names) - 1)
@@ -243,7 +238,7 @@ class Blocks(packing.Batch):
 
 
 def collate(items, batch_rows, rows):
-    """List of items of Rows -> Blocks of batch_rows rows, padded with empty rows."""
+    """items: some of rows.members -> Blocks of batch_rows rows, padded with empty rows."""
     d, noisy_length = rows.documents, rows.noisy_length
     fields = {"ids": d.pad, "position": 0, "block": 0, "target": False, "group": -1}
     joined = {name: np.full((batch_rows, rows.length), value)

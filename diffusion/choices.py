@@ -118,9 +118,8 @@ def check_flags(args, world_size, parser):
         share = total // world_size
         each = each or (share // steps if steps else min(share, PRESETS[args.batch_preset][0]))
         steps = steps or share // max(1, each)
-        require(each * steps * world_size == total,
-                f"--global_batch_size {total}: cannot be split; {each} problems x {steps} "
-                f"micro-steps x {world_size} ranks = {each * steps * world_size}")
+        require(each * steps * world_size == total, f"--global_batch_size {total}: is not {each} "
+                f"problems x {steps} micro-steps x {world_size} ranks")
         args.problems_per_batch, args.gradient_accumulation_steps = each, steps
         args.named |= {"problems_per_batch", "gradient_accumulation_steps"}
     for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):

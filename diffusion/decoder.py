@@ -25,7 +25,7 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
     """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D) -> (B, S, heads, D),
-    None. block_masks: dit.masks_of; in the last layer the unused clean tokens get zeros."""
+    None. block_masks: masks of run(); in the last layer the unused clean tokens get zeros."""
     is_last = module.layer_idx == module.config.num_hidden_layers - 1
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     out = dit.attend(query.to(value.dtype), key.to(value.dtype), value, *block_masks[is_last])

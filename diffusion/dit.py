@@ -107,16 +107,6 @@ def attend(q, k, v, queries, mask, clean_mask):
     return out.transpose(1, 2)
 
 
-def masks_of(model, inputs):
-    """attend()'s (queries, mask, clean_mask) for inner layers, and for the last one, which has only
-    noisy queries. Rows with fewer noisy tokens than a tile get dense masks, since torch compiles
-    FlexAttention of few queries without a backward pass."""
-    flex, n_noisy = model.backend == "flex" and inputs.n_noisy >= TILE, inputs.n_noisy
-    noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy, flex)
-    inner = (inputs.doc.shape[1], others, None) if flex else (n_noisy, noisy, others)
-    return inner, (n_noisy, noisy, None)
-
-
 def cross_entropies(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="none")
 
@@ -125,8 +115,14 @@ class Network(nn.Module):
     """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
     def hidden_states(self, inputs):
-        """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs."""
-        return self.run(inputs.tokens, inputs.position, masks_of(self, inputs))
+        """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs. Rows with fewer
+        copies than a tile get dense masks, as torch compiles FlexAttention of few queries without a
+        backward pass."""
+        n_noisy, flex = inputs.n_noisy, self.backend == "flex" and inputs.n_noisy >= TILE
+        noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy, flex)
+        inner = (inputs.doc.shape[1], others, None) if flex else (n_noisy, noisy, others)
+        # attend()'s (queries, mask, clean_mask); the last layer has only noisy queries
+        return self.run(inputs.tokens, inputs.position, [inner, (n_noisy, noisy, None)])
 
     def _logits(self, hidden):
         """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
@@ -262,7 +258,7 @@ class DiT(Network):
 
     def run(self, tokens, position, masks, past=None):
         """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
-        of masks_of. past: None, or sample_bd3lm.Past."""
+        attend()'s last arguments, for inner layers and the last one. past: or sample_bd3lm.Past."""
         x = self.embed(tokens)
         x = x.to(kernels.stream_dtype(x))
         half = self.config.head_size // 2

@@ -79,8 +79,7 @@ def share_of_batches(world, rows, batch_rows, most=None):
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
-        items = [rows[r] for r in range(first, min(first + batch_rows, len(rows)))]
-        yield number, blocks.collate(items, batch_rows, rows)
+        yield number, blocks.collate(rows.members[first:first + batch_rows], batch_rows, rows)
 
 
 def losses_of_draw(model, task, batch, purpose, number, t_range, device):

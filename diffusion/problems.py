@@ -173,8 +173,7 @@ def read_tokenizer(folder):
     """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # older folders of Qwen and SDAR; without these files or a class transformers makes an empty
-    # tokenizer
+    # transformers makes an empty tokenizer without these files or a class
     slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
     require(all(path.exists() for path in slow) and '"tokenizer_class"' in
             json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")

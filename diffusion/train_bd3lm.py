@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 from core import cli
 from core.cli import require
 from diffusion import choices
-from diffusion.choices import PRESETS
 
 # ---- Flags
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
@@ -71,8 +70,7 @@ flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as
      type=cli.alias(all="all-linear"))
 # batch and length of the run
 flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (default: recommended; "
-     "finetune with --init_from): " + "; ".join(f"{name} {n} x {steps}, {lr:g}" for name, (
-         n, steps, lr, *_) in PRESETS.items()), choices=tuple(PRESETS))
+     "finetune with --init_from)", choices=tuple(choices.PRESETS))
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
@@ -198,9 +196,8 @@ held_out = eval_rows.table["samples"].sum() if eval_rows else 0
 print0(size, f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
        f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens",
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
-       f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
-       f"{cli.plural(ranks, 'rank')} x {cli.plural(accumulation, 'micro-step')} x {batch_rows}; "
-       f"peak lr {peak_lr:.2e}", intervals,
+       f"a step is {step_problems:,.0f} problems in {step_rows} rows = "
+       f"{cli.plural(ranks, 'rank')} x {accumulation} x {batch_rows}", intervals,
        run.start_line(step, total_steps, resume,
                       f"weights of {origin.path}" if origin else "new weights"))
 if dry:
@@ -289,7 +286,8 @@ monitor = optim.StepMonitor(world, lambda number: rows.documents.problems[number
                             before_error=checkpoints.wait)
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
 batches = packing.iterate(packing.pack_loader(
-    rows, packs, lambda items: blocks.collate(items, batch_rows, rows), args.num_workers, 4))
+    rows.members, packs, lambda items: blocks.collate(items, batch_rows, rows), args.num_workers,
+    prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
@@ -315,8 +313,7 @@ while step < total_steps and not stopping and stale < patience:
         with timer.waiting():
             batch = next(batches)
         # the first step may compile for minutes
-        compiling = args.compile and step == start_step
-        watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
+        watch.report_progress(f"step {step + 1}", args.wait_timeout if step == start_step else None)
         # rows of this rank in this micro-step; fewer at the end of an epoch
         first = (micro * world.size + world.rank) * batch_rows
         mine = window[first:first + batch_rows]

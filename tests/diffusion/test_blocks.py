@@ -105,7 +105,7 @@ def test_batches_hold_every_whole_document_once(demo, name, pack):
     assert all(len(m) == 1 for m in rows.members) or pack
     order = PackOrder(rows.table["tokens"], samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
-    loader = pack_loader(rows, packs, lambda items: blocks.collate(items, 4, rows), 0, None)
+    loader = pack_loader(rows.members, packs, lambda items: blocks.collate(items, 4, rows), 0, None)
     for batch, numbers in zip(loader, packs, strict=True):
         assert batch.input_ids.shape == (4, length) and batch.noisy.shape == (4, rows.noisy_length)
         assert batch.group.dtype == batch.noisy.dtype == torch.int64 and batch.target.dtype == torch.bool
