@@ -26,7 +26,6 @@ from torch.distributions import Binomial
 
 from core import dist, packing
 from core.cli import require
-from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
@@ -178,7 +177,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     for copies in range(needed, row_length + 1, step):
         # slots or copies may run out first
         share = np.maximum(lengths, -(-noisy * row_length // copies))
-        packings[copies] = list(best_fit(share, order, row_length))
+        packings[copies] = list(packing.best_fit(share, order, row_length))
     best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
     return Rows(documents, packings[best], row_length, best)
 

@@ -1,6 +1,5 @@
-"""Settings of block diffusion: data, presets, the layout of blocks, noise levels.
-
-Standard library only: a mistake in a flag is reported before torch is imported.
+"""Settings of block diffusion: presets, the layout of blocks, noise levels. Standard library only,
+so mistakes in flags are reported before torch is imported.
 """
 import math
 from dataclasses import dataclass, fields

@@ -129,9 +129,8 @@ class Network(nn.Module):
         GPT-2's 50,258 rows are padded, since tensor cores need rows of a multiple of 16 bytes."""
         x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
         size = len(weight)
-        bias = torch.zeros(size, device=x.device) if bias is None else bias
-        is_mask = torch.arange(size, device=x.device) == self.config.mask_id
-        bias = bias.masked_fill(is_mask, -torch.inf)
+        bias = torch.zeros(size, device=x.device) if bias is None else bias.clone()
+        bias[self.config.mask_id] = -torch.inf
         if kernels.can_fuse(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)

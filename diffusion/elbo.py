@@ -124,11 +124,8 @@ def bound(world, model, task, asked_to_stop):
 def update_best(best, values):
     """Update `best`, {name: least value}, with a bound and accuracy -> names of the better ones.
     With a non-finite bound neither is better."""
-    if not math.isfinite(values["eval/nll"]):
-        return []
-    news = {"nll": values["eval/nll"]}
-    if "eval/accuracy" in values:
-        news["wrong"] = 1 - values["eval/accuracy"]
-    better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
+    nll, right = values["eval/nll"], values.get("eval/accuracy", -math.inf)
+    better = {name: value for name, value in (("nll", nll), ("wrong", 1 - right))
+              if math.isfinite(nll) and value < best.get(name, math.inf)}
     best.update(better)
     return list(better)

@@ -30,7 +30,6 @@ def build_parser():
     p.flag("--limit", 0, "use only the first N texts, 0 = all")
     p.switch("--drop_too_long", "leave out texts that are too long, and count them")
     p.flag("--batch_size", 64, "texts per batch")
-    p.flag("--seed", 0, "seed of the noise")
     p.switch("--bf16", "bfloat16 compute")
     p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
     p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
@@ -40,7 +39,7 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for invalid values."""
     cli.at_least_one(args, "batch_size")
-    cli.zero_or_more(args, "limit seed num_fewshot")
+    cli.zero_or_more(args, "limit num_fewshot")
     cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
     cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
     require(not (args.output and Path(args.output).is_dir()), f"--output {args.output} is a folder")
@@ -98,16 +97,16 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
 
 def bound_file(args, folder, solver):
     """Print the bound of a file's answers, as in a validation -> (file name, results)."""
-    layout, device = solver.layout, solver.model.embed.weight.device
-    problems, bad = blocks.read_data(args.bound, "test", layout, folder, solver.tokens)
-    documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
-                                      bad, args.bound)
+    layout, tokens, device = solver.layout, solver.tokens, solver.model.embed.weight.device
+    problems, bad = blocks.read_data(args.bound, "test", layout, folder, tokens)
+    documents = blocks.make_documents(
+        problems[:args.limit or len(problems)], tokens, layout, bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long):
         print(f"data       dropped: {dropped}")
     n, longest = len(documents), int(documents.counts["clean"].max())
     rows = blocks.make_rows(documents, np.arange(n), longest, True)
     values = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
-        rows, solver.tokens, args.batch_size, args.draws, args.seed, args.bf16), int)
+        rows, tokens, args.batch_size, args.draws, 0, args.bf16), int)
     values |= {"texts": n, "tokens": int(rows.table["text"].sum())}
     print(f"bound      nll {'<=' if args.draws > 1 else '='} {values['eval/nll']:.4f} +- "
           f"{values.get('eval/stderr', 0):.4f} nats/token, {values['eval/bits_per_token']:.4f} "
@@ -135,9 +134,8 @@ def harness_model(base, solver, batch_size, draws):
                     states[number] = ids_state("", context_ids(request.args[0]), layout)
                 except UserError:
                     self.too_long += 1
-            answers = answer(solver, list(states.values()), batch_size)
-            for number, text in zip(states, (record["text"] for record in answers)):
-                until = requests[number].args[1].get("until") or []
+            for number, record in zip(states, answer(solver, list(states.values()), batch_size)):
+                text, until = record["text"], requests[number].args[1].get("until") or []
                 for stop in filter(None, [until] if isinstance(until, str) else until):
                     text = text.partition(stop)[0]
                 texts[number] = text
@@ -156,8 +154,8 @@ def harness_model(base, solver, batch_size, draws):
                 if left > 0:
                     pairs[number] = f"request {number}", head[-left:], ids
             if pairs:
-                nats = draw_bounds(solver, continuations(solver, pairs.values()), draws,
-                                   batch_size, 0)
+                documents = continuations(solver, pairs.values())
+                nats = draw_bounds(solver, documents, draws, batch_size, seed=0)
                 for number, mean in zip(pairs, nats.mean(1)):
                     values[number] = -float(mean)
             return [(value, False) for value in values]
@@ -180,8 +178,7 @@ def run_tasks(args, folder, solver):
         model=model, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
         bootstrap_iters=0, log_samples=False)
     for task, scores in output["results"].items():
-        print(task, {name: float(value) for name, value in scores.items()
-                     if isinstance(value, float)})
+        print(task, scores)
     print(f"too long   {model.too_long} questions")
     return f"lm-eval-{folder.name}.json", {
         "lm_eval": lm_eval.__version__, "too_long": model.too_long,

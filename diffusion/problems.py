@@ -120,14 +120,13 @@ class Tokens:
 
     @functools.cached_property
     def special(self):
-        """{text: id} of tokens that no text of a problem may hold."""
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        return {token.content: number for number, token in added if token.special} | self.markers
+        """Tokens that no text of a problem may hold."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return [*(token.content for token in added if token.special), *self.markers]
 
     def find_control_token(self, *texts):
         """The first special token in one of the texts, or None."""
-        return next((name for name in sorted(self.special, key=self.special.get)
-                     if any(name in text for text in texts)), None)
+        return next((name for name in self.special if any(name in text for text in texts)), None)
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -145,7 +144,7 @@ def load_tokenizer(name, system, end_token=""):
             require(HUB_NAME.fullmatch(str(name)), "no such file or folder")
             from huggingface_hub import hf_hub_download
             path = Path(hf_hub_download(str(name), "tokenizer.json"))
-        tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
+        tokenizer = read_tokenizer(path)
     except Exception as error:      # tokenizers raises bare Exceptions, the hub many kinds
         raise UserError(f"--tokenizer {name}: cannot be read ({first_line(error):.150}); give a "
                         "folder with tokenizer.json")
@@ -169,13 +168,10 @@ def load_tokenizer(name, system, end_token=""):
     return Tokens(tokenizer, size, begin, end, -1, -1, -1, *ids)
 
 
-def read_tokenizer(folder):
-    """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
-    if (folder / "tokenizer.json").exists():
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # transformers makes an empty tokenizer without these files or a class
-    slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
-    require(all(path.exists() for path in slow) and '"tokenizer_class"' in
-            json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+def read_tokenizer(path):
+    """Tokenizer of a tokenizer.json, its folder, or a folder with Qwen's older files. UserError."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.exists():
+        return Tokenizer.from_file(str(file))
+    from diffusion import published
+    return published.read_older_tokenizer(path)

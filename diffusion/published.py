@@ -190,6 +190,16 @@ def read_chats(path, folder, tokens, bad):
     return problems
 
 
+def read_older_tokenizer(folder):
+    """Tokenizer of a folder of Qwen or SDAR without tokenizer.json. Raises UserError."""
+    # transformers makes an empty tokenizer without these files or a class
+    slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
+    require(all(path.exists() for path in slow) and '"tokenizer_class"' in
+            json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+
+
 def copy_chat_files(folder, to):
     """Copy the CHAT_FILES that a tokenizer folder has."""
     for path in filter(Path.is_file, (Path(folder) / name for name in CHAT_FILES)):

@@ -21,7 +21,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
-from core.cli import require
 from diffusion import choices
 
 # ---- Flags
@@ -104,7 +103,6 @@ import numpy as np
 import torch
 
 from core import dist, metrics, optim, packing, run, tensor_io, watchdog
-from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
@@ -117,8 +115,8 @@ args.compile = dist.choose_compile(world, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
-require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
-        "only: torch has no backward for it on a CPU; drop the flag")
+cli.require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
+            "only: torch has no backward for it on a CPU; drop the flag")
 
 # ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all of them, so each
 # knows the rows and targets of every step without communication.
@@ -181,7 +179,7 @@ if resume and state["validation"] == validation:
 eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
 # ---- Order of the rows: a function of (seed, epoch) alone, so any number of ranks continues it
-order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
+order = packing.PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
 per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
 step_problems = step_rows * per_row
@@ -216,10 +214,9 @@ if args.parallel != "ddp":
     dist.shard(model, model.layers, world, args.bf16, shard_size=args.shard_size)
 if origin:
     published.fill(model, weights, args.seed, bool(resume))
-if resume:
-    tensor_io.load(world, resume, "model", elbo.trained_parameters(model))
 average = elbo.Average(model, args.ema_decay)
 if resume:
+    tensor_io.load(world, resume, "model", elbo.trained_parameters(model))
     tensor_io.load(world, resume, "ema", average.shadow)
     average.updates.fill_(state["averaged"])
 model.train()
@@ -243,15 +240,13 @@ def validate():
     values, t_range = result
     better = elbo.update_best(best, values)
     stale = 0 if better else stale + 1
-    print0(("eval   step {:>6} | nll <= {eval/nll:.4f} nats/token | perplexity <= "
-            "{eval/perplexity:,.2f} | loss {eval/loss:.4f}" + " | right {eval/accuracy:.1%}" *
-            bool(chosen)).format(step, **values))
+    print0(f"eval   step {step:>6} | " + " | ".join(
+        f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items()))
     if main_rank:
         log.write(step, values)
-    if {"bound": "nll", "accuracy": "wrong"}[args.best_by] not in better:
-        return False
-    best_step = step
-    return True
+    is_best = {"bound": "nll", "accuracy": "wrong"}[args.best_by] in better
+    best_step = step if is_best else best_step
+    return is_best
 
 
 def save():
@@ -278,16 +273,16 @@ def save():
 
 
 # ---- Loop
-unlogged = state["unlogged"] if resume and main_rank else [0.0] * 4
 # losses, targets, plain losses, masked tokens since the last log line
-sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
+sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * 4,
+                    dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, lambda number: rows.documents.problems[number].name,
                             args.max_bad_steps, state.get("skipped", 0),
                             before_error=checkpoints.wait)
-packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
-batches = packing.iterate(packing.pack_loader(
-    rows.members, packs, lambda items: blocks.collate(items, batch_rows, rows), args.num_workers,
-    prefetch_factor=4))
+packs = packing.rank_packs(
+    order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
+batches = packing.iterate(packing.pack_loader(rows.members, packs, partial(
+    blocks.collate, batch_rows=batch_rows, rows=rows), args.num_workers, prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
@@ -334,8 +329,7 @@ while step < total_steps and not stopping and stale < patience:
         step_sums[0] += weighted.detach().double().sum()
         step_sums[2] += losses.detach().double().sum()
         step_sums[3] += len(inputs.rows)
-    if main_rank:               # the table has the counts of all ranks
-        step_sums[1] += work["targets"]
+    step_sums[1] += work["targets"] * main_rank     # the table has the counts of all ranks
 
     # clip
     norm = optim.clip_gradients(parameters, args.max_grad_norm)
