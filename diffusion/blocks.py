@@ -165,9 +165,8 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     numbers = np.asarray(numbers)
     lengths, noisy = documents.counts["clean"], documents.counts["noisy"]
     longest = numbers[lengths[numbers].argmax()]
-    require(lengths[longest] <= row_length,
-            f"--row_length {row_length}: {documents.problems[longest].name} takes "
-            f"{lengths[longest]} slots")
+    require(lengths[longest] <= row_length, f"--row_length {row_length}: "
+            f"{documents.problems[longest].name} takes {lengths[longest]} slots")
     step = 128 if row_length >= 512 else 16
     needed = min(row_length, -(-int(noisy[numbers].max(initial=1)) // step) * step)
     if not pack:

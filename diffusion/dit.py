@@ -97,10 +97,8 @@ def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D). The first `queries`
     tokens use mask. The others attend to each other by clean_mask, or are left out without."""
     first = q if queries == q.shape[2] else q[:, :, :queries]    # slicing costs a backward pass
-    if isinstance(mask, BlockMask):
-        out = sparse_attention(first, k, v, mask)
-    else:
-        out = F.scaled_dot_product_attention(first, k, v, attn_mask=mask)
+    attention = sparse_attention if isinstance(mask, BlockMask) else F.scaled_dot_product_attention
+    out = attention(first, k, v, mask)
     if clean_mask is not None:
         clean = (t[:, :, queries:] for t in (q, k, v))
         out = torch.cat([out, F.scaled_dot_product_attention(*clean, attn_mask=clean_mask)], dim=2)

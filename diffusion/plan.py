@@ -87,7 +87,6 @@ def search_range(world, model, task, asked_to_stop):
         for index, t_range in enumerate(tried):     # with the same random numbers
             losses = elbo.losses_of_draw(
                 model, task, batch, "search", number, t_range, device) / sizes
-            moments[index] += torch.stack([losses.sum(), losses.square().sum(),
-                                           torch.full_like(losses.sum(), batch.n_groups)])
+            moments[index] += torch.stack([losses, losses**2, torch.ones_like(losses)]).sum(1)
     total, squares, n = dist.all_reduce(world, moments).T
     return tried[int((squares / n - (total / n).square()).argmin())]

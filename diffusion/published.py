@@ -58,15 +58,13 @@ SDAR_MASK_ID = 151669       # first id after Qwen3's tokens: SDAR's mask in SGLa
 def load_checkpoint(folder):
     """(network in eval mode, with averaged weights and merged adapters; config.json). UserError."""
     folder, backbone = Path(folder), dit
-    try:
-        stored = json_files.read_object(folder / "config.json")
-        if "hidden_size" not in stored["model"]:
-            from diffusion import decoder as backbone
-        config = backbone.Config(**stored["model"])
-        config.lora = config.lora and config.lora | {"dtype": "float32"}
-        model = config.network(config)
-    except (UserError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
+    stored = json_files.read_object(folder / "config.json")
+    require("layout" in stored, f"{folder}: is no checkpoint of train_bd3lm.py")
+    if "hidden_size" not in stored["model"]:
+        from diffusion import decoder as backbone
+    config = backbone.Config(**stored["model"])
+    config.lora = config.lora and config.lora | {"dtype": "float32"}
+    model = config.network(config)
     tensor_io.load(dist.World(), folder, "ema", dit.trained_parameters(model))
     return (backbone.merge_adapters(model) if config.lora else model).eval(), stored
 
