@@ -315,9 +315,8 @@ def choose_masked(batch, rate, draws, t_range):
     inside = (k >= fewest[:, None]) & (k <= most[:, None])
     cdf = log_pmf.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
     counts = (cdf <= torch.from_numpy(draws.counts)[:, None] * cdf[:, -1:]).sum(1)
-    # sorted by group, in random order inside
-    place = torch.from_numpy(np.lexsort((uniform, group))).argsort()
-    rank = place - (n.cumsum(0) - n)[group]
+    by_group = torch.from_numpy(np.lexsort((uniform, group)))       # in random order inside
+    rank = by_group.argsort() - (n.cumsum(0) - n)[group]
     return rank < torch.minimum(counts, most)[group]
 
 

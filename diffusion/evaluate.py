@@ -8,57 +8,35 @@ token it is equal, and one draw is enough. Generation tasks (generate_until) get
 the harness's settings only `until` is used. Likelihood tasks (loglikelihood) get the bound of each
 text. A model trained with --chat gets a task's text as the user's turn.
 """
+import json
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from core import cli
+import numpy as np
+import torch
+
+from core import checkpoint, cli, dist
 from core.cli import UserError, require
-from diffusion import choices
+from core.problems import settle
+from diffusion import blocks, choices, elbo
+from diffusion.problems import Problem
+from diffusion.sample_bd3lm import (Sampling, answer, answer_flags, check_flags, ids_state,
+                                    load_solver)
 
 
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
-    p.flag("--checkpoint", None, "checkpoint, or OUTPUT_DIR with its best one", required=True)
+    answer_flags(p)
+    p.set_defaults(order="confidence")
     task = p.add_mutually_exclusive_group(required=True)
     task.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
     task.add_argument("--tasks", help="names of lm-eval's tasks, or YAML files of tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
     p.flag("--num_fewshot", 0, "solved examples before each question")
-    p.flag("--threshold", 0.9, "answers: a pass fills all tokens above this probability, 0 to 1")
-    p.flag("--limit", 0, "use only the first N texts, 0 = all")
-    p.switch("--drop_too_long", "leave out texts that are too long, and count them")
-    p.flag("--batch_size", 64, "texts per batch")
-    p.switch("--bf16", "bfloat16 compute")
-    p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
-    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
     return p
-
-
-def check_flags(args, world_size):
-    """Raise UserError for invalid values."""
-    cli.at_least_one(args, "batch_size")
-    cli.zero_or_more(args, "limit num_fewshot")
-    cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
-    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
-    require(not (args.output and Path(args.output).is_dir()), f"--output {args.output} is a folder")
-
-
-# parsed before torch is imported: --help and wrong flags answer at once
-ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
-
-import json
-import math
-
-import numpy as np
-import torch
-
-from core import checkpoint, dist
-from core.problems import settle
-from diffusion import blocks, elbo
-from diffusion.problems import Problem
-from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 
 
 def continuations(solver, pairs):
@@ -106,7 +84,7 @@ def bound_file(args, folder, solver):
     n, longest = len(documents), int(documents.counts["clean"].max())
     rows = blocks.make_rows(documents, np.arange(n), longest, True)
     values = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
-        rows, tokens, args.batch_size, args.draws, 0, args.bf16), int)
+        rows, tokens, args.batch_size, args.draws, args.seed, args.bf16), int)
     values |= {"texts": n, "tokens": int(rows.table["text"].sum())}
     print(f"bound      nll {'<=' if args.draws > 1 else '='} {values['eval/nll']:.4f} +- "
           f"{values.get('eval/stderr', 0):.4f} nats/token, {values['eval/bits_per_token']:.4f} "
@@ -186,8 +164,8 @@ def run_tasks(args, folder, solver):
 
 
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    folder, solver = load_solver(args, Sampling("confidence", args.threshold, temperature=0.0))
+    args = cli.parse(build_parser(), check_flags, argv)
+    folder, solver = load_solver(args, Sampling(args.order, args.threshold, temperature=0.0))
     if choices.bound_range(solver.layout) != choices.FULL:
         args.draws = 1      # all tokens are masked, so all draws are equal
     name, values = (bound_file if args.bound else run_tasks)(args, folder, solver)
