@@ -1,4 +1,4 @@
-"""What the trainer plans or chooses itself: memory (--dry_run, --auto), the noise range
+"""Plans and choices of the trainer: memory (--dry_run, --auto), the range of noise levels
 (--clip_search_widths).
 """
 import numpy as np
