@@ -52,7 +52,7 @@ class Eval(NamedTuple):
     bf16: bool
     widths: tuple = ()      # widths of the ranges that plan.search_range tries
     weighting: str = "elbo"
-    chosen: tuple = ()      # from sample_bd3lm.choose_problems, for accuracy
+    asked: int = 0          # problems to answer, for accuracy
 
 
 def validate(world, model, average, task, t_range, asked_to_stop):
@@ -64,7 +64,7 @@ def validate(world, model, average, task, t_range, asked_to_stop):
     if values and task.widths:
         from diffusion import plan
         t_range = plan.search_range(world, model, task, asked_to_stop)
-    if values and t_range and task.chosen:
+    if values and t_range and task.asked:
         from diffusion import sample_bd3lm
         values |= sample_bd3lm.accuracy(world, model, task)
     model.train()

@@ -330,7 +330,8 @@ def accuracy(world, model, task):
     from fp32."""
     how = Sampling("confidence", temperature=0.0)
     solver = Solver(model, task.tokens, task.rows.documents.layout, how, task.bf16)
-    (problems, states), mine = zip(*task.chosen), slice(world.rank, None, world.size)
+    problems, states = zip(*choose_problems(task.rows, task.asked, task.tokens, task.seed))
+    mine = slice(world.rank, None, world.size)
     # lengths change with every block, which would recompile compiled layers
     with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
         answers = answer(solver, states[mine], task.batch_rows)

@@ -144,12 +144,10 @@ if args.use_lora:
     lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
             "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
     config = published.add_lora(config, origin, args.bf16, args.init_from, lora)
-chosen = []     # problems to answer in validations
-if eval_rows and args.eval_accuracy:
-    from diffusion import sample_bd3lm
-    chosen = sample_bd3lm.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed)
+held_out = int(eval_rows.table["samples"].sum()) if eval_rows else 0
+asked = min(args.eval_accuracy, held_out)       # problems to answer in a validation
 task = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
-                args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
+                args.bf16, args.clip_search_widths, args.loss_weighting, asked)
 table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
@@ -166,7 +164,7 @@ identity = {**dataclasses.asdict(layout), "seed": args.seed,
             "start": weights_hash}
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
-                            *([len(chosen), args.best_by] if chosen else [])]
+                            *([asked, args.best_by] if asked else [])]
 checkpoints, resume, state = run.open_checkpoints(args, world, identity)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
@@ -190,7 +188,6 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(val
                               eval_steps=500, save_steps=2000)
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-held_out = eval_rows.table["samples"].sum() if eval_rows else 0
 print0(size, f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
        f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens",
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
@@ -384,6 +381,6 @@ while step < total_steps and not stopping and stale < patience:
         if saving or stopping or improved or stale >= patience:
             save()
 
-early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
+early = f"no better bound{' or accuracy' * bool(asked)} in {stale} validations; "
 run.end(args, watch, checkpoints, log, step, total_steps, stopping, early * (step < total_steps) +
         f"{cli.plural(monitor.skipped, 'step')} skipped; best at step {best_step}")
