@@ -6,8 +6,8 @@ hdp: the question is block 0, then plan blocks follow, then execution blocks. Th
 `<|pad|>`, after plan and execution) is repeated up to the end of its block and trained there, since
 a sampler fills whole blocks. Rows of several problems give the same loss as rows of one.
 
-A batch (Blocks) becomes the network's Inputs on the CPU, from random numbers that depend on the
-seed and the step alone, so any split of a step over ranks and micro-steps trains the same.
+A batch (Blocks) is masked on the CPU by random numbers that depend on the seed and the step alone,
+so any split of a step over ranks and micro-steps trains the same.
 
     -log p(x) <= sum over blocks of
                  E_t E_mask [ 1 / t * sum over masked tokens of -log p(token | noisy block, past) ]
@@ -17,7 +17,7 @@ is 1 / t). SUBS: other tokens have no loss and the mask token no probability. So
 2503.09573) and its code (github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
 """
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -223,57 +223,48 @@ def prepare_rows(world, layout, tokens, args, output_dir):
 
 @dataclass
 class Blocks(packing.Batch):
-    """Rows of documents cut into numbered blocks; everything on the CPU."""
-    input_ids: torch.Tensor     # (B, L) int64   clean tokens, anything on padding
-    position: torch.Tensor      # (B, L) int64   rotary position in the document
-    doc: torch.Tensor           # (B, L) int64   document in the row, -1 on padding
-    block: torch.Tensor         # (B, L) int64   block in the document
-    target: torch.Tensor        # (B, L) bool    may be masked, and is in the loss
-    noisy: torch.Tensor         # (B, N) int64   positions 0..L-1 with a noisy copy, -1: none
-    group: torch.Tensor         # (B, L) int64   number of the (document, block), which shares one t
-    n_groups: int
-    n_targets: int
+    """A batch of rows: N noisy copies, of all tokens in blocks with a target, then L clean tokens.
+    diffuse() masks some of the copies; then this is what DiT.forward takes."""
+    tokens: torch.Tensor            # (B, N + L) int64   anything on padding
+    position: torch.Tensor          # (B, N + L) int64   rotary position in the document
+    doc: torch.Tensor               # (B, N + L) int32   document in the row, -1 on padding
+    block: torch.Tensor             # (B, N + L) int32   block in the document
+    n_noisy: int                    # N
+    copied: torch.Tensor = None     # (B, N) int64   clean token of each copy, 0 to L - 1
+    target: torch.Tensor = None     # (B, N) bool    may be masked, and is in the loss
+    group: torch.Tensor = None      # (B, N) int64   the (document, block), which shares one t
+    n_groups: int = 0
+    rows: torch.Tensor = None       # (R,) int64     masked copies, in the flat (B * N) ones
+    labels: torch.Tensor = None     # (R,) int64     their clean tokens
+    weights: torch.Tensor = None    # (R,) float32   factor of their cross-entropy
 
 
 def collate(items, batch_rows, rows):
     """items: some of rows.members -> Blocks of batch_rows rows, padded with empty rows."""
-    d, noisy_length = rows.documents, rows.noisy_length
-    fields = {"ids": d.pad, "position": 0, "block": 0, "target": False, "group": -1}
-    joined = {name: np.full((batch_rows, rows.length), value)
-              for name, value in (fields | {"doc": -1}).items()}
-    noisy, groups = np.full((batch_rows, noisy_length), -1), 0
+    d, n_noisy, groups = rows.documents, rows.noisy_length, 0
+    shape, half = (batch_rows, n_noisy + rows.length), (batch_rows, n_noisy)
+    tokens, position = np.full(shape, d.pad), np.zeros(shape, np.int64)
+    doc, block = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    copied, target, group = np.zeros(half, np.int64), np.zeros(half, bool), np.full(half, -1)
     for r, members in enumerate(items):
-        start = 0
+        start, copies = n_noisy, 0
         for number, document in enumerate(members):
             source = slice(*d.offsets[document:document + 2])
-            target = r, slice(start, start + source.stop - source.start)
-            for name in fields:
-                joined[name][target] = getattr(d, name)[source]
-            joined["doc"][target] = number
-            joined["group"][target] += np.where(d.group[source] >= 0, groups, 0)
-            start, groups = target[1].stop, groups + int(d.counts["groups"][document])
-        copied = np.flatnonzero(joined["group"][r] >= 0)
-        noisy[r, :len(copied)] = copied
-    tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
-    return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
-                  n_targets=int(joined["target"].sum()), **tensors)
+            chosen = np.flatnonzero(d.group[source] >= 0)
+            clean = r, slice(start, start + source.stop - source.start)
+            noisy = r, slice(copies, copies + len(chosen))
+            for array, values in ((tokens, d.ids), (position, d.position), (block, d.block)):
+                array[clean], array[noisy] = values[source], values[source][chosen]
+            doc[clean] = doc[noisy] = number
+            copied[noisy] = start - n_noisy + chosen
+            target[noisy], group[noisy] = d.target[source][chosen], d.group[source][chosen] + groups
+            start, copies = clean[1].stop, noisy[1].stop
+            groups += int(d.counts["groups"][document])
+    halves = map(torch.from_numpy, (copied, target, group))
+    return Blocks(*map(torch.from_numpy, (tokens, position, doc, block)), n_noisy, *halves, groups)
 
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
-
-
-@dataclass
-class Inputs(packing.Batch):
-    """One noised batch: what DiT.forward takes."""
-    tokens: torch.Tensor        # (B, N + L) int64   noisy copies, then clean tokens
-    position: torch.Tensor      # (B, N + L) int64
-    doc: torch.Tensor           # (B, N + L) int32
-    block: torch.Tensor         # (B, N + L) int32
-    rows: torch.Tensor          # (R,) int64     masked targets, in the flat (B * N) noisy copies
-    labels: torch.Tensor        # (R,) int64     their clean tokens
-    weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
-    group: torch.Tensor         # (R,) int64     their groups, as in Blocks
-    n_noisy: int                # N
 
 
 class Draws(NamedTuple):
@@ -303,7 +294,8 @@ def choose_masked(batch, rate, draws, t_range):
     Under a clipped range the number of masked tokens of a block of n targets is binomial(n, rate),
     conditioned on a share within the range (as by rejection sampling). If no number above 0 gives
     such a share, as in short blocks, the nearest are used, so every token is sometimes masked."""
-    group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
+    group = batch.group[batch.target]
+    uniform = torch.from_numpy(draws.tokens).gather(1, batch.copied)[batch.target]
     low, high = enforced_limits(t_range)
     if (low, high) == (0.0, 1.0) or not len(group):
         return uniform <= rate[group]
@@ -321,25 +313,17 @@ def choose_masked(batch, rate, draws, t_range):
 
 
 def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
-    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs. t is uniform in t_range; a
-    clipped range also clips the masked share of every block. weighting: "elbo" (1 / t; 1 if the
-    range starts above 0.5, as in the official code) or "ce" (1)."""
+    """Blocks with masked copies, by random numbers (Draws). t is uniform in t_range; a clipped
+    range also clips the masked share of every block. weighting: "elbo" (1 / t; 1 if the range
+    starts above 0.5, as in the official code) or "ce" (1)."""
     low, high = t_range
     t = low + (high - low) * torch.from_numpy(draws.levels)
-    masked = torch.zeros(batch.target.shape, dtype=torch.bool)
+    masked = torch.zeros_like(batch.target)
     masked[batch.target] = choose_masked(batch, t, draws, t_range)
-
-    is_copy, places = batch.noisy >= 0, batch.noisy.clamp(min=0)
-    clean, group = batch.input_ids.gather(1, places), batch.group.gather(1, places)
-    hidden = masked.gather(1, places) & is_copy
-    if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
-        raise ValueError("a target has no noisy copy or no group")
-    weights = torch.ones(int(hidden.sum()))
+    tokens = batch.tokens.clone()
+    tokens[:, :batch.n_noisy][masked] = mask_id
+    weights = torch.ones(int(masked.sum()))
     if weighting == "elbo" and low <= 0.5:
-        weights = (1 / t)[group[hidden]].float()
-    doc = torch.cat([batch.doc.gather(1, places).masked_fill(~is_copy, -1), batch.doc], 1).int()
-    block, position = (torch.cat([numbers.gather(1, places), numbers], 1)
-                       for numbers in (batch.block, batch.position))
-    return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1), position,
-                  doc, block.int(), hidden.flatten().nonzero()[:, 0], clean[hidden], weights,
-                  group[hidden], places.shape[1])
+        weights = (1 / t)[batch.group[masked]].float()
+    return replace(batch, tokens=tokens, rows=masked.flatten().nonzero()[:, 0],
+                   labels=batch.tokens[:, :batch.n_noisy][masked], weights=weights)

@@ -113,7 +113,7 @@ class Network(nn.Module):
     """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
     def hidden_states(self, inputs):
-        """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs. Rows with fewer
+        """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Blocks. Rows with fewer
         copies than a tile get dense masks, as torch compiles FlexAttention of few queries without a
         backward pass."""
         n_noisy, flex = inputs.n_noisy, self.backend == "flex" and inputs.n_noisy >= TILE

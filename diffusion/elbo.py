@@ -84,13 +84,16 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
 def losses_of_draw(model, task, batch, purpose, number, t_range, device):
     """(groups,) float64 sums of the weighted losses of each group of Blocks. task: Eval"""
-    draws = blocks.draw(task.seed, purpose, number, batch.n_groups, *batch.doc.shape)
+    rows, length = batch.tokens.shape
+    draws = blocks.draw(
+        task.seed, purpose, number, batch.n_groups, rows, length - batch.n_noisy)
     weighting = task.weighting if purpose == "search" else "elbo"
     inputs = blocks.diffuse(batch, draws, task.tokens.mask, t_range, weighting).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=task.bf16):
         losses = model(inputs)
     sums = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
-    return sums.index_add_(0, inputs.group, losses.double() * inputs.weights)
+    groups = inputs.group.flatten()[inputs.rows]
+    return sums.index_add_(0, groups, losses.double() * inputs.weights)
 
 
 @torch.no_grad()

@@ -29,9 +29,8 @@ def step_of(config, backend):
     def loss(model, rows, length, n_noisy, masked):
         sizes = (rows, length + n_noisy), (masked,)
         dense, few = (torch.zeros(size, dtype=torch.int64) for size in sizes)
-        inputs = blocks.Inputs(
-            tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
-            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy)
+        inputs = blocks.Blocks(dense, dense.clone(), dense.int(), dense.int(), n_noisy, rows=few,
+                               labels=few.clone(), weights=torch.ones(masked))
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
         model = config.network(config, backend or "flex")

@@ -310,7 +310,7 @@ while step < total_steps and not stopping and stale < patience:
         first = (micro * world.size + world.rank) * batch_rows
         mine = window[first:first + batch_rows]
         # else ranks would divide their losses by different counts
-        assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
+        assert batch.target.sum() == table["targets"][mine].sum(), "loader and plan disagree"
         noise = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
         inputs = blocks.diffuse(batch, noise, tokens.mask, t_range, args.loss_weighting).to(device)
 

@@ -93,7 +93,7 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
     wanted = reference(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
                     use_cache=False).logits[:, :inputs.n_noisy]
-    hidden, live = model.hidden_states(inputs), batch.noisy >= 0
+    hidden, live = model.hidden_states(inputs), batch.doc[:, :batch.n_noisy] >= 0
     logits = model.logits(hidden)
     keep = [i for i in range(logits.shape[-1]) if i != tokens.mask]
     torch.testing.assert_close(logits[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)

@@ -67,7 +67,7 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
             batch = blocks.collate(rows.members[4 * number:4 * number + 4], 4, rows)
             draws = blocks.draw(42, "search", number, batch.n_groups, 4, 96)
             inputs = blocks.diffuse(batch, draws, tokens.mask, t_range)
-            losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.tolist()
+            losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.flatten()[inputs.rows].tolist()
             for group in range(batch.n_groups):
                 size = int((batch.group[batch.target] == group).sum())
                 per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
