@@ -125,10 +125,10 @@ def bound(world, model, task, asked_to_stop):
 
 
 def update_best(best, values):
-    """Update `best`, {name: least value}, with a bound and accuracy -> names of the better ones.
-    With a non-finite bound neither is better."""
+    """Update `best`, {name: least value}, with a bound and accuracy; True if one is better. With a
+    non-finite bound neither is better."""
     nll, right = values["eval/nll"], values.get("eval/accuracy", -math.inf)
     better = {name: value for name, value in (("nll", nll), ("wrong", 1 - right))
               if math.isfinite(nll) and value < best.get(name, math.inf)}
     best.update(better)
-    return list(better)
+    return bool(better)

@@ -88,7 +88,8 @@ flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
-flag("--best_by", "bound", "metric of the best checkpoint", choices=("bound", "accuracy"))
+flag("--best_by", "bound", "metric of the best checkpoint; ties of accuracy go by the bound",
+     choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
 
@@ -169,7 +170,8 @@ checkpoints, resume, state = run.open_checkpoints(args, world, identity)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
-# best: lowest bound and error rate; stale: validations since one of them improved
+# best: lowest bound and error rate, and the best checkpoint's score; stale: validations since one
+# of the first two improved
 best, stale, best_step = {}, 0, None
 if resume and state["validation"] == validation:
     best, stale, best_step = state["best"], state["stale"], state["best_step"]
@@ -235,14 +237,17 @@ def validate():
     if result is None:
         return None
     values, t_range = result
-    better = elbo.update_best(best, values)
-    stale = 0 if better else stale + 1
+    # at equal accuracy (0 at first) the better bound decides; checkpoints had no "score" once
+    score = [1 - values["eval/accuracy"]] * (args.best_by == "accuracy") + [values["eval/nll"]]
+    least = best.get("score", [best.get("wrong" if len(score) > 1 else "nll", math.inf)])
+    stale = 0 if elbo.update_best(best, values) else stale + 1
     print0(f"eval   step {step:>6} | " + " | ".join(
         f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items()))
     if main_rank:
         log.write(step, values)
-    is_best = {"bound": "nll", "accuracy": "wrong"}[args.best_by] in better
-    best_step = step if is_best else best_step
+    is_best = math.isfinite(score[-1]) and score < least
+    if is_best:
+        best["score"], best_step = score, step
     return is_best
 
 

@@ -101,9 +101,9 @@ def test_a_better_bound_or_a_better_accuracy_is_an_improvement():
     best, improved = {}, []
     for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
         improved.append(elbo.update_best(best, {"eval/nll": nll, "eval/accuracy": right}))
-    assert improved == [["nll", "wrong"], ["nll"], ["wrong"], [], ["wrong"], [], []] and best == {"nll": 1.0, "wrong": 0.8}
+    assert improved == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
     best = {}
-    assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [["nll"], [], ["nll"]]
+    assert [elbo.update_best(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
 
 
 def test_accuracy_counts_true_answers(demo, monkeypatch):
