@@ -237,8 +237,10 @@ def validate():
     if result is None:
         return None
     values, t_range = result
-    # at equal accuracy (0 at first) the better bound decides; checkpoints had no "score" once
-    score = [1 - values["eval/accuracy"]] * (args.best_by == "accuracy") + [values["eval/nll"]]
+    score = [values["eval/nll"]]
+    if args.best_by == "accuracy":      # at equal accuracy (0 at first) the better bound decides
+        score = [1 - values["eval/accuracy"], *score]
+    # older checkpoints have no "score"
     least = best.get("score", [best.get("wrong" if len(score) > 1 else "nll", math.inf)])
     stale = 0 if elbo.update_best(best, values) else stale + 1
     print0(f"eval   step {step:>6} | " + " | ".join(
