@@ -6,8 +6,8 @@ hdp: the question is block 0, then plan blocks follow, then execution blocks. Th
 `<|pad|>`, after plan and execution) is repeated up to the end of its block and trained there, since
 a sampler fills whole blocks. Rows of several problems give the same loss as rows of one.
 
-A batch (Blocks) becomes the network's Inputs on the CPU, from random numbers that depend on the
-seed and the step alone, so any split of a step over ranks and micro-steps trains the same.
+A batch (Blocks) is masked on the CPU by random numbers that depend on the seed and the step alone,
+so any split of a step over ranks and micro-steps trains the same.
 
     -log p(x) <= sum over blocks of
                  E_t E_mask [ 1 / t * sum over masked tokens of -log p(token | noisy block, past) ]
@@ -17,21 +17,19 @@ is 1 / t). SUBS: other tokens have no loss and the mask token no probability. So
 2503.09573) and its code (github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
 """
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.distributions import Binomial
 
 from core import dist, packing
-from core.cli import UserError, require
-from core.packing import best_fit
+from core.cli import require
 from core.problems import problem as bad_problem
 from core.problems import settle
-from diffusion import dit
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
-from diffusion.problems import read_chats, read_problems
+from diffusion.problems import read_problems
 
 # counts of a document, which add up over rows and steps. clean: all tokens (slots in a row); noisy:
 # tokens of blocks with a target, which have a noisy copy; tokens: without fill; targets: tokens in
@@ -58,18 +56,27 @@ class Documents:
         return len(self.problems)
 
 
-def pieces(problem, layout):
-    """The texts of a problem that are tokenised separately, between special tokens."""
-    if layout.prompt:
-        return [layout.prompt.replace("{question}", problem.question), problem.solution]
-    if layout.system != "hdp":
-        return [f"Question: {problem.question}\nAnswer:", f" {problem.solution}"]
-    return [problem.question, f" {problem.plan}", f" {problem.solution} ", f" {problem.answer}"]
+def prompt_ids(question, tokens, layout):
+    """Ids of a problem before its answer (hdp: its plan)."""
+    if layout.prompt:       # a chat template, which has its start token itself
+        return tokens.encode(layout.prompt.replace("{question}", question))
+    if layout.system == "hdp":
+        return tokens.encode(question)
+    return [tokens.bos, *tokens.encode(f"Question: {question}\nAnswer:")]
 
 
-def prompt_ids(ids, tokens, layout):
-    """Ids of a gsm8k problem before its answer; a chat template has its start token itself."""
-    return list(ids) if layout.prompt else [tokens.bos, *ids]
+def regions_of(problem, tokens, layout):
+    """[(region, ids, number of them that are given and not generated)] of a Problem."""
+    if problem.ids:
+        return [(PLAN, problem.ids, problem.prompt_length)]
+    head, encode = prompt_ids(problem.question, tokens, layout), tokens.encode
+    if layout.system == "hdp":
+        steps, answer = encode(f" {problem.solution} "), encode(f" {problem.answer}")
+        return [(QUESTION, head, len(head)),
+                (PLAN, [tokens.plan, *encode(f" {problem.plan}"), tokens.end], 1),
+                (EXECUTION, [tokens.execution, *steps, tokens.answer, *answer, tokens.end], 1)]
+    space = "" if layout.prompt else " "
+    return [(PLAN, [*head, *encode(space + problem.solution), tokens.end], len(head))]
 
 
 def make_document(regions, tokens, layout):
@@ -102,39 +109,25 @@ def make_document(regions, tokens, layout):
 def make_documents(problems, tokens, layout, bad, path=""):
     """Documents of a list of Problems from the file `path`; UserError if none is usable. Adds
     problems that are too long or hold a special token to bad (as core's problems.Problem)."""
-    texts = [[] if p.ids else pieces(p, layout) for p in problems]
-    encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
-                                                 add_special_tokens=False))
     kept, arrays, counts = [], [], []
-    for p, group in zip(problems, texts):
-        ids = [next(encoded).ids for _ in group]
-        # (region, ids, number of ids that are given and not generated)
-        if p.ids:
-            regions = [(PLAN, p.ids, p.prompt_length)]
-        elif layout.system == "hdp":
-            execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
-            regions = [(QUESTION, ids[0], len(ids[0])),
-                       (PLAN, [tokens.plan, *ids[1], tokens.end], 1), (EXECUTION, execution, 1)]
-        else:
-            head = prompt_ids(ids[0], tokens, layout)
-            regions = [(PLAN, head + ids[1] + [tokens.end], len(head))]
-        limits = [(len(ids), *layout.regions[region]) for region, ids, _ in regions]
-        too_long = [f"has {n} tokens with markers and end token, more than --{flag} {most}"
-                    for n, flag, most, _ in limits if n > most]
+    for p in problems:
+        regions, fault = regions_of(p, tokens, layout), None
+        for region, ids, _ in regions:
+            flag, most, _ = layout.regions[region]
+            if len(ids) > most:
+                fault = "too_long", (f"has {len(ids)} tokens with markers and end token, more than "
+                                     f"--{flag} {most}; raise it, or pass --drop_too_long")
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
-            why = f"its text holds the special token {token}; remove it"
-            bad.append(bad_problem(p.name, "control_token", why, path))
-        elif too_long:
-            why = ", ".join(too_long) + "; raise the limit, or pass --drop_too_long"
-            bad.append(bad_problem(p.name, "too_long", why, path))
-        else:
-            kept.append(p)
-            document, count = make_document(regions, tokens, layout)
-            arrays.append(document)
-            counts.append(count)
-    if not kept:
-        raise UserError(f"{path or 'data'}: none of {len(bad)} problems can be used, the first one "
-                        f"being {bad[0]}")
+            fault = "control_token", f"its text holds the special token {token}; remove it"
+        if fault:
+            bad.append(bad_problem(p.name, *fault, path))
+            continue
+        document, count = make_document(regions, tokens, layout)
+        kept.append(p)
+        arrays.append(document)
+        counts.append(count)
+    require(kept, f"{path or 'data'}: none of {len(bad)} problems can be used, the first one being "
+                  f"{''.join(bad[:1])}")
     ids, position, block, target, region, group = np.concatenate(arrays, axis=1)
     counts = dict(zip(COUNTS, np.array(counts).T))
     offsets = np.concatenate([[0], counts["clean"].cumsum()])
@@ -142,7 +135,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
                      kept, tokens.end)
 
 
-class Rows(Dataset):
+class Rows:
     """Rows of whole documents (members), with room for `length` tokens and noisy_length copies.
     table: {name of COUNTS or "samples": (n_rows,) ints}, to be summed over the rows of a step."""
 
@@ -155,9 +148,6 @@ class Rows(Dataset):
 
     def __len__(self):
         return len(self.members)
-
-    def __getitem__(self, r):
-        return self.members[r]
 
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
@@ -175,9 +165,8 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     numbers = np.asarray(numbers)
     lengths, noisy = documents.counts["clean"], documents.counts["noisy"]
     longest = numbers[lengths[numbers].argmax()]
-    require(lengths[longest] <= row_length,
-            f"--row_length {row_length}: {documents.problems[longest].name} takes "
-            f"{lengths[longest]} slots")
+    require(lengths[longest] <= row_length, f"--row_length {row_length}: "
+            f"{documents.problems[longest].name} takes {lengths[longest]} slots")
     step = 128 if row_length >= 512 else 16
     needed = min(row_length, -(-int(noisy[numbers].max(initial=1)) // step) * step)
     if not pack:
@@ -187,7 +176,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     for copies in range(needed, row_length + 1, step):
         # slots or copies may run out first
         share = np.maximum(lengths, -(-noisy * row_length // copies))
-        packings[copies] = list(best_fit(share, order, row_length))
+        packings[copies] = list(packing.best_fit(share, order, row_length))
     best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
     return Rows(documents, packings[best], row_length, best)
 
@@ -196,14 +185,15 @@ def read_data(path, split, layout, tokenizer, tokens):
     """(Problems of a file for the Layout's system, [unusable problems])."""
     bad = []
     if layout.system == "chat":
-        return read_chats(path, tokenizer, tokens, bad), bad
+        from diffusion import published
+        return published.read_chats(path, tokenizer, tokens, bad), bad
     return read_problems(path, split, layout.system, layout.strip_calculator, bad), bad
 
 
 def prepare_rows(world, layout, tokens, args, output_dir):
     """(training Rows, validation Rows or None) for the trainer's flags. Rank 0 reads the files and
     lists unusable problems in output_dir. UserError for those that --drop_bad does not drop."""
-    bad, folder = [], output_dir if world.is_main else None
+    bad = []
 
     def read_documents(path, split):
         problems, wrong = dist.rank0(world, read_data, path, split, layout, args.tokenizer, tokens)
@@ -211,14 +201,15 @@ def prepare_rows(world, layout, tokens, args, output_dir):
         return make_documents(problems, tokens, layout, bad, path)
 
     train = evaluation = read_documents(args.train_data_file, "train")
-    numbers, held_out = np.arange(len(train)), []
     if args.eval_data_file:
         evaluation = read_documents(args.eval_data_file, "test")
-        held_out = np.arange(len(evaluation))
-    dropped = settle(bad, args.drop_bad, folder)
+    dropped = settle(bad, args.drop_bad, output_dir if world.is_main else None)
     if dropped and world.is_main:
         print(f"data       dropped: {dropped}", flush=True)
-    if args.validation_split and not args.eval_data_file:
+    numbers, held_out = np.arange(len(train)), []
+    if args.eval_data_file:
+        held_out = np.arange(len(evaluation))
+    elif args.validation_split:
         names = {}      # answers of one chat share a name and stay together
         chat = [names.setdefault(problem.name, len(names)) for problem in train.problems]
         n = min(max(1, round(len(names) * args.validation_split)), len(names) - 1)
@@ -232,63 +223,48 @@ def prepare_rows(world, layout, tokens, args, output_dir):
 
 @dataclass
 class Blocks(packing.Batch):
-    """Rows of documents cut into numbered blocks; everything on the CPU."""
-    input_ids: torch.Tensor     # (B, L) int64   clean tokens, anything on padding
-    position: torch.Tensor      # (B, L) int64   rotary position in the document
-    doc: torch.Tensor           # (B, L) int64   document in the row, -1 on padding
-    block: torch.Tensor         # (B, L) int64   block in the document
-    target: torch.Tensor        # (B, L) bool    may be masked, and is in the loss
-    noisy: torch.Tensor         # (B, N) int64   positions 0..L-1 with a noisy copy, -1: none
-    group: torch.Tensor         # (B, L) int64   number of the (document, block), which shares one t
-    n_groups: int
-    n_targets: int
-    tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
+    """A batch of rows: N noisy copies, of all tokens in blocks with a target, then L clean tokens.
+    diffuse() masks some of the copies; then this is what DiT.forward takes."""
+    tokens: torch.Tensor            # (B, N + L) int64   anything on padding
+    position: torch.Tensor          # (B, N + L) int64   rotary position in the document
+    doc: torch.Tensor               # (B, N + L) int32   document in the row, -1 on padding
+    block: torch.Tensor             # (B, N + L) int32   block in the document
+    n_noisy: int                    # N
+    copied: torch.Tensor = None     # (B, N) int64   clean token of each copy, 0 to L - 1
+    target: torch.Tensor = None     # (B, N) bool    may be masked, and is in the loss
+    group: torch.Tensor = None      # (B, N) int64   the (document, block), which shares one t
+    n_groups: int = 0
+    rows: torch.Tensor = None       # (R,) int64     masked copies, in the flat (B * N) ones
+    labels: torch.Tensor = None     # (R,) int64     their clean tokens
+    weights: torch.Tensor = None    # (R,) float32   factor of their cross-entropy
 
 
 def collate(items, batch_rows, rows):
-    """List of items of Rows -> Blocks of batch_rows rows, padded with empty rows."""
-    d, noisy_length = rows.documents, rows.noisy_length
-    fields = {"ids": d.pad, "position": 0, "block": 0, "target": False, "group": -1}
-    joined = {name: np.full((batch_rows, rows.length), value)
-              for name, value in (fields | {"doc": -1}).items()}
-    noisy, groups = np.full((batch_rows, noisy_length), -1), 0
+    """items: some of rows.members -> Blocks of batch_rows rows, padded with empty rows."""
+    d, n_noisy, groups = rows.documents, rows.noisy_length, 0
+    shape, half = (batch_rows, n_noisy + rows.length), (batch_rows, n_noisy)
+    tokens, position = np.full(shape, d.pad), np.zeros(shape, np.int64)
+    doc, block = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    copied, target, group = np.zeros(half, np.int64), np.zeros(half, bool), np.full(half, -1)
     for r, members in enumerate(items):
-        start = 0
+        start, copies = n_noisy, 0
         for number, document in enumerate(members):
             source = slice(*d.offsets[document:document + 2])
-            target = r, slice(start, start + source.stop - source.start)
-            for name in fields:
-                joined[name][target] = getattr(d, name)[source]
-            joined["doc"][target] = number
-            joined["group"][target] += np.where(d.group[source] >= 0, groups, 0)
-            start, groups = target[1].stop, groups + int(d.counts["groups"][document])
-        copied = np.flatnonzero(joined["group"][r] >= 0)
-        noisy[r, :len(copied)] = copied
-    places = noisy.clip(min=0)
-    doc, block = (np.take_along_axis(joined[key], places, 1) for key in ("doc", "block"))
-    tiles = dit.tile_states(np.concatenate([np.where(noisy >= 0, doc, -1), joined["doc"]], 1),
-                            np.concatenate([block, joined["block"]], 1), noisy_length)
-    tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
-    return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
-                  n_targets=int(joined["target"].sum()), tiles=tiles, **tensors)
+            chosen = np.flatnonzero(d.group[source] >= 0)
+            clean = r, slice(start, start + source.stop - source.start)
+            noisy = r, slice(copies, copies + len(chosen))
+            for array, values in ((tokens, d.ids), (position, d.position), (block, d.block)):
+                array[clean], array[noisy] = values[source], values[source][chosen]
+            doc[clean] = doc[noisy] = number
+            copied[noisy] = start - n_noisy + chosen
+            target[noisy], group[noisy] = d.target[source][chosen], d.group[source][chosen] + groups
+            start, copies = clean[1].stop, noisy[1].stop
+            groups += int(d.counts["groups"][document])
+    halves = map(torch.from_numpy, (copied, target, group))
+    return Blocks(*map(torch.from_numpy, (tokens, position, doc, block)), n_noisy, *halves, groups)
 
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
-
-
-@dataclass
-class Inputs(packing.Batch):
-    """One noised batch: what DiT.forward takes."""
-    tokens: torch.Tensor        # (B, N + L) int64   noisy copies, then clean tokens
-    position: torch.Tensor      # (B, N + L) int64
-    doc: torch.Tensor           # (B, N + L) int32
-    block: torch.Tensor         # (B, N + L) int32
-    rows: torch.Tensor          # (R,) int64     masked targets, in the flat (B * N) noisy copies
-    labels: torch.Tensor        # (R,) int64     their clean tokens
-    weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
-    group: torch.Tensor         # (R,) int64     their groups, as in Blocks
-    tiles: torch.Tensor         # as in Blocks
-    n_noisy: int                # N
 
 
 class Draws(NamedTuple):
@@ -318,48 +294,36 @@ def choose_masked(batch, rate, draws, t_range):
     Under a clipped range the number of masked tokens of a block of n targets is binomial(n, rate),
     conditioned on a share within the range (as by rejection sampling). If no number above 0 gives
     such a share, as in short blocks, the nearest are used, so every token is sometimes masked."""
-    group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
+    group = batch.group[batch.target]
+    uniform = torch.from_numpy(draws.tokens).gather(1, batch.copied)[batch.target]
     low, high = enforced_limits(t_range)
     if (low, high) == (0.0, 1.0) or not len(group):
         return uniform <= rate[group]
     n = torch.bincount(group, minlength=batch.n_groups)
     ends = torch.ceil(low * n.double() - 1e-9).long(), torch.floor(high * n.double() + 1e-9).long()
     fewest, most = torch.minimum(*ends), torch.maximum(*ends).clamp(min=1)
-    k, wide = torch.arange(int(n.max()) + 1, dtype=torch.float64), n.double()[:, None]
-    left, rate = (wide - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
-    log_pmf = (torch.lgamma(wide + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1)
-               + k * rate.log() + left * (-rate).log1p())
+    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)
+    log_pmf = Binomial(n.double()[:, None], rate[:, None], validate_args=False).log_prob(k)
     inside = (k >= fewest[:, None]) & (k <= most[:, None])
     cdf = log_pmf.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
     counts = (cdf <= torch.from_numpy(draws.counts)[:, None] * cdf[:, -1:]).sum(1)
-    counts = torch.minimum(counts, most)
-    order = uniform.argsort()
-    order = order[group[order].argsort(stable=True)]        # by group, random inside
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order)) - (n.cumsum(0) - n)[group[order]]
-    return rank < counts[group]
+    by_group = torch.from_numpy(np.lexsort((uniform, group)))       # in random order inside
+    rank = by_group.argsort() - (n.cumsum(0) - n)[group]
+    return rank < torch.minimum(counts, most)[group]
 
 
 def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
-    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs. t is uniform in t_range; a
-    clipped range also clips the masked share of every block. weighting: "elbo" (1 / t; 1 if the
-    range starts above 0.5, as in the official code) or "ce" (1)."""
+    """Blocks with masked copies, by random numbers (Draws). t is uniform in t_range; a clipped
+    range also clips the masked share of every block. weighting: "elbo" (1 / t; 1 if the range
+    starts above 0.5, as in the official code) or "ce" (1)."""
     low, high = t_range
     t = low + (high - low) * torch.from_numpy(draws.levels)
-    masked = torch.zeros(batch.target.shape, dtype=torch.bool)
+    masked = torch.zeros_like(batch.target)
     masked[batch.target] = choose_masked(batch, t, draws, t_range)
-
-    is_copy, places = batch.noisy >= 0, batch.noisy.clamp(min=0)
-    clean, group = batch.input_ids.gather(1, places), batch.group.gather(1, places)
-    hidden = masked.gather(1, places) & is_copy
-    if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
-        raise ValueError("a target has no noisy copy or no group")
-    weights = torch.ones(int(hidden.sum()))
+    tokens = batch.tokens.clone()
+    tokens[:, :batch.n_noisy][masked] = mask_id
+    weights = torch.ones(int(masked.sum()))
     if weighting == "elbo" and low <= 0.5:
-        weights = (1 / t)[group[hidden]].float()
-    doc = torch.cat([batch.doc.gather(1, places).masked_fill(~is_copy, -1), batch.doc], 1).int()
-    block, position = (torch.cat([numbers.gather(1, places), numbers], 1)
-                       for numbers in (batch.block, batch.position))
-    return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1), position,
-                  doc, block.int(), hidden.flatten().nonzero()[:, 0], clean[hidden], weights,
-                  group[hidden], batch.tiles, places.shape[1])
+        weights = (1 / t)[batch.group[masked]].float()
+    return replace(batch, tokens=tokens, rows=masked.flatten().nonzero()[:, 0],
+                   labels=batch.tokens[:, :batch.n_noisy][masked], weights=weights)

@@ -1,10 +1,7 @@
-"""Settings of block diffusion: data, presets, the layout of blocks, noise levels.
-
-Standard library only: a mistake in a flag is reported before torch is imported.
+"""Settings of block diffusion: presets, the layout of blocks, noise levels. Standard library only,
+so mistakes in flags are reported before torch is imported.
 """
-import argparse
 import math
-import os
 from dataclasses import dataclass, fields
 
 from core import cli
@@ -14,7 +11,6 @@ from core.cli import at_least_one, require, zero_or_more
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
 FULL = (1e-3, 1.0)      # range of t in the bound; its limits are not enforced
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
-CHECKPOINT = "checkpoint folder, or the trainer's OUTPUT_DIR (best checkpoint)"     # a flag's help
 # Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. From
 # ngocbao220/hdp-diffusion's H200 guide; "source" is from its scripts. For --init_from: finetune has
 # a third of BD3-LM's rate; convert (language models) twice that of SDAR and E2D2; sdar SDAR's rate.
@@ -85,8 +81,7 @@ def bound_range(layout):
 def enforced_limits(t_range):
     """(low, high) limits for the share of masked tokens in a block, under a clipped range."""
     low, high = t_range
-    clipped = tuple(t_range) != FULL
-    return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < 1 else 1.0)
+    return (low if low > FULL[0] else 0.0), high
 
 
 def range_fits(t_range, block_size):
@@ -103,65 +98,6 @@ def check_range(t_range, layout):
     for size in layout.block_sizes:
         require(range_fits(t_range, size),
                 f"{name}: no number of masked tokens out of {size} lies in it; widen it")
-
-
-def data(p):
-    """Add the flags of data and layout to a parser."""
-    flag, switch = p.flag, p.switch
-    flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
-         "plan, execution", choices=("gsm8k", "chat", "hdp"))
-    flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
-    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
-    flag("--validation_split", 0.05, "share of problems held out, 0 = none")
-    flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
-    switch("--chat", "gsm8k: use the tokenizer's chat template, with its end of turn")
-    flag("--end_token", "", "end of an answer (default: <|endoftext|>; chats: the tokenizer's)")
-    flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
-         nargs="?", type=int, const=2000, metavar="PROBLEMS")
-    flag("--block_size", 16, "tokens per block; 1: autoregressive (default: --init_from's, or 16)")
-    flag("--plan_block_size", 0, "hdp: tokens per plan block, 0 = --block_size")
-    flag("--execution_block_size", 0, "hdp: tokens per execution block, 0 = --block_size")
-    flag("--max_length", 512, "gsm8k, chat: most tokens of a problem")
-    flag("--question_budget", 128, "hdp: most tokens of a question")
-    flag("--plan_budget", 128, "hdp: most tokens of a plan, with its markers")
-    flag("--execution_budget", 256, "hdp: most tokens of an execution, with its answer")
-    flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping",
-         nargs="*", metavar="CHECK")
-    switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
-    switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
-    switch("--loss_on_question", "noise and train the question, too")
-    flag("--pack", True, "pack several problems into a row instead of padding; same loss",
-         action=argparse.BooleanOptionalAction)
-    flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
-
-
-def answers(p, order):
-    """Add the flags of a script that generates answers. order: default order of unmasking."""
-    p.flag("--checkpoint", None, CHECKPOINT, required=True)
-    p.flag("--limit", 0, "use only the first N texts, 0 = all")
-    p.switch("--drop_too_long", "leave out texts that are too long, and count them")
-    p.flag("--order", order, "a pass fills one random token, or all above --threshold",
-           choices=("first_hitting", "confidence"))
-    p.flag("--threshold", 0.9, "confidence: least probability of a token, 0 to 1")
-    p.flag("--batch_size", 64, "texts per batch")
-    p.flag("--seed", 0, "seed of the sampling")
-    p.switch("--bf16", "bfloat16 compute")
-    p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
-    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
-
-
-def check_answers(args, world_size):
-    """Raise UserError for values of these flags that are invalid or have no effect."""
-    cli.at_least_one(args, "batch_size")
-    cli.zero_or_more(args, "limit seed num_fewshot temperature")
-    cli.share(args, "min_accuracy")
-    cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
-    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
-    require(args.threshold == 0.9 or args.order == "confidence",
-            "--threshold needs --order confidence")
-    require(not getattr(args, "min_accuracy", 0) or args.test_file,
-            "--min_accuracy needs --test_file, problems with answers")
-    require(not os.path.isdir(args.output or ""), f"--output {args.output} is a folder")
 
 
 def layout_of(args):
@@ -181,9 +117,8 @@ def check_flags(args, world_size, parser):
         share = total // world_size
         each = each or (share // steps if steps else min(share, PRESETS[args.batch_preset][0]))
         steps = steps or share // max(1, each)
-        require(each * steps * world_size == total,
-                f"--global_batch_size {total}: cannot be split; {each} problems x {steps} "
-                f"micro-steps x {world_size} ranks = {each * steps * world_size}")
+        require(each * steps * world_size == total, f"--global_batch_size {total}: is not {each} "
+                f"problems x {steps} micro-steps x {world_size} ranks")
         args.problems_per_batch, args.gradient_accumulation_steps = each, steps
         args.named |= {"problems_per_batch", "gradient_accumulation_steps"}
     for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):

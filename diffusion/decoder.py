@@ -25,7 +25,7 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
     """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D) -> (B, S, heads, D),
-    None. block_masks: dit.masks_of; in the last layer the unused clean tokens get zeros."""
+    None. block_masks: masks of run(); in the last layer the unused clean tokens get zeros."""
     is_last = module.layer_idx == module.config.num_hidden_layers - 1
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     out = dit.attend(query.to(value.dtype), key.to(value.dtype), value, *block_masks[is_last])
@@ -152,13 +152,14 @@ def drop_output(dropout, module, args, output):
 @torch.no_grad()
 def merge_adapters(model):
     """A Decoder with its adapters merged into the frozen weights, which are reloaded. UserError."""
+    from diffusion.published import base_weights
     config = model.config
     folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
     files = tensor_io.files_of(folder, "model")
     require(tensor_io.fingerprint_files(files) == config.lora["identity"],
             f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
-    for name, parameter in dit.base_weights(model).items():
+    for name, parameter in base_weights(model).items():
         parameter[:len(tensors[name])] = tensors[name]      # the mask's row follows
     model = model.adapted.pop().merge_and_unload()
     model.embed.weight[config.mask_id] = model.mask_row

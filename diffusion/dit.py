@@ -12,11 +12,10 @@ import math
 import re
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from core import kernels
@@ -29,7 +28,6 @@ ROW_STEP = 128          # on a GPU the number of rows of logits is a multiple of
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
 # the default of 4 warps spills 920 bytes per thread on sm_90, 8 warps spill none
 KERNEL = {"fwd_num_warps": 8}
-NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
 FREQUENCIES = 256       # sines and cosines of the noise level
 
@@ -70,46 +68,15 @@ def attends(doc, block, n_noisy):
     return rule
 
 
-def tile_states(doc, block, n_noisy):
-    """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: how many pairs of each tile may attend.
-    doc, block: (B, S) int arrays as in attends. Tests pairs of runs (tokens of one block, about 50
-    runs per row) instead of pairs of tokens as create_block_mask does, so a loader can do it."""
-    rows, length = doc.shape
-    edges = np.append(np.arange(0, length, TILE), length)
-    counts = np.zeros((rows, len(edges) - 1, len(edges) - 1), np.int64)
-    for r in range(rows):
-        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
-        starts = np.unique(np.concatenate([[0, n_noisy], changes]))
-        ends = np.append(starts[1:], length)[:, None]
-        runs, is_text = np.arange(len(starts)), doc[r, starts] >= 0
-        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts],
-                       np.searchsorted(starts, n_noisy))
-        seen = rule(0, 0, runs[:, None], runs) & is_text    # runs of padding do not attend
-        # (runs, tiles) tokens of each run in each tile
-        tokens = (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
-        counts[r] = tokens.T @ seen @ tokens
-        counts[r] += np.diag((tokens * ~is_text[:, None]).sum(0))   # each padding token to itself
-    states = np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING)
-    return torch.from_numpy(states.astype(np.int8))
-
-
-def attention_masks(doc, block, n_noisy, states=None):
+def attention_masks(doc, block, n_noisy, sparse=False):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
-    With states (tile_states, on the device of doc and block): two BlockMasks; the second has all
-    queries and keys. Otherwise: two (B, 1, queries, keys) bool; the second has clean ones only."""
+    sparse: two BlockMasks; the second has all queries and keys. Otherwise: two (B, 1, queries,
+    keys) bool; the second has clean queries and keys only."""
     (rows, length), device = doc.shape, doc.device
     rule = attends(doc, block, n_noisy)
-
-    def block_mask(states, queries):
-        tiles = []      # number and indices of partial tiles, then of full ones
-        for state in (SOME, ALL):
-            chosen = (states[:, None] == state).int()
-            tiles += [chosen.sum(-1, dtype=torch.int32),
-                      chosen.argsort(dim=-1, descending=True, stable=True).int()]
-        return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=TILE, mask_mod=rule,
-                                        seq_lengths=(queries, length))
-    if states is not None:
-        return block_mask(states[:, :-(-n_noisy // TILE)], n_noisy), block_mask(states, length)
+    if sparse:
+        return [create_block_mask(rule, rows, None, queries, length, device, TILE)
+                for queries in (n_noisy, length)]
     b = torch.arange(rows, device=device)[:, None, None]
     tokens = torch.arange(length, device=device)
     noisy, clean = tokens[:n_noisy, None], tokens[n_noisy:]
@@ -130,38 +97,12 @@ def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D). The first `queries`
     tokens use mask. The others attend to each other by clean_mask, or are left out without."""
     first = q if queries == q.shape[2] else q[:, :, :queries]    # slicing costs a backward pass
-    if isinstance(mask, BlockMask):
-        out = sparse_attention(first, k, v, mask)
-    else:
-        out = F.scaled_dot_product_attention(first, k, v, attn_mask=mask)
+    attention = sparse_attention if isinstance(mask, BlockMask) else F.scaled_dot_product_attention
+    out = attention(first, k, v, mask)
     if clean_mask is not None:
         clean = (t[:, :, queries:] for t in (q, k, v))
         out = torch.cat([out, F.scaled_dot_product_attention(*clean, attn_mask=clean_mask)], dim=2)
     return out.transpose(1, 2)
-
-
-def masks_of(model, inputs):
-    """attend()'s (queries, mask, clean_mask) for inner layers, and for the last one, which has only
-    noisy queries. Rows with fewer noisy tokens than a tile get dense masks, since torch compiles
-    FlexAttention of few queries without a backward pass."""
-    flex, n_noisy = model.backend == "flex" and inputs.n_noisy >= TILE, inputs.n_noisy
-    noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy,
-                                    inputs.tiles if flex else None)
-    inner = (inputs.doc.shape[1], others, None) if flex else (n_noisy, noisy, others)
-    return inner, (n_noisy, noisy, None)
-
-
-class Past:
-    """Keys and values of the clean tokens before a block, for a Layer or transformers' attention.
-
-    pairs: [(keys, values)] of every layer, (B, heads, P, D). new: those of the block."""
-
-    def __init__(self, pairs):
-        self.pairs, self.new = pairs, []
-
-    def update(self, keys, values, layer, *_, **__):
-        self.new.append((keys, values))
-        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
 
 
 def cross_entropies(logits, labels):
@@ -172,25 +113,22 @@ class Network(nn.Module):
     """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
     def hidden_states(self, inputs):
-        """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs."""
-        return self.run(inputs.tokens, inputs.position, masks_of(self, inputs))
-
-    def extend(self, tokens, position, mask, past):
-        """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
-
-        tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: attention of the
-        block's tokens, cached keys first."""
-        past = Past(past)
-        return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
+        """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Blocks. Rows with fewer
+        copies than a tile get dense masks, as torch compiles FlexAttention of few queries without a
+        backward pass."""
+        n_noisy, flex = inputs.n_noisy, self.backend == "flex" and inputs.n_noisy >= TILE
+        noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy, flex)
+        inner = (inputs.doc.shape[1], others, None) if flex else (n_noisy, noisy, others)
+        # attend()'s (queries, mask, clean_mask); the last layer has only noisy queries
+        return self.run(inputs.tokens, inputs.position, [inner, (n_noisy, noisy, None)])
 
     def _logits(self, hidden):
         """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
         GPT-2's 50,258 rows are padded, since tensor cores need rows of a multiple of 16 bytes."""
         x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
         size = len(weight)
-        bias = torch.zeros(size, device=x.device) if bias is None else bias
-        is_mask = torch.arange(size, device=x.device) == self.config.mask_id
-        bias = bias.masked_fill(is_mask, -torch.inf)
+        bias = torch.zeros(size, device=x.device) if bias is None else bias.clone()
+        bias[self.config.mask_id] = -torch.inf
         if kernels.can_fuse(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
@@ -272,7 +210,7 @@ class Layer(nn.Module):
         """x (B, S, H) -> same shape, or (B, queries, H). The first `queries` tokens attend by mask,
         the others by clean_mask. If that is None, the others only give keys and values.
 
-        condition (cond_size,). past: None, or Past, included in mask (B, 1, S, P + S)."""
+        condition (cond_size,). past: None, or sample_bd3lm.Past; mask is (B, 1, S, P + S) then."""
         shift1, scale1, gate1, shift2, scale2, gate2 = modulations(self.modulation, condition, 6)
         qkv = self.qkv(modulate(self.norm_attention, x, shift1, scale1))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -317,7 +255,7 @@ class DiT(Network):
 
     def run(self, tokens, position, masks, past=None):
         """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
-        of masks_of. past: Past."""
+        attend()'s last arguments, for inner layers and the last one. past: or sample_bd3lm.Past."""
         x = self.embed(tokens)
         x = x.to(kernels.stream_dtype(x))
         half = self.config.head_size // 2
@@ -344,10 +282,3 @@ Config.network = DiT
 def trained_parameters(model):
     """{name: parameter} of the trained parameters: all, or adapters and the mask's row."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def base_weights(model):
-    """{name: parameter}: all of a network, or the frozen ones under its adapters."""
-    return {name.replace(".base_layer.", "."): parameter
-            for name, parameter in model.named_parameters()
-            if ".lora_" not in name and name != "mask_row"}

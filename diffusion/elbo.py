@@ -1,19 +1,15 @@
-"""Validation of the averaged weights: likelihood bound with sampling error, noise range of least
-variance, accuracy on held-out problems. A batch gets the same noise at every validation and on any
-number of ranks, so bounds of different steps and runs are comparable.
+"""Averaged weights and their validation: likelihood bound with sampling error. A batch gets the
+same noise at every validation and on any number of ranks, so different steps and runs compare.
 """
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from core import dist, tensor_io
 from diffusion import blocks
-from diffusion.choices import FULL, bound_range, range_fits
+from diffusion.choices import bound_range
 from diffusion.dit import trained_parameters
-
-SEARCH_BATCHES = 4  # batches per search of the noise range
 
 
 class Average:
@@ -54,9 +50,9 @@ class Eval(NamedTuple):
     repeats: int            # draws of the noise
     seed: int
     bf16: bool
-    widths: tuple = ()      # widths of the ranges that search_range tries
+    widths: tuple = ()      # widths of the ranges that plan.search_range tries
     weighting: str = "elbo"
-    chosen: tuple = ()      # from choose_problems, for accuracy
+    asked: int = 0          # problems to answer, for accuracy
 
 
 def validate(world, model, average, task, t_range, asked_to_stop):
@@ -66,9 +62,11 @@ def validate(world, model, average, task, t_range, asked_to_stop):
     model.eval()
     values = bound(world, model, task, asked_to_stop)
     if values and task.widths:
-        t_range = search_range(world, model, task, asked_to_stop)
-    if values and t_range and task.chosen:
-        values |= accuracy(world, model, task)
+        from diffusion import plan
+        t_range = plan.search_range(world, model, task, asked_to_stop)
+    if values and t_range and task.asked:
+        from diffusion import sample_bd3lm
+        values |= sample_bd3lm.accuracy(world, model, task)
     model.train()
     dist.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
@@ -81,21 +79,21 @@ def share_of_batches(world, rows, batch_rows, most=None):
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
-        items = [rows[r] for r in range(first, min(first + batch_rows, len(rows)))]
-        yield number, blocks.collate(items, batch_rows, rows)
+        yield number, blocks.collate(rows.members[first:first + batch_rows], batch_rows, rows)
 
 
-def losses_of_draw(model, task, batch, purpose, number, t_range, device, by_row=False):
-    """(n,) float64 sums of the weighted losses of each group, or each row, of Blocks. task: Eval"""
-    draws = blocks.draw(task.seed, purpose, number, batch.n_groups, *batch.doc.shape)
+def losses_of_draw(model, task, batch, purpose, number, t_range, device):
+    """(groups,) float64 sums of the weighted losses of each group of Blocks. task: Eval"""
+    rows, length = batch.tokens.shape
+    draws = blocks.draw(
+        task.seed, purpose, number, batch.n_groups, rows, length - batch.n_noisy)
     weighting = task.weighting if purpose == "search" else "elbo"
     inputs = blocks.diffuse(batch, draws, task.tokens.mask, t_range, weighting).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=task.bf16):
         losses = model(inputs)
-    index, n = (inputs.rows // inputs.n_noisy, len(batch.doc)) if by_row else (
-        inputs.group, batch.n_groups)
-    sums = torch.zeros(n, dtype=torch.float64, device=device)
-    return sums.index_add_(0, index, losses.double() * inputs.weights)
+    sums = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
+    groups = inputs.group.flatten()[inputs.rows]
+    return sums.index_add_(0, groups, losses.double() * inputs.weights)
 
 
 @torch.no_grad()
@@ -127,64 +125,10 @@ def bound(world, model, task, asked_to_stop):
 
 
 def update_best(best, values):
-    """Update `best`, {name: least value}, with a bound and accuracy; True if one is better."""
-    news = {"nll": values["eval/nll"]}
-    if "eval/accuracy" in values:
-        news["wrong"] = 1 - values["eval/accuracy"]
-    better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
+    """Update `best`, {name: least value}, with a bound and accuracy; True if one is better. With a
+    non-finite bound neither is better."""
+    nll, right = values["eval/nll"], values.get("eval/accuracy", -math.inf)
+    better = {name: value for name, value in (("nll", nll), ("wrong", 1 - right))
+              if math.isfinite(nll) and value < best.get(name, math.inf)}
     best.update(better)
     return bool(better)
-
-
-def candidates(widths, block_sizes):
-    """[(low, high)] to try: (0, 1], and for each width the ranges that start at 0, 0.05, ..."""
-    ranges = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
-                      for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
-    return list(dict.fromkeys(t_range for t_range in ranges
-                              if all(range_fits(t_range, size) for size in block_sizes)))
-
-
-@torch.no_grad()
-def search_range(world, model, task, asked_to_stop):
-    """(low, high) of the candidate with the least variance of block losses (BD3-LM's var_min). Runs
-    each candidate on the first SEARCH_BATCHES batches; None if asked to stop."""
-    device = world.device
-    tried = candidates(task.widths, task.rows.documents.layout.block_sizes)
-    # sum, sum of squares, number
-    moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
-    for number, batch in share_of_batches(world, task.rows, task.batch_rows, SEARCH_BATCHES):
-        if asked_to_stop():
-            return None
-        sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
-        for index, t_range in enumerate(tried):     # with the same random numbers
-            losses = losses_of_draw(model, task, batch, "search", number, t_range, device) / sizes
-            moments[index] += torch.stack([losses.sum(), losses.square().sum(),
-                                           torch.full_like(losses.sum(), batch.n_groups)])
-    total, squares, n = dist.all_reduce(world, moments).T
-    return tried[int((squares / n - (total / n).square()).argmin())]
-
-
-def choose_problems(rows, n, tokens, seed):
-    """[(Problem, its sample_bd3lm.question_state)] for n held-out problems of Rows, by seed."""
-    from diffusion.sample_bd3lm import question_state
-    numbers = sorted(number for members in rows.members for number in members)
-    chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
-    problems = [rows.documents.problems[number] for number in chosen]
-    return [(p, question_state(p, tokens, rows.documents.layout)) for p in problems]
-
-
-def accuracy(world, model, task):
-    """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
-    Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16 from fp32."""
-    from diffusion.sample_bd3lm import Sampling, Solver, answer, score
-    how_sampled = Sampling("confidence", temperature=0.0)
-    solver = Solver(model, task.tokens, task.rows.documents.layout, how_sampled, task.bf16)
-    (problems, states), mine = zip(*task.chosen), slice(world.rank, None, world.size)
-    # lengths change with every block, which would recompile compiled layers
-    with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
-        answers = answer(solver, states[mine], task.batch_rows)
-    scores = [(score(record["text"], problem.answer), record["forwards"])
-              for problem, record in zip(problems[mine], answers)]
-    scores = [pair for of_rank in dist.all_gather(world, scores) for pair in of_rank]
-    right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
-    return {"eval/accuracy": right, "eval/nfe": forwards}

@@ -8,41 +8,35 @@ token it is equal, and one draw is enough. Generation tasks (generate_until) get
 the harness's settings only `until` is used. Likelihood tasks (loglikelihood) get the bound of each
 text. A model trained with --chat gets a task's text as the user's turn.
 """
+import json
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from core import cli
+import numpy as np
+import torch
+
+from core import checkpoint, cli, dist
 from core.cli import UserError, require
-from diffusion import choices
+from core.problems import settle
+from diffusion import blocks, choices, elbo
+from diffusion.problems import Problem
+from diffusion.sample_bd3lm import (Sampling, answer, answer_flags, check_flags, ids_state,
+                                    load_solver)
 
 
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
-    choices.answers(p, "confidence")
+    answer_flags(p)
+    p.set_defaults(order="confidence")
     task = p.add_mutually_exclusive_group(required=True)
     task.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
     task.add_argument("--tasks", help="names of lm-eval's tasks, or YAML files of tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
     p.flag("--num_fewshot", 0, "solved examples before each question")
     return p
-
-
-# parsed before torch is imported: --help and wrong flags answer at once
-ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
-
-import json
-import math
-
-import numpy as np
-import torch
-
-from core import checkpoint, dist
-from core.problems import settle
-from diffusion import blocks, elbo
-from diffusion.problems import Problem
-from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 
 
 def continuations(solver, pairs):
@@ -70,24 +64,27 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
         numbers = order[first:first + batch_rows]
         rows = blocks.make_rows(documents, numbers, int(lengths[numbers].max()), False)
         batch = blocks.collate(rows.members, len(rows), rows)
+        groups = documents.counts["groups"][numbers]
         for draw in range(draws):
-            nats[numbers, draw] = elbo.losses_of_draw(
-                solver.model, how, batch, "validation", (first, draw), t_range, device, True).cpu()
+            losses = elbo.losses_of_draw(
+                solver.model, how, batch, "validation", (first, draw), t_range, device)
+            nats[numbers, draw] = np.add.reduceat(
+                losses.cpu().numpy(), groups.cumsum() - groups)
     return nats
 
 
 def bound_file(args, folder, solver):
     """Print the bound of a file's answers, as in a validation -> (file name, results)."""
-    layout, device = solver.layout, solver.model.embed.weight.device
-    problems, bad = blocks.read_data(args.bound, "test", layout, folder, solver.tokens)
-    documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
-                                      bad, args.bound)
+    layout, tokens, device = solver.layout, solver.tokens, solver.model.embed.weight.device
+    problems, bad = blocks.read_data(args.bound, "test", layout, folder, tokens)
+    documents = blocks.make_documents(
+        problems[:args.limit or len(problems)], tokens, layout, bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long):
         print(f"data       dropped: {dropped}")
     n, longest = len(documents), int(documents.counts["clean"].max())
     rows = blocks.make_rows(documents, np.arange(n), longest, True)
     values = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
-        rows, solver.tokens, args.batch_size, args.draws, args.seed, args.bf16), int)
+        rows, tokens, args.batch_size, args.draws, args.seed, args.bf16), int)
     values |= {"texts": n, "tokens": int(rows.table["text"].sum())}
     print(f"bound      nll {'<=' if args.draws > 1 else '='} {values['eval/nll']:.4f} +- "
           f"{values.get('eval/stderr', 0):.4f} nats/token, {values['eval/bits_per_token']:.4f} "
@@ -100,8 +97,9 @@ def harness_model(base, solver, batch_size, draws):
     tokens, layout = solver.tokens, solver.layout
 
     def context_ids(text):
-        text = layout.prompt.replace("{question}", text) if layout.prompt else text
-        return blocks.prompt_ids(tokens.encode(text), tokens, layout)
+        if layout.prompt:
+            return blocks.prompt_ids(text, tokens, layout)
+        return [tokens.bos, *tokens.encode(text)]
 
     class BlockDiffusion(base):
         too_long = 0        # requests without room: answers are "", contexts lose first tokens
@@ -114,9 +112,8 @@ def harness_model(base, solver, batch_size, draws):
                     states[number] = ids_state("", context_ids(request.args[0]), layout)
                 except UserError:
                     self.too_long += 1
-            answers = answer(solver, list(states.values()), batch_size)
-            for number, text in zip(states, (record["text"] for record in answers)):
-                until = requests[number].args[1].get("until") or []
+            for number, record in zip(states, answer(solver, list(states.values()), batch_size)):
+                text, until = record["text"], requests[number].args[1].get("until") or []
                 for stop in filter(None, [until] if isinstance(until, str) else until):
                     text = text.partition(stop)[0]
                 texts[number] = text
@@ -135,8 +132,8 @@ def harness_model(base, solver, batch_size, draws):
                 if left > 0:
                     pairs[number] = f"request {number}", head[-left:], ids
             if pairs:
-                nats = draw_bounds(solver, continuations(solver, pairs.values()), draws,
-                                   batch_size, 0)
+                documents = continuations(solver, pairs.values())
+                nats = draw_bounds(solver, documents, draws, batch_size, seed=0)
                 for number, mean in zip(pairs, nats.mean(1)):
                     values[number] = -float(mean)
             return [(value, False) for value in values]
@@ -159,8 +156,7 @@ def run_tasks(args, folder, solver):
         model=model, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
         bootstrap_iters=0, log_samples=False)
     for task, scores in output["results"].items():
-        print(task, {name: float(value) for name, value in scores.items()
-                     if isinstance(value, float)})
+        print(task, scores)
     print(f"too long   {model.too_long} questions")
     return f"lm-eval-{folder.name}.json", {
         "lm_eval": lm_eval.__version__, "too_long": model.too_long,
@@ -168,9 +164,8 @@ def run_tasks(args, folder, solver):
 
 
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
-    folder, solver = load_solver(
-        args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
+    args = cli.parse(build_parser(), check_flags, argv)
+    folder, solver = load_solver(args, Sampling(args.order, args.threshold, temperature=0.0))
     if choices.bound_range(solver.layout) != choices.FULL:
         args.draws = 1      # all tokens are masked, so all draws are equal
     name, values = (bound_file if args.bound else run_tasks)(args, folder, solver)

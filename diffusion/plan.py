@@ -1,9 +1,14 @@
-"""--dry_run and --auto of the block diffusion trainer, for core/memory.py."""
+"""Plans and choices of the trainer: memory (--dry_run, --auto), the range of noise levels
+(--clip_search_widths).
+"""
 import numpy as np
 import torch
 
-from core import memory
-from diffusion import blocks, dit
+from core import dist, memory
+from diffusion import blocks, dit, elbo
+from diffusion.choices import FULL, range_fits
+
+SEARCH_BATCHES = 4  # batches per search of the noise range
 
 
 def setups(args, setup, rows, row_tokens):
@@ -22,12 +27,10 @@ def setups(args, setup, rows, row_tokens):
 def step_of(config, backend):
     """memory.Step of a network with a Config. backend: --attn_backend, None: the GPU's default."""
     def loss(model, rows, length, n_noisy, masked):
-        every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
-        dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
-        inputs = blocks.Inputs(
-            tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
-            labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
-            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
+        sizes = (rows, length + n_noisy), (masked,)
+        dense, few = (torch.zeros(size, dtype=torch.int64) for size in sizes)
+        inputs = blocks.Blocks(dense, dense.clone(), dense.int(), dense.int(), n_noisy, rows=few,
+                               labels=few.clone(), weights=torch.ones(masked))
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
@@ -57,3 +60,31 @@ def plan_memory(args, world, ranks, config, rows, order=None, left=0):
     tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
     memory.choose(args, world, ranks, tried, lambda setup: estimate(
         setup, most[min(setup.per_device_train_batch_size, len(most)) - 1]))
+
+
+def candidates(widths, block_sizes):
+    """[(low, high)] to try: (0, 1], and for each width the ranges that start at 0, 0.05, ..."""
+    ranges = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
+                      for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
+    return list(dict.fromkeys(t_range for t_range in ranges
+                              if all(range_fits(t_range, size) for size in block_sizes)))
+
+
+@torch.no_grad()
+def search_range(world, model, task, asked_to_stop):
+    """(low, high) of the candidate with the least variance of block losses (BD3-LM's var_min). Runs
+    each candidate on the first SEARCH_BATCHES batches; None if asked to stop."""
+    device = world.device
+    tried = candidates(task.widths, task.rows.documents.layout.block_sizes)
+    # sum, sum of squares, number
+    moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
+    for number, batch in elbo.share_of_batches(world, task.rows, task.batch_rows, SEARCH_BATCHES):
+        if asked_to_stop():
+            return None
+        sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
+        for index, t_range in enumerate(tried):     # with the same random numbers
+            losses = elbo.losses_of_draw(
+                model, task, batch, "search", number, t_range, device) / sizes
+            moments[index] += torch.stack([losses, losses**2, torch.ones_like(losses)]).sum(1)
+    total, squares, n = dist.all_reduce(world, moments).T
+    return tried[int((squares / n - (total / n).square()).argmin())]

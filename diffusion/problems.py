@@ -1,4 +1,4 @@
-"""GSM8K, HDP and chat files -> problems; tokenizers with special tokens.
+"""GSM8K and HDP files -> problems; tokenizers with special tokens.
 
 Special tokens follow kuleshov-group/bd3lms (gsm8k: a mask after GPT-2's vocabulary) and
 ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
@@ -23,7 +23,6 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # files of a split in a dataset folder
 SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet")
-CHAT_HINT = re.compile(r"(; give|[.] Try) .*--chat_template.*")    # a flag of the chat trainer only
 
 
 @dataclass
@@ -121,19 +120,13 @@ class Tokens:
 
     @functools.cached_property
     def special(self):
-        """{text: id} of tokens that no text of a problem may hold."""
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        return {token.content: number for number, token in added if token.special} | self.markers
+        """Tokens that no text of a problem may hold."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return [*(token.content for token in added if token.special), *self.markers]
 
     def find_control_token(self, *texts):
         """The first special token in one of the texts, or None."""
-        return next((name for name in sorted(self.special, key=self.special.get)
-                     if any(name in text for text in texts)), None)
-
-    def vocabulary(self):
-        """{text: id} of the tokens that are no markers."""
-        tokens = self.tokenizer.get_vocab().items()
-        return {text: number for text, number in tokens if text not in self.markers}
+        return next((name for name in self.special if any(name in text for text in texts)), None)
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -151,7 +144,7 @@ def load_tokenizer(name, system, end_token=""):
             require(HUB_NAME.fullmatch(str(name)), "no such file or folder")
             from huggingface_hub import hf_hub_download
             path = Path(hf_hub_download(str(name), "tokenizer.json"))
-        tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
+        tokenizer = read_tokenizer(path)
     except Exception as error:      # tokenizers raises bare Exceptions, the hub many kinds
         raise UserError(f"--tokenizer {name}: cannot be read ({first_line(error):.150}); give a "
                         "folder with tokenizer.json")
@@ -175,48 +168,10 @@ def load_tokenizer(name, system, end_token=""):
     return Tokens(tokenizer, size, begin, end, -1, -1, -1, *ids)
 
 
-def read_tokenizer(folder):
-    """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
-    if (folder / "tokenizer.json").exists():
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # older folders of Qwen and SDAR; without these files or a class transformers makes an empty
-    # tokenizer
-    slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
-    require(all(path.exists() for path in slow) and '"tokenizer_class"' in
-            json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
-
-
-def read_chats(path, folder, tokens, bad):
-    """Problems of a chat file or data set, with ids: one for each trained answer, whose question is
-    all text before it in the chat template of the tokenizer's folder. Those of one chat share a
-    name. bad: list to which unusable problems are added. UserError if the template does not end
-    answers with the end token of `tokens`."""
-    from core import chat
-    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
-    problems, answers, unusable = [], [], []
-    for line, record in chat.read_records(path, unusable):
-        places = [i for i, message in enumerate(record["messages"])
-                  if message["role"] == "assistant" and message.get("weight", 1)]
-        # without a trained answer use the last message: the encoder gives the reason
-        answers += [(f"{path}:{line}", i, record)
-                    for i in places or [len(record["messages"]) - 1]]
-    bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
-    results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
-                             [record.get("tools") for _, _, record in answers])
-    for (name, i, record), result in zip(answers, results):
-        if isinstance(result, ValueError):
-            why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
-            bad.append(problem(name, "invalid", why, path))
-            continue
-        ids, mask = result
-        # up to the last trained id, since the sampler fills the last block with end tokens
-        ids = ids[:len(mask) - mask[::-1].index(True)]
-        last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
-        require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
-                             f"token is {end}; give --end_token '{last}'")
-        problems.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
-                                prompt_length=mask.index(True)))
-    require(problems or bad, f"{path}: holds no chats")
-    return problems
+def read_tokenizer(path):
+    """Tokenizer of a tokenizer.json, its folder, or a folder with Qwen's older files. UserError."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.exists():
+        return Tokenizer.from_file(str(file))
+    from diffusion import published
+    return published.read_older_tokenizer(path)

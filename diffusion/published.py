@@ -14,6 +14,7 @@ SDAR's (github.com/JetAstra/SDAR). Both get generate.py, which samples them.
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from diffusion import choices
 
 def build_parser():
     p = cli.Parser("Export a checkpoint in the layout of BD3-LM's models, or as a language model.")
-    p.flag("--checkpoint", None, choices.CHECKPOINT, required=True)
+    p.flag("--checkpoint", None, "checkpoint, or OUTPUT_DIR with its best one", required=True)
     p.flag("--output_dir", None, "folder to write, new or empty", required=True)
     p.flag("--format", "usual", "sdar: for a converted Qwen3, for servers of SDAR",
            choices=("usual", "sdar"))
@@ -41,29 +42,29 @@ import torch
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
+from core.problems import problem
 from diffusion import dit
-from diffusion.problems import MARKERS, SDAR_MASK, load_tokenizer, read_tokenizer
+from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
 
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
 # files that transformers reads besides tokenizer.json, so chat templates stay usable
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # has their classes, for transformers
 SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
+CHAT_HINT = re.compile(r"(; give|[.] Try) .*--chat_template.*")    # a flag of the chat trainer only
 SDAR_MASK_ID = 151669       # first id after Qwen3's tokens: SDAR's mask in SGLang
 
 
 def load_checkpoint(folder):
     """(network in eval mode, with averaged weights and merged adapters; config.json). UserError."""
     folder, backbone = Path(folder), dit
-    try:
-        stored = json_files.read_object(folder / "config.json")
-        if "hidden_size" not in stored["model"]:
-            from diffusion import decoder as backbone
-        config = backbone.Config(**stored["model"])
-        config.lora = config.lora and config.lora | {"dtype": "float32"}
-        model = config.network(config)
-    except (UserError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
+    stored = json_files.read_object(folder / "config.json")
+    require("layout" in stored, f"{folder}: is no checkpoint of train_bd3lm.py")
+    if "hidden_size" not in stored["model"]:
+        from diffusion import decoder as backbone
+    config = backbone.Config(**stored["model"])
+    config.lora = config.lora and config.lora | {"dtype": "float32"}
+    model = config.network(config)
     tensor_io.load(dist.World(), folder, "ema", dit.trained_parameters(model))
     return (backbone.merge_adapters(model) if config.lora else model).eval(), stored
 
@@ -77,20 +78,19 @@ def find_checkpoint(name, flag="--checkpoint"):
     """A checkpoint folder; for an OUTPUT_DIR the best intact one, else the newest. UserError."""
     folder = Path(name)
     require(folder.is_dir(), f"{flag} {name}: no such folder")
-    listed = [path for _, path in checkpoint.list_checkpoints(folder)]
-    for path in listed[::-1] or [folder]:
-        if not (wrong := checkpoint.find_damage(path)):
-            best = path.with_name(f"checkpoint-{state_of(path).get('best_step')}")
-            return best if listed and best.is_dir() and not checkpoint.find_damage(best) else path
-        print(f"checkpoint {path} is damaged ({wrong})", flush=True)
-    raise UserError(f"{flag} {name}: is not a checkpoint, and holds no whole one ({wrong})")
+    newest, state = checkpoint.find_newest(folder, "auto")      # UserError if all are damaged
+    if not newest:
+        wrong = checkpoint.find_damage(folder)
+        require(not wrong, f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
+        return folder
+    best = folder / f"checkpoint-{state.get('best_step')}"
+    return best if best.is_dir() and not checkpoint.find_damage(best) else newest
 
 
 class Origin(NamedTuple):
     """The weights that --init_from names."""
     path: Path
-    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model;
-    #                     "published": a DiT of BD3-LM or MDLM
+    kind: str           # ours, causal (a language model) or published (a DiT of BD3-LM or MDLM)
     form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, if given
     source: dict        # config.json of the original language model; {}: none
 
@@ -152,6 +152,50 @@ def add_chat_form(layout, folder):
     return add_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 
+def read_chats(path, folder, tokens, bad):
+    """Problems of a chat file or data set, with ids: one for each trained answer, whose question is
+    all text before it in the chat template of the tokenizer's folder. Those of one chat share a
+    name. bad: list to which unusable problems are added. UserError if the template does not end
+    answers with the end token of `tokens`."""
+    from core import chat
+    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
+    problems, answers, unusable = [], [], []
+    for line, record in chat.read_records(path, unusable):
+        places = [i for i, message in enumerate(record["messages"])
+                  if message["role"] == "assistant" and message.get("weight", 1)]
+        # without a trained answer use the last message: the encoder gives the reason
+        answers += [(f"{path}:{line}", i, record)
+                    for i in places or [len(record["messages"]) - 1]]
+    bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
+    results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
+                             [record.get("tools") for _, _, record in answers])
+    for (name, i, record), result in zip(answers, results):
+        if isinstance(result, ValueError):
+            why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
+            bad.append(problem(name, "invalid", why, path))
+            continue
+        ids, mask = result
+        # up to the last trained id, since the sampler fills the last block with end tokens
+        ids = ids[:len(mask) - mask[::-1].index(True)]
+        last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
+        require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
+                             f"token is {end}; give --end_token '{last}'")
+        problems.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
+                                prompt_length=mask.index(True)))
+    require(problems or bad, f"{path}: holds no chats")
+    return problems
+
+
+def read_older_tokenizer(folder):
+    """Tokenizer of a folder of Qwen or SDAR without tokenizer.json. Raises UserError."""
+    # transformers makes an empty tokenizer without these files or a class
+    slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
+    require(all(path.exists() for path in slow) and '"tokenizer_class"' in
+            json_files.read_text(slow[-1]), f"{folder}: has no tokenizer.json")
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+
+
 def copy_chat_files(folder, to):
     """Copy the CHAT_FILES that a tokenizer folder has."""
     for path in filter(Path.is_file, (Path(folder) / name for name in CHAT_FILES)):
@@ -159,9 +203,9 @@ def copy_chat_files(folder, to):
 
 
 def read(origin, config, tokens, seed=0):
-    """({our name: CPU tensor} for the vocabulary, hash of an Origin's files, text for the log).
-    UserError if they do not fit. config: of the run's network. seed: for new rows."""
-    path, form = origin.path, origin.form
+    """({our name: CPU tensor} for the vocabulary, hash of an Origin's files). UserError if they do
+    not fit. config: of the run's network. seed: for new rows."""
+    path, mask = origin.path, origin.form.get("mask_token_id")
     if origin.kind == "ours":
         tensors = dict(load_checkpoint(path)[0].named_parameters())
     elif origin.kind == "causal":
@@ -171,16 +215,18 @@ def read(origin, config, tokens, seed=0):
         stored = tensor_io.open_tensors(tensor_io.files_of(path, "model"))
         tensors = from_official({name: rows[...] for name, rows in stored.items()}, config, path)
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
-    known = tokens.vocabulary() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
+    vocabulary = {text: number for text, number in tokens.tokenizer.get_vocab().items()
+                  if text not in tokens.markers}
+    known = vocabulary | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
     if origin.kind != "published":
         known = read_tokenizer(path).get_vocab()
-    most, mask = max(known.values()) + 1, form.get("mask_token_id")
+    most = max(known.values()) + 1
     require(most <= rows if origin.source else len(known) == most == rows,
             f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
     markers = {name: known.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in known}
     require(mask in (None, tokens.mask), f"--init_from {path}: its config.json has mask_token_id "
             f"{mask}, its tokenizer has the mask at {tokens.mask}: correct one of them")
-    require(known == tokens.vocabulary(), f"--init_from {path}: its tokenizer is not that of "
+    require(known == vocabulary, f"--init_from {path}: its tokenizer is not that of "
             "--tokenizer, so ids would mean other words; drop --tokenizer")
     with torch.device("meta"):      # shapes, without the vocabulary's rows
         wanted = {name: p.shape[1:] if name in ROWS else p.shape
@@ -189,12 +235,8 @@ def read(origin, config, tokens, seed=0):
     wrong = sorted(name for name in wanted | shapes if wanted.get(name) != shapes.get(name))
     require(not wrong, f"--init_from {path}: {len(wrong)} names are missing, unknown or of another "
                        f"shape (--model_size), first {', '.join(wrong[:5])}")
-    tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
-    words = [f"{origin.kind} weights of {path}",
-             "block_size" in form and f"trained in blocks of {form['block_size']}",
-             new and f"new rows for {', '.join(new)}"]
-    return (tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
-            "; ".join(filter(None, words)))
+    return (fit_vocabulary(tensors, len(vocabulary), markers, tokens, config.vocab_size, seed),
+            tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))))
 
 
 def add_lora(config, origin, bf16, name, lora):
@@ -208,12 +250,19 @@ def add_lora(config, origin, bf16, name, lora):
     return dataclasses.replace(config, lora=lora)
 
 
+def base_weights(model):
+    """{name: parameter}: all of a network, or the frozen ones under its adapters."""
+    return {name.replace(".base_layer.", "."): parameter
+            for name, parameter in model.named_parameters()
+            if ".lora_" not in name and name != "mask_row"}
+
+
 def fill(model, tensors, seed, resumed):
     """Load the weights of read() into a network and initialise its adapters with zero update.
     resumed: a checkpoint will replace the trained weights, but not the base under adapters."""
     lora = model.config.lora
     if lora or not resumed:
-        for name, parameter in dit.base_weights(model).items():
+        for name, parameter in base_weights(model).items():
             tensor_io.fill(parameter, tensors[name])
     if lora and not resumed:
         from core import adapters
@@ -222,10 +271,10 @@ def fill(model, tensors, seed, resumed):
         tensor_io.fill(model.mask_row, row)
 
 
-def fit_vocabulary(tensors, markers, tokens, size, seed):
-    """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: source row}."""
-    count, generator = len(tokens.vocabulary()), torch.Generator().manual_seed(seed)
-    new, fitted = [name for name in tokens.markers if name not in markers], {}
+def fit_vocabulary(tensors, count, markers, tokens, size, seed):
+    """Tensors of `size` rows for `tokens`. count: tokens that are no markers. markers: {name:
+    source row}; other markers get new rows."""
+    generator, fitted = torch.Generator().manual_seed(seed), {}
     for name, rows in tensors.items():
         fitted[name] = rows = rows.detach()
         if name in ROWS:
@@ -240,7 +289,7 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
                 else:
                     noise = torch.randn(rows.shape[1:], generator=generator)
                     table[number] = mean + 0.02 * spread * noise
-    return fitted, new
+    return fitted
 
 
 # BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)

@@ -16,12 +16,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 
 from core import cli
 from core.cli import UserError, one_line, problem_text, require
-from diffusion import choices
+
+
+def answer_flags(p):
+    """Add the flags of a script that generates answers."""
+    p.flag("--checkpoint", None, "checkpoint, or OUTPUT_DIR with its best one", required=True)
+    p.flag("--limit", 0, "use only the first N texts, 0 = all")
+    p.switch("--drop_too_long", "leave out texts that are too long, and count them")
+    p.flag("--order", "first_hitting", "a pass fills one random token, or all above --threshold",
+           choices=("first_hitting", "confidence"))
+    p.flag("--threshold", 0.9, "confidence: least probability of a token, 0 to 1")
+    p.flag("--batch_size", 64, "texts per batch")
+    p.flag("--seed", 0, "seed of the sampling")
+    p.switch("--bf16", "bfloat16 compute")
+    p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
+    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
 
 
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
-    choices.answers(p, "first_hitting")
+    answer_flags(p)
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--test_file", help="problems or chats: file, dataset folder, hub name")
     source.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
@@ -30,8 +44,22 @@ def build_parser():
     return p
 
 
+def check_flags(args, world_size):
+    """Raise UserError for values of these or evaluate.py's flags that are invalid or unused."""
+    cli.at_least_one(args, "batch_size")
+    cli.zero_or_more(args, "limit seed temperature num_fewshot")
+    cli.share(args, "min_accuracy")
+    cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
+    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
+    require(args.threshold == 0.9 or args.order == "confidence",
+            "--threshold needs --order confidence")
+    require(not getattr(args, "min_accuracy", 0) or args.test_file,
+            "--min_accuracy needs --test_file, problems with answers")
+    require(not (args.output and Path(args.output).is_dir()), f"--output {args.output} is a folder")
+
+
 # parsed before torch is imported: --help and wrong flags answer at once
-ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import math
 import re
@@ -43,9 +71,9 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from core import checkpoint, kernels, metrics
+from core import checkpoint, dist, kernels, metrics
 from core.problems import settle
-from diffusion.blocks import pieces, prompt_ids, read_data
+from diffusion.blocks import prompt_ids, read_data
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
 from diffusion.problems import Problem, load_tokenizer
 
@@ -73,6 +101,28 @@ class Solver(NamedTuple):
     bf16: bool = False
 
 
+class Past:
+    """Keys and values of the clean tokens before a block, for a Layer or transformers' attention.
+
+    pairs: [(keys, values)] of every layer, (B, heads, P, D). new: those of the block."""
+
+    def __init__(self, pairs):
+        self.pairs, self.new = pairs, []
+
+    def update(self, keys, values, layer, *_, **__):
+        self.new.append((keys, values))
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
+
+
+def extend(model, tokens, position, mask, past):
+    """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
+
+    tokens, position (B, T). past: Past.pairs. mask (B, 1, T, P + T) bool: attention of the
+    block's tokens, cached keys first."""
+    past = Past(past)
+    return model.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
+
+
 def prefill(model, tokens, position, block, known):
     """[(keys, values)] of clean context. tokens, position, block: (B, P) ints; known: bool."""
     config = model.config
@@ -83,7 +133,7 @@ def prefill(model, tokens, position, block, known):
         return past
     seen = (block[:, :, None] >= block[:, None, :]) & known[:, None, :]
     seen |= torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
-    return model.extend(tokens, position, seen[:, None], past)[1]
+    return extend(model, tokens, position, seen[:, None], past)[1]
 
 
 def pick(logits, temperature, generator):
@@ -142,7 +192,7 @@ def generate(model, states, limits, block_size, end, how=Sampling(), generator=N
         while masked.any():
             for row, is_unfinished in enumerate(masked.any(1).tolist()):
                 forwards[active[row]] += is_unfinished
-            hidden, _ = model.extend(new, position, seen, past)
+            hidden, _ = extend(model, new, position, seen, past)
             unmask(model, hidden, new, masked, how, generator)
         done += 1
         stop = ((new == end) & ~is_pinned).any(1).tolist()
@@ -152,7 +202,7 @@ def generate(model, states, limits, block_size, end, how=Sampling(), generator=N
         left = [row for row, i in enumerate(active) if not stop[row] and done < limits[i]]
         active = [active[row] for row in left]
         if left:    # run the finished, clean block again for its keys and values
-            _, new_past = model.extend(new, position, seen, past)
+            _, new_past = extend(model, new, position, seen, past)
             rows = torch.tensor(left, device=device)
             past = [(torch.cat([k, new_k], 2)[rows], torch.cat([v, new_v], 2)[rows])
                     for (k, v), (new_k, new_v) in zip(past, new_past)]
@@ -167,9 +217,9 @@ def question_state(problem, tokens, layout):
         return ids_state(problem.name, problem.ids[:problem.prompt_length], layout)
     token = tokens.find_control_token(problem.question)
     require(not token, f"{problem.name}: its text holds the special token {token}; remove it")
-    ids = tokens.encode(pieces(problem, layout)[0])
+    ids = prompt_ids(problem.question, tokens, layout)
     if layout.system != "hdp":
-        return ids_state(problem.name, prompt_ids(ids, tokens, layout), layout)
+        return ids_state(problem.name, ids, layout)
     require(len(ids) <= layout.question_budget,
             f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
             f"{layout.question_budget}")
@@ -266,8 +316,34 @@ def score(text, answer):
     return marked is not None and marked[1].replace(",", "") == answer.replace(",", "")
 
 
+def choose_problems(rows, n, tokens, seed):
+    """[(Problem, its question_state)] for n held-out problems of Rows, by seed."""
+    numbers = sorted(number for members in rows.members for number in members)
+    chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
+    problems = [rows.documents.problems[number] for number in chosen]
+    return [(p, question_state(p, tokens, rows.documents.layout)) for p in problems]
+
+
+def accuracy(world, model, task):
+    """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
+    task: elbo.Eval. Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16
+    from fp32."""
+    how = Sampling("confidence", temperature=0.0)
+    solver = Solver(model, task.tokens, task.rows.documents.layout, how, task.bf16)
+    problems, states = zip(*choose_problems(task.rows, task.asked, task.tokens, task.seed))
+    mine = slice(world.rank, None, world.size)
+    # lengths change with every block, which would recompile compiled layers
+    with dist.gather_weights(model), torch.compiler.set_stance("force_eager"):
+        answers = answer(solver, states[mine], task.batch_rows)
+    scores = [(score(record["text"], problem.answer), record["forwards"])
+              for problem, record in zip(problems[mine], answers)]
+    scores = [pair for of_rank in dist.all_gather(world, scores) for pair in of_rank]
+    right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
+    return {"eval/accuracy": right, "eval/nfe": forwards}
+
+
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
     folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
     layout, tokens, output = solver.layout, solver.tokens, args.output
     print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}")
@@ -281,52 +357,51 @@ def main(argv=None):
         output = output or folder.parent / f"answers-{folder.name}.json"
     if output:
         checkpoint.prepare_folder(Path(output).parent, "--output")
-    problems, states, too_long = problems[:args.limit or len(problems)], {}, []
-    answers = [{"name": p.name, "question": p.question, "answer": p.answer, "text": "",
-                "forwards": 0, "tokens": 0, "ended": False} for p in problems]
-    for i, problem in enumerate(problems):
+    records, states, too_long = [], {}, []
+    for p in problems[:args.limit or len(problems)]:
         try:
-            states[i] = question_state(problem, tokens, layout)
+            states[len(records)] = question_state(p, tokens, layout)
         except UserError as error:
             too_long.append(str(error))
-    if too_long and not args.drop_too_long:
-        raise UserError(problem_text(too_long)
-                        + "\n  fix: shorten them, or --drop_too_long counts them as wrong")
+        records.append({"name": p.name, "question": p.question, "answer": p.answer, "text": "",
+                        "forwards": 0, "tokens": 0, "ended": False})
+    require(args.drop_too_long or not too_long, problem_text(too_long)
+            + "\n  fix: shorten them, or --drop_too_long counts them as wrong")
 
     start = time.monotonic()
     written = answer(solver, list(states.values()), args.batch_size, args.seed)
     seconds = time.monotonic() - start      # ids are on the host, so the device is done
     for i, record in zip(states, written):
-        answers[i] |= record
-    for record in answers:
+        records[i] |= record
+    for record in records:
         if record["answer"]:
             record["strict"] = score(record["text"], record["answer"])
 
-    n = len(answers)
-    summary = {name: sum(record[name] for record in answers) / n
-               for name in ("forwards", "tokens", "ended", "strict") if name in answers[0]}
+    n = len(records)
+    summary = {name: sum(record[name] for record in records) / n
+               for name in ("forwards", "tokens", "ended", "strict") if name in records[0]}
     summary |= {"problems": n, "too_long": len(too_long), "seconds": seconds,
                 "tokens_per_second": summary["tokens"] * n / max(seconds, 1e-9)}
     if output:
         checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.safe_flags(args),
-                                       "summary": summary, "answers": answers})
-    for record in answers[:3] if args.test_file else answers:
+                                       "summary": summary, "answers": records})
+    for record in records[:3] if args.test_file else records:
         print(f"-- {record['name']}\n   question  {one_line(record['question'], 2000)}")
         print("".join(f"   {name:<9} {record[name]!r}\n" for name in ("plan", "text", "answer")
                       if record.get(name)), end="")
-    failed = summary.get("strict", 0) < args.min_accuracy
-    least = metrics.percent(args.min_accuracy)
-    clauses = [f"FAILED: not {least} of the answers are right"] * failed
+    right, ended = summary.get("strict", 0), metrics.percent(summary["ended"])
+    clauses = [f"{ended} of the answers ended by themselves"]
     if "strict" in summary:     # the problems came with answers
-        right = summary["strict"]
         print(f"accuracy   strict {right:.2%} +- {math.sqrt(right * (1 - right) / n):.2%} of {n} "
               f"problems, {len(too_long)} of them too long")
-        clauses.append(f"{metrics.percent(right)} of {n} problems were answered right")
-    clauses.append(f"{metrics.percent(summary['ended'])} of the answers ended by themselves")
+        clauses.insert(0, f"{metrics.percent(right)} of {n} problems were answered right")
+    if right < args.min_accuracy:
+        least = metrics.percent(args.min_accuracy)
+        clauses.insert(0, f"FAILED: not {least} of the answers are right")
     print(f"speed      NFE {summary['forwards']:.1f}, {summary['tokens_per_second']:,.1f} tok/s, "
           f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
     print(metrics.verdict_line(clauses))
-    if failed:
+    if right < args.min_accuracy:
         sys.exit(1)
 
 

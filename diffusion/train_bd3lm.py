@@ -12,6 +12,7 @@ split of it trains the same model. Validation and early stopping use the average
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
+import argparse
 import dataclasses
 import sys
 from functools import partial
@@ -20,9 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
-from core.cli import require
 from diffusion import choices
-from diffusion.choices import PRESETS
 
 # ---- Flags
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
@@ -31,7 +30,31 @@ cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --outp
 p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
                num_workers=min(16, cli.cpus_per_rank()))
 # data
-choices.data(p)
+flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
+     "plan, execution", choices=("gsm8k", "chat", "hdp"))
+flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
+flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+flag("--validation_split", 0.05, "share of problems held out, 0 = none")
+flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
+switch("--chat", "gsm8k: use the tokenizer's chat template, with its end of turn")
+flag("--end_token", "", "end of an answer (default: <|endoftext|>; chats: the tokenizer's)")
+flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
+     nargs="?", type=int, const=2000, metavar="PROBLEMS")
+flag("--block_size", 16, "tokens per block; 1: autoregressive (default: --init_from's, or 16)")
+flag("--plan_block_size", 0, "hdp: tokens per plan block, 0 = --block_size")
+flag("--execution_block_size", 0, "hdp: tokens per execution block, 0 = --block_size")
+flag("--max_length", 512, "gsm8k, chat: most tokens of a problem")
+flag("--question_budget", 128, "hdp: most tokens of a question")
+flag("--plan_budget", 128, "hdp: most tokens of a plan, with its markers")
+flag("--execution_budget", 256, "hdp: most tokens of an execution, with its answer")
+flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping",
+     nargs="*", metavar="CHECK")
+switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
+switch("--loss_on_question", "noise and train the question, too")
+flag("--pack", True, "pack several problems into a row instead of padding; same loss",
+     action=argparse.BooleanOptionalAction)
+flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
@@ -46,8 +69,7 @@ flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as
      type=cli.alias(all="all-linear"))
 # batch and length of the run
 flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (default: recommended; "
-     "finetune with --init_from): " + "; ".join(f"{name} {n} x {steps}, {lr:g}" for name, (
-         n, steps, lr, *_) in PRESETS.items()), choices=tuple(PRESETS))
+     "finetune with --init_from)", choices=tuple(choices.PRESETS))
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
@@ -82,7 +104,6 @@ import numpy as np
 import torch
 
 from core import checkpoint, dist, metrics, optim, packing, run, tensor_io
-from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
@@ -94,8 +115,8 @@ args.compile = dist.choose_compile(world, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
-require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
-        "only: torch has no backward for it on a CPU; drop the flag")
+cli.require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
+            "only: torch has no backward for it on a CPU; drop the flag")
 
 # ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all of them, so each
 # knows the rows and targets of every step without communication.
@@ -117,17 +138,16 @@ if origin and origin.source:
     from diffusion import decoder
     config = decoder.config_of(origin, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
-weights, weights_hash, weights_text = published.read(
-    origin, config, tokens, args.seed) if origin else ({}, "", "new weights")
+weights, weights_hash = published.read(origin, config, tokens, args.seed) if origin else ({}, "")
 lora = {}
 if args.use_lora:
     lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
             "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
     config = published.add_lora(config, origin, args.bf16, args.init_from, lora)
-chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
-    eval_rows and args.eval_accuracy) else []       # problems to answer in validations
+held_out = int(eval_rows.table["samples"].sum()) if eval_rows else 0
+asked = min(args.eval_accuracy, held_out)       # problems to answer in a validation
 task = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
-                args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
+                args.bf16, args.clip_search_widths, args.loss_weighting, asked)
 table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
@@ -144,23 +164,22 @@ identity = {**dataclasses.asdict(layout), "seed": args.seed,
             "start": weights_hash}
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
-                            *([len(chosen), args.best_by] if chosen else [])]
+                            *([asked, args.best_by] if asked else [])]
 resume, state = dist.rank0(
     world, checkpoint.find_newest, args.output_dir, args.resume, identity)
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
-# bests: lowest bound and error rate; stale: validations since one of them improved
-bests, stale, best_loss, best_tie, best_step = {}, 0, math.inf, 0.0, None
+# best: lowest bound and error rate, and the best checkpoint's score; stale: validations since one
+# of the first two improved
+best, stale, best_step = {}, 0, None
 if resume and state["validation"] == validation:
-    bests, stale, best_step = state["best"], state["stale"], state["best_step"]
-    if best_step is not None:
-        best_loss, best_tie = state["best_loss"], state["best_tie"]
+    best, stale, best_step = state["best"], state["stale"], state["best_step"]
 # validate first if the weights are imported, or if a signal interrupted a validation
 eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
 # ---- Order of the rows: a function of (seed, epoch) alone, so any number of ranks continues it
-order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
+order = packing.PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
 per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
 step_problems = step_rows * per_row
@@ -169,19 +188,15 @@ peak_lr = args.learning_rate * math.sqrt(
     step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
-kind = origin.path.name if origin and origin.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-held_out = eval_rows.table["samples"].sum() if eval_rows else 0
-print0(f"{size}, {kind}",
-       f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} rows of "
-       f"{rows.length} clean and {rows.noisy_length} noisy tokens, "
-       f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled",
+print0(size, f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
+       f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens",
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
-       f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
-       f"{cli.plural(ranks, 'rank')} x {cli.plural(accumulation, 'micro-step')} x {batch_rows}; "
-       f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
-       run.start_line(step, total_steps, resume, weights_text))
+       f"a step is {step_problems:,.0f} problems in {step_rows} rows = "
+       f"{cli.plural(ranks, 'rank')} x {accumulation} x {batch_rows}", intervals,
+       run.start_line(step, total_steps, resume,
+                      f"weights of {origin.path}" if origin else "new weights"))
 if dry:
     from diffusion import plan
     plan.plan_memory(args, world, ranks, config, rows, order, total_steps - step)
@@ -198,10 +213,9 @@ if args.parallel != "ddp":
     dist.shard(model, model.layers, world, args.bf16, shard_size=args.shard_size)
 if origin:
     published.fill(model, weights, args.seed, bool(resume))
-if resume:
-    tensor_io.load(world, resume, "model", elbo.trained_parameters(model))
 average = elbo.Average(model, args.ema_decay)
 if resume:
+    tensor_io.load(world, resume, "model", elbo.trained_parameters(model))
     tensor_io.load(world, resume, "ema", average.shadow)
     average.updates.fill_(state["averaged"])
 model.train()
@@ -216,28 +230,27 @@ if resume:
 # ---- Validation and checkpoints
 def validate():
     """Validate the averaged weights, log; True if they are the best so far, None if stopped."""
-    global t_range, stale, best_loss, best_tie, best_step
+    global t_range, stale, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     result = elbo.validate(world, model, average, task, t_range,
                            partial(run.any_stop, world, args.output_dir))
     if result is None:
         return None
     values, t_range = result
-    stale = 0 if elbo.update_best(bests, values) else stale + 1
-    print0(("eval   step {:>6} | nll <= {eval/nll:.4f} nats/token | perplexity <= "
-            "{eval/perplexity:,.2f} | loss {eval/loss:.4f}" + " | right {eval/accuracy:.1%}" *
-            bool(chosen)).format(step, **values))
+    score = [values["eval/nll"]]
+    if args.best_by == "accuracy":      # at equal accuracy (0 at first) the better bound decides
+        score = [1 - values["eval/accuracy"], *score]
+    # older checkpoints have no "score"
+    least = best.get("score", [best.get("wrong" if len(score) > 1 else "nll", math.inf)])
+    stale = 0 if elbo.update_best(best, values) else stale + 1
+    print0(f"eval   step {step:>6} | " + " | ".join(
+        f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items()))
     if main_rank:
         log.write(step, values)
-    # at equal accuracy (0 at first) the better bound decides
-    score = (values["eval/nll"], 0.0)
-    if args.best_by == "accuracy":
-        score = (1 - values["eval/accuracy"], values["eval/nll"])
-    # a non-finite bound is never best
-    if not math.isfinite(sum(score)) or score >= (best_loss, best_tie):
-        return False
-    (best_loss, best_tie), best_step = score, step
-    return True
+    is_best = math.isfinite(score[-1]) and score < least
+    if is_best:
+        best["score"], best_step = score, step
+    return is_best
 
 
 def save():
@@ -257,21 +270,21 @@ def save():
     tensors = {"model": elbo.trained_parameters(model), "ema": average.shadow}
     checkpoint.save(world, args, step, model, optimizer, tensors, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
-        "validation": validation, "best_step": best_step, "best_tie": best_tie,
-        "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,
+        "validation": validation, "best_step": best_step, "best": best, "stale": stale,
         "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
         "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.safe_flags(args)})
 
 
 # ---- Loop
-unlogged = state["unlogged"] if resume and main_rank else [0.0] * 4
 # losses, targets, plain losses, masked tokens since the last log line
-sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
+sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * 4,
+                    dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, lambda number: rows.documents.problems[number].name,
                             args.max_bad_steps, state.get("skipped", 0))
-packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
-batches = packing.iterate(packing.pack_loader(
-    rows, packs, lambda items: blocks.collate(items, batch_rows, rows), args.num_workers, 4))
+packs = packing.rank_packs(
+    order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
+batches = packing.iterate(packing.pack_loader(rows.members, packs, partial(
+    blocks.collate, batch_rows=batch_rows, rows=rows), args.num_workers, prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
@@ -297,13 +310,12 @@ while step < total_steps and not stopping and stale < patience:
         with timer.waiting():
             batch = next(batches)
         # the first step may compile for minutes
-        compiling = args.compile and step == start_step
-        watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
+        watch.report_progress(f"step {step + 1}", args.wait_timeout if step == start_step else None)
         # rows of this rank in this micro-step; fewer at the end of an epoch
         first = (micro * world.size + world.rank) * batch_rows
         mine = window[first:first + batch_rows]
         # else ranks would divide their losses by different counts
-        assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
+        assert batch.target.sum() == table["targets"][mine].sum(), "loader and plan disagree"
         noise = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
         inputs = blocks.diffuse(batch, noise, tokens.mask, t_range, args.loss_weighting).to(device)
 
@@ -319,8 +331,7 @@ while step < total_steps and not stopping and stale < patience:
         step_sums[0] += weighted.detach().double().sum()
         step_sums[2] += losses.detach().double().sum()
         step_sums[3] += len(inputs.rows)
-    if main_rank:               # the table has the counts of all ranks
-        step_sums[1] += work["targets"]
+    step_sums[1] += work["targets"] * main_rank     # the table has the counts of all ranks
 
     # clip
     norm = optim.clip_gradients(parameters, args.max_grad_norm)
@@ -352,12 +363,10 @@ while step < total_steps and not stopping and stale < patience:
                   "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         print0(("step {:>6}/{} | loss {train/loss:7.4f} | masked {train/masked:5.1%} ce "
                 "{train/masked_loss:7.4f} | lr {train/learning_rate:.2e} | grad_norm "
-                "{train/grad_norm:7.3f} | {train/throughput:>9,.0f} tok/s | wait "
-                "{train/data_wait_seconds:4.1f} s" + mfu + " | eta {}").format(
+                "{train/grad_norm:7.3f} | {train/throughput:>9,.0f} tok/s | eta {}").format(
                     step, total_steps, left, **values))
 
     # validate; a stop request takes effect one step late, so no step waits for the device
@@ -376,6 +385,6 @@ while step < total_steps and not stopping and stale < patience:
         if saving or stopping or improved or stale >= patience:
             save()
 
-early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
+early = f"no better bound{' or accuracy' * bool(asked)} in {stale} validations; "
 run.end(args, log, step, total_steps, stopping, early * (step < total_steps) +
         f"{cli.plural(monitor.skipped, 'step')} skipped; best at step {best_step}")

@@ -25,7 +25,7 @@ def blocks(recompute):
     config = dit.Config(block_rows.CONFIG.vocab_size, block_rows.MASK, 64, 4, 4, 16, dropout=0.1)
     batch = block_rows.make_blocks(block_rows.MIXED * 3, 26, 24)
     model, inputs = block_rows.network(config, recompute=recompute), block_rows.noised(batch)
-    return model.train(), inputs, lambda: block_rows.loss_of(model, inputs, batch.n_targets)
+    return model.train(), inputs, lambda: block_rows.loss_of(model, inputs, batch.target.sum())
 
 
 MODELS = {"speech, full": (speech, ""), "speech, LoRA in bf16": (speech, "all-linear"),

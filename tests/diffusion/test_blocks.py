@@ -12,7 +12,7 @@ from core.packing import PackOrder, pack_loader, rank_packs
 from diffusion import blocks
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, check_range
 from tests.helpers.block_problems import LAYOUTS, documents_of, load
-from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blocks, noised
+from tests.helpers.block_rows import MASK, MIXED, chi_square, clean_half, document, make_blocks
 
 
 def slow_document(problem, tokens, layout):
@@ -105,28 +105,37 @@ def test_batches_hold_every_whole_document_once(demo, name, pack):
     assert all(len(m) == 1 for m in rows.members) or pack
     order = PackOrder(rows.table["tokens"], samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
-    loader = pack_loader(rows, packs, lambda items: blocks.collate(items, 4, rows), 0, None)
+    loader = pack_loader(rows.members, packs, lambda items: blocks.collate(items, 4, rows), 0, None)
     for batch, numbers in zip(loader, packs, strict=True):
-        assert batch.input_ids.shape == (4, length) and batch.noisy.shape == (4, rows.noisy_length)
-        assert batch.group.dtype == batch.noisy.dtype == torch.int64 and batch.target.dtype == torch.bool
+        n_noisy = rows.noisy_length
+        assert batch.tokens.shape == (4, n_noisy + length) and batch.copied.shape == (4, n_noisy) and (
+            batch.n_noisy == n_noisy)
+        assert batch.group.dtype == batch.copied.dtype == torch.int64 and batch.target.dtype == torch.bool
         members, groups = [rows.members[number] for number in numbers], 0
-        for r, (ids, doc, group, target) in enumerate(zip(batch.input_ids, batch.doc, batch.group, batch.target)):
+        for r, (ids, position, doc, block) in enumerate(clean_half(batch).unbind(1)):
+            # what the noisy copies say about the clean tokens
+            live = batch.doc[r, :n_noisy] >= 0
+            copied = batch.copied[r][live]
+            group, target = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=torch.bool)
+            group[copied], target[copied] = batch.group[r][live], batch.target[r][live]
             inside = members[r] if r < len(members) else []
             for number, d in enumerate(inside):
                 span = slice(*documents.offsets[d:d + 2])
-                for tensor, name in ((ids, "ids"), (batch.position[r], "position"), (batch.block[r], "block"),
-                                   (target, "target")):
+                for tensor, name in ((ids, "ids"), (position, "position"), (block, "block"), (target, "target")):
                     assert tensor[doc == number].tolist() == getattr(documents, name)[span].tolist()
                 own = documents.group[span]
                 assert group[doc == number].tolist() == np.where(own >= 0, own + groups, -1).tolist()
                 groups += documents.counts["groups"][d]
             copies = (group >= 0).nonzero()[:, 0].tolist()
-            assert batch.noisy[r].tolist() == copies + [-1] * (rows.noisy_length - len(copies))
+            assert copied.tolist() == copies and live[:len(copies)].all()
+            for tensor in (batch.tokens, batch.position, batch.doc, batch.block):
+                assert torch.equal(tensor[r, :len(copies)], tensor[r, n_noisy:][copied])
+            assert (batch.group[r][~live] == -1).all() and not batch.target[r][~live].any()
             padding = doc < 0
             assert padding.sum() == length - documents.counts["clean"][inside].sum()
             assert (group[padding] == -1).all() and not target[padding].any() and (ids[padding] == tokens.end).all()
         assert batch.n_groups == groups
-        assert batch.n_targets == batch.target.sum() == rows.table["targets"][numbers].sum()
+        assert batch.target.sum() == rows.table["targets"][numbers].sum()
 
 
 def test_packing_fills_rows_and_depends_on_the_seed_alone(demo):
@@ -194,18 +203,15 @@ def test_ranges_without_a_count_end_or_are_refused():
 def test_only_targets_are_masked_and_weighted():
     batch = make_blocks(MIXED, 26, 24)
     for options in ({}, {"t_range": (0.3, 0.8)}, {"t_range": (0.6, 1.0)}, {"weighting": "ce"}):
-        draws = blocks.draw(1, "train", 0, batch.n_groups, *batch.doc.shape)
+        draws = blocks.draw(1, "train", 0, batch.n_groups, *clean_half(batch).shape[1:])
         inputs = blocks.diffuse(batch, draws, MASK, **options)
         low, high = options.get("t_range", FULL)
-        t = (low + (high - low) * draws.levels)[inputs.group]
-        places = batch.noisy.flatten()[inputs.rows] + inputs.rows // inputs.n_noisy * batch.target.shape[1]
-        assert batch.target.flatten()[places].all() and torch.equal(batch.input_ids.flatten()[places], inputs.labels)
-        assert torch.equal(batch.group.flatten()[places], inputs.group)
+        t = (low + (high - low) * draws.levels)[batch.group.flatten()[inputs.rows]]
+        assert batch.target.flatten()[inputs.rows].all()
+        clean = clean_half(batch)[0].gather(1, batch.copied).flatten()
+        assert torch.equal(clean[inputs.rows], inputs.labels)
         assert (inputs.tokens[:, :24].flatten()[inputs.rows] == MASK).all()
         assert (inputs.tokens == MASK).sum() == len(inputs.rows)
         plain = low > 0.5 or "weighting" in options
         np.testing.assert_allclose(inputs.weights, np.ones_like(t) if plain else 1 / t, rtol=1e-6)
-    noisy = batch.noisy.clone()
-    noisy[1, :8] = -1
-    with pytest.raises(ValueError, match="no noisy copy"):
-        noised(replace(batch, noisy=noisy), t_range=(1.0, 1.0))
+        assert torch.equal(inputs.tokens[:, 24:], batch.tokens[:, 24:])

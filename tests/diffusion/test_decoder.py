@@ -93,7 +93,7 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
     wanted = reference(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
                     use_cache=False).logits[:, :inputs.n_noisy]
-    hidden, live = model.hidden_states(inputs), batch.noisy >= 0
+    hidden, live = model.hidden_states(inputs), batch.doc[:, :batch.n_noisy] >= 0
     logits = model.logits(hidden)
     keep = [i for i in range(logits.shape[-1]) if i != tokens.mask]
     torch.testing.assert_close(logits[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)
@@ -279,7 +279,7 @@ def check_adapters(folder, merged, config, base):
     assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
     adapted = decoder.Decoder(decoder.Config(**config["model"])).eval()
     tensor_io.load(dist.World(), folder, "ema", elbo.trained_parameters(adapted))
-    for name, parameter in dit.base_weights(adapted).items():
+    for name, parameter in published.base_weights(adapted).items():
         rows = load_file(base / "model.safetensors")[name]
         parameter[:len(rows)] = rows
     assert torch.equal(adapted.embed.weight[:mask], table[:mask])
@@ -304,8 +304,8 @@ def check_export(folder, model, exported):
     expected = dict(model.named_parameters())
     actual = dict(reloaded.named_parameters())
     assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
-    tokens, _, (state, _, text) = read(exported, "<|im_end|>")
-    assert tokens.mask == model.config.mask_id and "new rows" not in text
+    tokens, _, (state, _) = read(exported, "<|im_end|>")
+    assert tokens.mask == model.config.mask_id
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
 
 
@@ -348,12 +348,13 @@ def test_an_sdar_export_has_the_files_that_servers_read(sdar, demo, tmp_path, ca
     start = f"--init_from {folder} --train_data_file {demo}/train.jsonl"
     short_run(tmp_path / "on", start, "--batch_preset convert --dry_run")
     output = capsys.readouterr().out
-    assert "memory" in output and output.endswith("dry run ok\n") and "new rows" not in output
-    assert "; trained in blocks of 4\n" in output
+    assert "memory" in output and output.endswith("dry run ok\n") and f"weights of {folder}\n" in output
     # a run from SDAR exports SDAR by default: config.json must not name missing files
     short_run(tmp_path / "on", start, "--problems_per_batch 1 --validation_split 0 --learning_rate 0")
     published.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+    tables = [load_file(path / "model.safetensors")["model.embed_tokens.weight"] for path in (folder, tmp_path / "again")]
+    assert torch.equal(*tables)     # with the mask's row
     state, again = (load_file(export / "model.safetensors") for export in (folder, tmp_path / "again"))
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     monkeypatch.setattr(published, "SDAR_MASK_ID", 5)

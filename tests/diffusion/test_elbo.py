@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core import dist
-from diffusion import blocks, choices, dit, elbo, problems, sample_bd3lm
+from diffusion import blocks, choices, dit, elbo, plan, problems, sample_bd3lm
 from tests.helpers.block_problems import documents_of
 from tests.helpers.block_rows import network
 
@@ -49,25 +49,25 @@ def test_ranks_share_all_batches(demo):
 
 
 def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
-    monkeypatch.setattr(elbo, "SEARCH_BATCHES", 2)
-    official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
+    monkeypatch.setattr(plan, "SEARCH_BATCHES", 2)
+    official = plan.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
     assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [blocks.FULL, (1e-3, 0.5), (0.05, 0.55)]
-    assert elbo.candidates([0.1], {4}) == [blocks.FULL, *((low, round(low + 0.1, 2)) for low in
+    assert plan.candidates([0.1], {4}) == [blocks.FULL, *((low, round(low + 0.1, 2)) for low in
                                                         (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
     tokens, rows = rows_of(demo, "train", 24)
     torch.manual_seed(0)
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
     model.head.weight.data.normal_(0, 0.3)
     how = elbo.Eval(rows, tokens, batch_rows=4, repeats=1, seed=42, bf16=False, widths=(0.5, 0.3))
-    best = elbo.search_range(ALONE, model, how, int)
+    best = plan.search_range(ALONE, model, how, int)
     scores = {}
-    for t_range in elbo.candidates([0.5, 0.3], {8}):
+    for t_range in plan.candidates([0.5, 0.3], {8}):
         per_block = []
-        for number in range(elbo.SEARCH_BATCHES):
+        for number in range(plan.SEARCH_BATCHES):
             batch = blocks.collate(rows.members[4 * number:4 * number + 4], 4, rows)
             draws = blocks.draw(42, "search", number, batch.n_groups, 4, 96)
             inputs = blocks.diffuse(batch, draws, tokens.mask, t_range)
-            losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.tolist()
+            losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.flatten()[inputs.rows].tolist()
             for group in range(batch.n_groups):
                 size = int((batch.group[batch.target] == group).sum())
                 per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
@@ -111,23 +111,25 @@ def test_accuracy_counts_true_answers(demo, monkeypatch):
     tokens, layout = problems.load_tokenizer(demo, "gsm8k"), choices.Layout("gsm8k", block_size=8, max_length=96)
     documents = documents_of(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
     rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)
-    asked = elbo.choose_problems(rows, 8, tokens, seed=1)
-    assert len({problem.name for problem, _ in asked}) == 8 and elbo.choose_problems(rows, 0, tokens, 1) == []
-    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 1)] == [p for p, _ in asked]
-    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
+    asked = sample_bd3lm.choose_problems(rows, 8, tokens, seed=1)
+    assert len({problem.name for problem, _ in asked}) == 8 and sample_bd3lm.choose_problems(rows, 0, tokens, 1) == []
+    assert [p for p, _ in sample_bd3lm.choose_problems(rows, 8, tokens, 1)] == [p for p, _ in asked]
+    assert [p for p, _ in sample_bd3lm.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
 
     def generate(model, states, limits, block_size, end, how, generator):
         answers = []
         for state in states:
-            index, ids = next(i for i, (_, other) in enumerate(asked) if other is state), state[1][0]
+            context, (ids, first) = state
+            index = next(i for i, (_, (other, start)) in enumerate(asked)
+                         if start == (ids, first) and np.array_equal(other, context))
             problem = asked[index][0]
             text = problem.solution if index % 2 else "#### 1"
             answers.append(sample_bd3lm.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
         return answers
     monkeypatch.setattr(sample_bd3lm, "generate", generate)
-    how = elbo.Eval(rows, tokens, batch_rows=3, repeats=1, seed=0, bf16=False, chosen=asked)
+    how = elbo.Eval(rows, tokens, batch_rows=3, repeats=1, seed=1, bf16=False, asked=8)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})
     model.embed = model["embed"]
-    values = elbo.accuracy(ALONE, model, how)
+    values = sample_bd3lm.accuracy(ALONE, model, how)
     right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
     assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3

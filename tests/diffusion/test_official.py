@@ -89,10 +89,10 @@ def filled(loaded, config):
 
 
 def inputs_of(noisy, clean, size, rows):
-    """blocks.Inputs of one problem whose noisy copies `rows` are trained."""
+    """blocks.Blocks of one problem whose noisy copies `rows` are trained."""
     tokens, positions = torch.cat([noisy, clean])[None], torch.arange(len(noisy)).repeat(2)[None]
-    return blocks.Inputs(tokens, positions, torch.zeros_like(positions), positions // size, rows, clean[rows],
-                         torch.ones(len(rows)), rows, None, len(noisy))
+    return blocks.Blocks(tokens, positions, torch.zeros_like(positions), positions // size, len(noisy), rows=rows,
+                         labels=clean[rows], weights=torch.ones(len(rows)))
 
 
 def logits_of(model, noisy, clean, size):

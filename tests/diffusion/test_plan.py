@@ -14,12 +14,12 @@ LENGTH, NOISY = 96, 64
 
 
 def inputs_of(rows, masked):
-    """blocks.Inputs of `rows` rows with one document each; the first `masked` places of the first rows are masked."""
+    """blocks.Blocks of `rows` rows with one document each; the first `masked` places of the first rows are masked."""
     places = torch.cat([torch.arange(NOISY), torch.arange(LENGTH)]).expand(rows, -1)
     doc = torch.zeros(rows, NOISY + LENGTH, dtype=torch.int32)
     index = torch.arange(masked)
-    return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=index,
-                         labels=index % 290, weights=torch.ones(masked), group=index, tiles=None, n_noisy=NOISY)
+    return blocks.Blocks(places % 290, places, doc, (places // 16).int(), NOISY, rows=index, labels=index % 290,
+                         weights=torch.ones(masked))
 
 
 def test_validation_counts(monkeypatch):

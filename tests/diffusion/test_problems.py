@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from core.cli import UserError
-from diffusion import choices, problems, published, sample_bd3lm
+from diffusion import choices, published, sample_bd3lm
 from diffusion.problems import load_tokenizer, read_problems
 from tests.helpers.block_problems import documents_of
 from tests.helpers.block_runs import short_run
@@ -29,7 +29,7 @@ def test_every_trained_answer_is_a_document_with_all_earlier_turns(folder, tmp_p
     with open(data, "a") as file:
         file.write('{"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "1"}]}\n')
         file.write('{"messages": [{"role": "user", "content": "no answer"}]}\nno JSON\n')
-    answers = problems.read_chats(data, folder, tokens, bad)
+    answers = published.read_chats(data, folder, tokens, bad)
     assert [p.name for p in answers] == [f"{data}:1"] * 2
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     documents = documents_of(answers, tokens, layout)

@@ -95,7 +95,7 @@ def log_probabilities(solver, clean, shown):
     past = prefill(solver.model, torch.tensor(clean)[None], positions, positions // size, real)
     here = torch.arange(len(clean), len(clean) + size)[None]
     seen = torch.ones(1, 1, size, len(clean) + size, dtype=torch.bool)
-    hidden, _ = solver.model.extend(torch.tensor(shown)[None], here, seen, past)
+    hidden, _ = sample_bd3lm.extend(solver.model, torch.tensor(shown)[None], here, seen, past)
     return solver.model.logits(hidden)[0].double().log_softmax(-1)
 
 

@@ -130,7 +130,7 @@ def test_a_stop_during_a_validation_changes_nothing(pool, demo, shared, tmp_path
     assert statuses == [0] and "done       step 6" in printed and not (output / "requeue").exists(), printed
     resumed = Run(0, printed, output)
     assert rows(resumed) == rows(whole)
-    keys = ("best_step", "best_loss", "stale", "t_range", "eval_due")
+    keys = ("best_step", "best", "stale", "t_range", "eval_due")
     metas = [published.state_of(newest(run)) for run in (whole, resumed)]
     assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
     expected, actual = states(newest(whole)), states(newest(resumed))

@@ -22,7 +22,7 @@ def make_blocks(rows, length, width):
     """blocks.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row."""
     shape = (len(rows), length)
     ids, position, doc, block, group = (torch.full(shape, fill) for fill in (7, 0, -1, 0, -1))
-    target, noisy, groups = torch.zeros(shape, dtype=torch.bool), torch.full((len(rows), width), -1), 0
+    target, copied, groups = torch.zeros(shape, dtype=torch.bool), torch.full((len(rows), width), -1), 0
     for r, docs in enumerate(rows):
         start = 0
         for number, table in enumerate(docs):
@@ -34,15 +34,21 @@ def make_blocks(rows, length, width):
                     group[r, to][own], groups = groups, groups + 1
             start += len(table) + (start == 0)
         copies = (group[r] >= 0).nonzero()[:, 0]
-        noisy[r, :len(copies)] = copies
-    start = noisy.clamp(min=0)
-    tiles = dit.tile_states(torch.cat([doc.gather(1, start).masked_fill(noisy < 0, -1), doc], 1).numpy(),
-                            torch.cat([block.gather(1, start), block], 1).numpy(), width)
-    return blocks.Blocks(ids, position, doc, block, target, noisy, group, groups, int(target.sum()), tiles)
+        copied[r, :len(copies)] = copies
+    places, is_copy = copied.clamp(min=0), copied >= 0
+    ids, position, doc, block = (torch.cat([clean.gather(1, places), clean], 1) for clean in (ids, position, doc, block))
+    doc[:, :width][~is_copy] = -1
+    return blocks.Blocks(ids, position, doc.int(), block.int(), width, places, target.gather(1, places) & is_copy,
+                         group.gather(1, places).masked_fill(~is_copy, -1), groups)
+
+
+def clean_half(batch):
+    """(4, B, L) ids, positions, documents and blocks of the clean tokens of blocks.Blocks."""
+    return torch.stack([batch.tokens, batch.position, batch.doc, batch.block])[:, :, batch.n_noisy:]
 
 
 def noised(batch, seed=0, **options):
-    draws = blocks.draw(seed, "train", 0, batch.n_groups, *batch.doc.shape)
+    draws = blocks.draw(seed, "train", 0, batch.n_groups, *clean_half(batch).shape[1:])
     return blocks.diffuse(batch, draws, MASK, **options)
 
 
@@ -81,13 +87,13 @@ def seen_by(doc, block, n_noisy):
 
 def sampled_hidden(model, batch, inputs, row, doc, number):
     """Hidden states of one noisy block as the sampler computes them: clean tokens into a cache, then the block."""
-    mine = (batch.doc[row] == doc) & (batch.block[row] < number)
-    context = torch.stack([batch.input_ids[row], batch.position[row], batch.block[row]])[:, mine]
-    here = (batch.doc[row] == doc) & (batch.block[row] == number)
+    ids, position, of_doc, block = clean_half(batch)[:, row]
+    context = torch.stack([ids, position, block])[:, (of_doc == doc) & (block < number)]
     past = sample_bd3lm.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
-    copies = [i for i, p in enumerate(batch.noisy[row].tolist()) if p >= 0 and here[p]]
+    copies = ((batch.doc[row] == doc) & (batch.block[row] == number))[:batch.n_noisy].nonzero()[:, 0].tolist()
     seen = torch.ones(1, 1, len(copies), context.shape[1] + len(copies), dtype=torch.bool)
-    hidden, _ = model.extend(inputs.tokens[row:row + 1, copies], inputs.position[row:row + 1, copies], seen, past)
+    noisy = inputs.tokens[row:row + 1, copies], inputs.position[row:row + 1, copies]
+    hidden, _ = sample_bd3lm.extend(model, *noisy, seen, past)
     return hidden[0], copies
 
 
