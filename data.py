@@ -16,7 +16,7 @@ import torch
 from core import checkpoint, json_files, packing
 from core.cli import plural, require
 from core.dist import rank0
-from core.problems import LIST, Problems, settle
+from core.json_files import LIST, Problems, settle
 from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint, ensure_codes
 from speech.conversations import Reading
 from speech.dataset import (PREPARED, audio_numbers, find_bad_audio, is_prepared, last_clips,

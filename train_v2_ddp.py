@@ -222,7 +222,7 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 trainable = [p for p in model.parameters() if p.requires_grad]     # sharding replaced them
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               args.adam_beta2)
-scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
+scaler = optim.loss_scaler(device, args.fp16, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
@@ -243,7 +243,7 @@ def forward_backward(batch, n_audio, n_text, sync):
             audio, text, ends = wrapped(batch)
         loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
-        (loss * (world.size * scaler.scale)).backward()
+        scaler.scale(loss * world.size).backward()
     return loss, batch_sums(audio, text, ends, batch)
 
 
@@ -312,7 +312,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
-        "scaler": scaler.saved(), "unlogged": unlogged, "args": cli.safe_flags(args)})
+        "scaler": scaler.state_dict(), "unlogged": unlogged, "args": cli.safe_flags(args)})
 
 
 # ---- Loop
@@ -361,17 +361,17 @@ while step < total_steps and not stopping:
         step_sums[:n_sums] += micro_sums
 
     # clip: the norm covers all ranks and stays on the device
-    scaler.unscale(trainable)
+    scaler.unscale_(optimizer)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
                                               args.lr_scheduler)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    scaler.update(bad)
+    scaler.update()
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step, as this one is still running
+    # evaluates the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(n_audio or n_text and args.text_loss_weight))
 
@@ -387,7 +387,7 @@ while step < total_steps and not stopping:
         if numbers[-1]:
             values["train/keep_kl"] = numbers[-2] / numbers[-1]
         if args.fp16:
-            values["train/loss_scale"] = scaler.scale.item()
+            values["train/loss_scale"] = scaler.get_scale()
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}

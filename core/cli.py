@@ -110,7 +110,8 @@ def problem_text(lines, total=None):
     """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
     total = total or len(lines)
     more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
-    return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:SHOWN], *more])
+    shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
+    return str(lines[0]) if total == 1 else "\n  ".join(shown)
 
 
 def require_package(name, purpose, install=None):

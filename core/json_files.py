@@ -1,16 +1,20 @@
-"""Read text, JSON, JSONL and parquet files, with errors of one line. Standard library only."""
+"""Read text, JSON, JSONL and parquet files, with errors of one line; list samples that are bad."""
 import contextlib
 import json
 import math
 import os
 import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
 
-from core.cli import UserError, first_line, require, require_package
+from core.cli import SHOWN, UserError, first_line, one_line, problem_text, require, require_package
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
-NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8 (Excel: -f UTF-16)"
+NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8"
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
+LIST = "problems.jsonl"     # in OUTPUT_DIR: samples that cannot be used
 
 
 @contextlib.contextmanager
@@ -53,19 +57,20 @@ def loads(text):
         raise ValueError("is nested too deeply")
 
 
-def json_value(path):
+def read_json(path, kind=object, wanted=""):
+    """Value of a JSON file. UserError, also if it is no `kind`; wanted: that type in words."""
     text = read_text(path)
     try:
-        return loads(text)
+        value = loads(text)
     except ValueError as error:
         raise UserError(f"{path}: {error}")
+    require(isinstance(value, kind), f"{path}: holds a JSON {type(value).__name__}, not {wanted}")
+    return value
 
 
 def read_object(path):
     """Dict of a JSON file that holds an object. UserError."""
-    value = json_value(path)
-    require(isinstance(value, dict), f"{path}: holds a JSON {type(value).__name__}, not an object")
-    return value
+    return read_json(path, dict, "an object")
 
 
 def read_entries(path):
@@ -86,7 +91,7 @@ def read_entries(path):
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
     if start[:1] == b"{" and start[-1:] == b"}":
         return "line", read_lines
-    data = json_value(path)
+    data = read_json(path)
     data = [data] if isinstance(data, dict) and "messages" in data else data
     require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
             "samples with 'messages'")
@@ -112,3 +117,71 @@ def table_rows(path):
             yield from map(drop_nulls, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as parquet ({first_line(error)})")
+
+
+# ---- Samples that cannot be used: some stop a run, others are dropped, and all are listed
+
+
+class Problem(NamedTuple):
+    """Why a sample cannot be used; str() is a line for its user."""
+    name: str           # its file and place in the file
+    check: str          # one of --drop_bad
+    reason: str
+    file: str
+    sample: int | None  # its number in a table
+
+    def __str__(self):
+        return f"{self.name}: {self.reason}"
+
+
+def problem(name, check, reason, file="", sample=None):
+    return Problem(one_line(name), check, one_line(reason), str(file), sample)
+
+
+class Problems:
+    """Counts problems by check, lists them in a folder's LIST at once, as audio may be encoded for
+    hours, and keeps the first SHOWN of those that stop the run."""
+
+    def __init__(self, drop=(), folder=None, more=False):
+        """drop: checks whose samples are dropped. folder: None writes no list. more: append to the
+        list of this run."""
+        self.drop, self.counts, self.shown = drop, Counter(), []
+        self.path, self.more = Path(folder) / LIST if folder else None, more
+
+    def add(self, problems):
+        lines = []
+        for p in problems:
+            self.counts[p.check] += 1
+            if p.check not in self.drop and len(self.shown) < SHOWN:
+                self.shown.append(p)
+            entry = p.name.removeprefix(one_line(p.file)).strip(" :")
+            row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
+            lines.append(json.dumps(row) + "\n")
+        if lines and self.path:
+            from core.dist import error_names_file  # which imports torch
+            with error_names_file(self.path), open(self.path, "a" if self.more else "w") as file:
+                file.writelines(lines)
+            self.more = True
+
+    @property
+    def n_fatal(self):
+        """Number of problems that stop the run, as their checks are not dropped."""
+        return sum(n for check, n in self.counts.items() if check not in self.drop)
+
+    def settle(self, hint=""):
+        """Text with the number of samples that each check drops, or "". UserError with the problems
+        that stop the run, if any, and then `hint`."""
+        if self.path and not self.more:
+            self.path.unlink(missing_ok=True)       # of an earlier run
+        if self.n_fatal:
+            where = f"; all are in {self.path}" if self.path and self.n_fatal > SHOWN else ""
+            raise UserError(problem_text(self.shown, self.n_fatal) + where + hint)
+        where = f"; see {self.path}" if self.path and self.counts else ""
+        return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
+
+
+def settle(problems, drop=(), folder=None, hint="", more=False):
+    """Problems.settle() of all `problems`; other arguments are those of Problems."""
+    collected = Problems(drop, folder, more)
+    collected.add(problems)
+    return collected.settle(hint)

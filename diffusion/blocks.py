@@ -27,8 +27,8 @@ from torch.utils.data import Dataset
 from core import dist, packing
 from core.cli import UserError, require
 from core.packing import best_fit
-from core.problems import problem as bad_problem
-from core.problems import settle
+from core.json_files import problem as bad_problem
+from core.json_files import settle
 from diffusion import dit
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
 from diffusion.problems import read_chats, read_problems
@@ -101,7 +101,7 @@ def make_document(regions, tokens, layout):
 
 def make_documents(problems, tokens, layout, bad, path=""):
     """Documents of a list of Problems from the file `path`; UserError if none is usable. Adds
-    problems that are too long or hold a special token to bad (as core's problems.Problem)."""
+    problems that are too long or hold a special token to bad (as json_files.Problem)."""
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
                                                  add_special_tokens=False))

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from core import checkpoint, dist
-from core.problems import settle
+from core.json_files import settle
 from diffusion import blocks, elbo
 from diffusion.problems import Problem
 from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver

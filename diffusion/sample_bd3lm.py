@@ -44,7 +44,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from core import checkpoint, kernels, metrics
-from core.problems import settle
+from core.json_files import settle
 from diffusion.blocks import pieces, prompt_ids, read_data
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
 from diffusion.problems import Problem, load_tokenizer

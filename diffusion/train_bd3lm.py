@@ -333,7 +333,7 @@ while step < total_steps and not stopping and stale < patience:
     average.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step, as this one is still running
+    # evaluates the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)))
 
     # log: the host waits for the device here

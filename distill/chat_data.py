@@ -21,7 +21,7 @@ from core.chat import to_json, question, read_chunks, read_records
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered
-from core.problems import Problems, problem
+from core.json_files import Problems, problem
 
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together

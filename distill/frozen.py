@@ -279,7 +279,8 @@ class Keeper:
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
     def backward(self, step, scale, log):
-        """Add gradients to those of step + 1, if due, and log the loss. Collective."""
+        """Add gradients to those of step + 1, if due, and log the loss. scale: GradScaler.scale.
+        Collective."""
         if step % self.args.keep_every:
             return
         accumulation, size = self.args.gradient_accumulation_steps, self.world.size
@@ -296,7 +297,7 @@ class Keeper:
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):
                     loss = self.model(batch).loss
-                (loss * (size * self.args.keep_weight / targets * scale)).backward()
+                scale(loss * (size * self.args.keep_weight / targets)).backward()
             total += loss.detach()
         total = dist.all_reduce(self.world, total).item()
         if log:

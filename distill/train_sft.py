@@ -239,7 +239,7 @@ causal_lm.stop_at(model.native, ends)       # a base model's generation_config m
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               args.adam_beta2)
-scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
+scaler = optim.loss_scaler(device, args.fp16, state.get("scaler"))
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
@@ -297,7 +297,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
-        "skipped": monitor.skipped, "scaler": scaler.saved(), "unlogged": unlogged,
+        "skipped": monitor.skipped, "scaler": scaler.state_dict(), "unlogged": unlogged,
         "args": cli.safe_flags(args)}, split=causal_lm.split_experts)
 
 
@@ -351,25 +351,25 @@ while step < total_steps and not stopping:
             with dist.autocast(device, dtype):
                 batch_sums = wrapped(batch)     # over this batch's targets
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
-            scale = world.size / work["targets"] * scaler.scale
-            (batch_sums.loss * scale).backward()
+            loss = batch_sums.loss * (world.size / work["targets"])
+            scaler.scale(loss).backward()
         monitor.watch(batch_sums.loss, mine)
         step_sums += batch_sums.stack()
     if keeper:
         keeper.backward(step, scaler.scale, log)
 
     # clip
-    scaler.unscale(trainable)
+    scaler.unscale_(optimizer)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    scaler.update(bad)
+    scaler.update()
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step, as this one is still running
+    # evaluates the previous step, as this one is still running
     monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
                  trains=bool(work["targets"]))
 
@@ -385,7 +385,7 @@ while step < total_steps and not stopping:
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if args.fp16:
-            values["train/loss_scale"] = scaler.scale.item()
+            values["train/loss_scale"] = scaler.get_scale()
         if main_rank:
             log.write(step, values)
         print0(packed_lm.train_line(step, total_steps, values))

@@ -27,7 +27,7 @@ from core import checkpoint, json_files
 from core.cli import UserError, plural, one_line
 from core.dist import error_names_file
 from core.packing import Column, parallel_map_ordered, token_lists
-from core.problems import Problem, problem
+from core.json_files import Problem, problem
 from speech import choices
 from speech.codes import FRAME_RATE, Encoding, codec_fingerprint
 from speech.conversations import (SHORTENED, BadSample, Clip, Paths, Reading, Sample,

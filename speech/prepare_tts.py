@@ -67,7 +67,7 @@ if ARGS and ARGS.device == "cpu":
 import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
-from core.problems import LIST, Problems
+from core.json_files import LIST, Problems
 from speech import weights
 from speech.codes import FRAME_RATE, ensure_codes
 from speech.dataset import (audio_numbers, find_bad_audio, last_clips, new_builder, problem_of,

@@ -20,11 +20,11 @@ def files(folder, names):
 
 
 ALL = files(
-    "core/", "problems checkpoint cli dist json_files kernels lifetime metrics optim packing tensor_io watchdog")
+    "core/", "checkpoint cli dist json_files kernels lifetime metrics optim packing tensor_io watchdog")
 # LoRA on ChatML with cached codes needs no other format, no TTS 3, no judge and no memory plan
 SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices codes conversations dataset labels v2 weights")
-CHATS = files("core/", "chat checkpoint cli dist problems run tensor_io") | files(
+CHATS = files("core/", "chat checkpoint cli dist run tensor_io") | files(
     "distill/", "causal_lm chat_data losses packed_lm train_sft")
 BLOCKS = files("core/", "run") | files("diffusion/", "blocks choices dit elbo problems train_bd3lm")
 # {script: (files that it may load besides ALL, maximum of lines in all of them)}

@@ -5,7 +5,7 @@ import pytest
 
 from core import cli
 from core.cli import UserError
-from core.problems import LIST, problem, settle
+from core.json_files import LIST, problem, settle
 
 CHECKS = ("invalid", "too_long")
 BAD = [problem(f"a.jsonl:{i}", "too_long" if i % 2 else "invalid", f"is bad {i}", "a.jsonl") for i in range(1, 31)]

@@ -66,7 +66,7 @@ def test_samples(tmp_path):
     samples = [{**entry, "misc": {"sample_id": "s1"}} for bad, _ in SAMPLES for entry in (sample(*SPEECH), bad)]
     path, problems = write_samples(tmp_path, samples), []
     assert len(list(read_samples(path, problems))) == len(SAMPLES) == len(problems)
-    for number, (problem, (_, message)) in enumerate(zip(problems, SAMPLES), 1):
+    for number, (problem, (_, message)) in enumerate(zip(map(str, problems), SAMPLES), 1):
         assert problem.startswith(f"{path} sample {2 * number} (s1): ") and message in problem
 
 

@@ -7,7 +7,7 @@ import soundfile
 import torch
 
 from core.dist import World
-from core.problems import Problems
+from core.json_files import Problems
 from data import make_table, split_validation
 from speech.choices import CHECKS
 from speech.codes import Encoding
