@@ -70,12 +70,11 @@ class StepTimer:
         self.sums, self.start = Counter(), time.monotonic()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20     # of kibibytes
         values = {"train/throughput": sums["tokens"] / seconds,
-                  "train/samples_per_second": sums["samples"] / seconds,
                   "train/step_seconds": seconds / sums["steps"], "train/memory_gib": memory,
                   "train/padding": 1 - sums["tokens"] / sums["slots"],
                   "train/data_wait_seconds": sums["waited"]}
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in sums.items()
-                   if name.endswith("_seconds")}
+                   if name == "samples" or name.endswith("_seconds")}
         if world.device.type == "cuda":
             import torch
             memory = torch.cuda.max_memory_allocated(world.device) / 2**30
@@ -168,9 +167,8 @@ def curve(rows, name):
 
 
 def percent(share):
-    """0.98 -> "98 %", 0.925 -> "92.5 %". Rounding never gives 0 % or 100 %."""
-    shown = min(99.9, max(0.1, share * 100)) if 0 < share < 1 else share * 100
-    return f"{shown:.1f}".removesuffix(".0") + " %"
+    """0.98 -> "98 %", 0.925 -> "92.5 %"."""
+    return f"{round(share * 100, 1):g} %"
 
 
 def loss_clause(rows):
@@ -178,9 +176,9 @@ def loss_clause(rows):
     losses = curve(rows, "eval/nll") or curve(rows, "eval/loss")
     if not losses:
         return "nothing was validated"
-    (_, start), (last, end) = losses[0], losses[-1]
     best, step = min((value, step) for step, value in losses)
-    clause = f"validation loss was {start:.4f} at first, best at step {step} ({best:.4f})"
+    clause = f"validation loss was {losses[0][1]:.4f} at first, best at step {step} ({best:.4f})"
+    last, end = losses[-1]
     rise = (end - best) / max(abs(best), 1e-12)
     model = f"checkpoint-{step}" if step else "the base model"
     return clause + f" and {rise * 100:.1f} % higher at step {last}: take {model}" * (rise > SMALL)

@@ -279,8 +279,7 @@ class Keeper:
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
     def backward(self, step, scale, log):
-        """Add gradients to those of step + 1, if due, and log the loss. scale: GradScaler.scale.
-        Collective."""
+        """Add gradients to those of step + 1, if due, and log the loss. Collective."""
         if step % self.args.keep_every:
             return
         accumulation, size = self.args.gradient_accumulation_steps, self.world.size
