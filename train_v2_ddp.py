@@ -331,7 +331,7 @@ log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
-    with timer.paused():
+    with timer.timed("paused"):
         eval_due = stopping = validate() is None
 
 while step < total_steps and not stopping:
@@ -343,7 +343,7 @@ while step < total_steps and not stopping:
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
         watch.report_progress(f"loading data for step {step + 1}")
-        with timer.waiting():
+        with timer.timed("waited"):
             batch = next(batches).to(device)
         mine = list(batch.samples)
         # if a batch differed from the plan, ranks would divide by different counts
@@ -401,7 +401,7 @@ while step < total_steps and not stopping:
     if eval_due or saving:      # the host waits anyway
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
-    with timer.paused():
+    with timer.timed("paused"):
         checkpoints.check()
         if eval_due and not stopping:
             improved = validate()

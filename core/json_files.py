@@ -145,15 +145,17 @@ class Problems:
     def __init__(self, drop=(), folder=None, more=False):
         """drop: checks whose samples are dropped. folder: None writes no list. more: append to the
         list of this run."""
-        self.drop, self.counts, self.shown = drop, Counter(), []
+        self.drop, self.counts = drop, Counter()
+        self.n_fatal, self.shown = 0, []    # number and first ones of those that stop the run
         self.path, self.more = Path(folder) / LIST if folder else None, more
 
     def add(self, problems):
         lines = []
         for p in problems:
             self.counts[p.check] += 1
-            if p.check not in self.drop and len(self.shown) < SHOWN:
-                self.shown.append(p)
+            if p.check not in self.drop:
+                self.n_fatal += 1
+                self.shown = [*self.shown, p][:SHOWN]
             entry = p.name.removeprefix(one_line(p.file)).strip(" :")
             row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
             lines.append(json.dumps(row) + "\n")
@@ -162,11 +164,6 @@ class Problems:
             with error_names_file(self.path), open(self.path, "a" if self.more else "w") as file:
                 file.writelines(lines)
             self.more = True
-
-    @property
-    def n_fatal(self):
-        """Number of problems that stop the run, as their checks are not dropped."""
-        return sum(n for check, n in self.counts.items() if check not in self.drop)
 
     def settle(self, hint=""):
         """Text with the number of samples that each check drops, or "". UserError with the problems

@@ -107,5 +107,5 @@ def end(args, watch, checkpoints, log, step, total_steps, stopping, result):
         else:
             print(f"done       step {step}; {result}; final checkpoint "
                   f"{Path(args.output_dir) / f'checkpoint-{step}'}")
-            print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
+            print("verdict   ", "; ".join(metrics.verdict(metrics.read_metrics(log.path))))
     dist.finish()

@@ -277,7 +277,7 @@ batches = packing.iterate(packing.pack_loader(
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
-    with timer.paused():
+    with timer.timed("paused"):
         eval_due = stopping = validate() is None
         if not (stopping and resume):
             save()      # again, to record the validation
@@ -296,7 +296,7 @@ while step < total_steps and not stopping and stale < patience:
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
         watch.report_progress(f"loading data for step {step + 1}")
-        with timer.waiting():
+        with timer.timed("waited"):
             batch = next(batches)
         # the first step may compile for minutes
         compiling = args.compile and step == start_step
@@ -368,7 +368,7 @@ while step < total_steps and not stopping and stale < patience:
     if eval_due or saving:      # the host waits anyway
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
-    with timer.paused():
+    with timer.timed("paused"):
         checkpoints.check()
         if eval_due and not stopping:
             improved = validate()

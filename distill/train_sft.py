@@ -87,7 +87,6 @@ def check_flags(args, world_size):
     cli.check_precision(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
-    cli.zero_or_more(args, "distill_topk")
     if any(getattr(args, name) != p.get_default(name) for name in DISTILLING):
         from distill import teaching
         teaching.check_flags(args, p)
@@ -322,7 +321,7 @@ start_step, timer = step, metrics.StepTimer()
 def next_batch():
     """This rank's next batch, on the device."""
     watch.report_progress(f"loading data for step {step + 1}")
-    with timer.waiting():
+    with timer.timed("waited"):
         batch = next(batches).to(device)
     compiling = args.compile and step == start_step     # takes minutes
     watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
@@ -396,7 +395,7 @@ while step < total_steps and not stopping:
     if eval_due or saving:      # the host waits anyway
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
-    with timer.paused():
+    with timer.timed("paused"):
         checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
