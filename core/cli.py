@@ -20,7 +20,6 @@ from core import lifetime
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 SHOWN = 20              # problems in an error
 
@@ -184,10 +183,11 @@ def parse(parser, check=None, argv=None):
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
         sys.excepthook = report_error
-    # common launch lines write max_split_size_mb=128, but torch wants a colon
-    if "=" in (value := os.environ.get(ALLOCATOR, "")):
-        os.environ[ALLOCATOR] = value.replace("=", ":")
-        notice(f"{ALLOCATOR}={value} is read as {os.environ[ALLOCATOR]}")
+    allocator = "PYTORCH_CUDA_ALLOC_CONF"
+    if "=" in (value := os.environ.get(allocator, "")):
+        # common launch lines write max_split_size_mb=128, but torch wants a colon
+        os.environ[allocator] = value.replace("=", ":")
+        notice(f"{allocator}={value} is read as {os.environ[allocator]}")
     accept_old_names(parser)
     try:
         known = parser._option_string_actions
@@ -364,20 +364,19 @@ def count_ranks(args):
 
 
 def check_values(args, names, good, words):
-    """Check good(value) of each flag in `names`, a string, that is set. words: the requirement."""
+    """Check that each flag in `names`, a string, that is set is finite and good(value). words: the
+    requirement."""
     for name in names.split():
         value = getattr(args, name, None)
-        require(value is None or good(value), f"--{name} is {value}; it must {words}")
+        require(value is None or abs(value) < math.inf and good(value),
+                f"--{name} is {value}; it must {words}")
 
 
-at_least_one = partial(check_values, good=lambda value: value >= 1, words="be at least 1")
-zero_or_more = partial(check_values, good=lambda value: 0 <= value < math.inf,
-                       words="be 0 or more and finite")
-above_zero = partial(check_values, good=lambda value: 0 < value < math.inf,
-                     words="be above 0 and finite")
-below_one = partial(check_values, good=lambda value: 0 <= value < 1,
-                    words="be at least 0 and below 1")
-share = partial(check_values, good=lambda value: 0 <= value <= 1, words="lie between 0 and 1")
+at_least_one = partial(check_values, good=lambda v: v >= 1, words="be at least 1")
+zero_or_more = partial(check_values, good=lambda v: v >= 0, words="be 0 or more")
+above_zero = partial(check_values, good=lambda v: v > 0, words="be above 0")
+below_one = partial(check_values, good=lambda v: 0 <= v < 1, words="be at least 0 and below 1")
+share = partial(check_values, good=lambda v: 0 <= v <= 1, words="lie between 0 and 1")
 
 
 def check_trainer(args, world_size, parser):
