@@ -139,15 +139,13 @@ def problem(name, check, reason, file="", sample=None):
 
 
 class Problems:
-    """Counts problems by check, lists them in a folder's LIST at once, as audio may be encoded for
-    hours, and keeps the first SHOWN of those that stop the run."""
+    """Counts problems by check, appends them to a folder's LIST at once, as audio may be encoded
+    for hours, and keeps the first SHOWN of those that stop the run."""
 
-    def __init__(self, drop=(), folder=None, more=False):
-        """drop: checks whose samples are dropped. folder: None writes no list. more: append to the
-        list of this run."""
-        self.drop, self.counts = drop, Counter()
-        self.n_fatal, self.shown = 0, []    # number and first ones of those that stop the run
-        self.path, self.more = Path(folder) / LIST if folder else None, more
+    def __init__(self, drop=(), folder=None):
+        """drop: checks whose samples are dropped. folder: None writes no list."""
+        self.drop, self.path = drop, Path(folder) / LIST if folder else None
+        self.counts, self.n_fatal, self.shown = Counter(), 0, []
 
     def add(self, problems):
         lines = []
@@ -161,15 +159,12 @@ class Problems:
             lines.append(json.dumps(row) + "\n")
         if lines and self.path:
             from core.dist import error_names_file  # which imports torch
-            with error_names_file(self.path), open(self.path, "a" if self.more else "w") as file:
+            with error_names_file(self.path), open(self.path, "a") as file:
                 file.writelines(lines)
-            self.more = True
 
     def settle(self, hint=""):
         """Text with the number of samples that each check drops, or "". UserError with the problems
         that stop the run, if any, and then `hint`."""
-        if self.path and not self.more:
-            self.path.unlink(missing_ok=True)       # of an earlier run
         if self.n_fatal:
             where = f"; all are in {self.path}" if self.path and self.n_fatal > SHOWN else ""
             raise UserError(problem_text(self.shown, self.n_fatal) + where + hint)
@@ -177,8 +172,8 @@ class Problems:
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
 
 
-def settle(problems, drop=(), folder=None, hint="", more=False):
+def settle(problems, drop=(), folder=None, hint=""):
     """Problems.settle() of all `problems`; other arguments are those of Problems."""
-    collected = Problems(drop, folder, more)
+    collected = Problems(drop, folder)
     collected.add(problems)
     return collected.settle(hint)

@@ -86,10 +86,9 @@ class MetricsLog:
         from core import checkpoint, dist  # which import torch
         self.error_names_file = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
-        again = eval_due or not resumed_step    # a new run validates step 0 itself, if at all
-        kept = [row for row in read_metrics(self.path)
-                if row["step"] < resumed_step or row["step"] == resumed_step
-                and not (again and any(name.startswith("eval/") for name in row))]
+        kept = [row for row in read_metrics(self.path) if resumed_step and (
+            row["step"] < resumed_step or row["step"] == resumed_step
+            and not (eval_due and any(name.startswith("eval/") for name in row)))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None

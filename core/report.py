@@ -74,8 +74,7 @@ def charts(rows):
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
             curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    figures = "".join(chart(title, lines) for title, lines in curves.items())
-    return figures and f'<div class="grid">{figures}</div>'
+    return '<div class="grid">' + "".join(map(chart, curves, curves.values())) + "</div>"
 
 
 def samples_html(run, folders):

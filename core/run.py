@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from core import checkpoint, cli, dist, lifetime, metrics, watchdog
+from core import checkpoint, cli, dist, json_files, lifetime, metrics, watchdog
 
 MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
 
@@ -29,7 +29,7 @@ def start(args):
             print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
         dist.rank0(world, checkpoint.claim_output, folder)
         if world.is_main:       # of an earlier run
-            for name in (MARKER, "stop"):
+            for name in (MARKER, "stop", json_files.LIST):
                 (Path(folder) / name).unlink(missing_ok=True)
         if "tensorboard" in args.report_to:
             dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")

@@ -118,6 +118,8 @@ def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):
         rows = [json.loads(line) for line in (tmp_path / name / "problems.jsonl").read_text().splitlines()]
         assert {row["file"] for row in rows} == {str(path)}
         return [(int(row["entry"].split()[1]) - 1, row["check"]) for row in rows]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "problems.jsonl").write_text("of an earlier run\n")
     assert_refused(run(*flags, name="one"), "2 problems:", "sample 2", "role 'nobody'", "sample 4", "control token")
     assert read_problems("one") == [(1, "invalid"), (3, "control_token")]
     (data / "gone.csv").write_text("audio,text\nspeech/0000_speaker0.wav,Hi.\ngone.csv,Ho.\ngone.wav,Ha.\n")

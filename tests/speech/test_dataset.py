@@ -45,6 +45,7 @@ def files_of(sources, tools, folder, processes):
     """({file name: bytes} of the table of (training source, validation source), its clips, its problems)."""
     train, held_out = sources
     builder = TableBuilder(*tools, folder)
+    (folder.parent / "problems.jsonl").unlink(missing_ok=True)
     problems = Problems(CHECKS, folder.parent)
     read_all(builder, Sources([(train, 1.0)], held_out, processes=processes), problems)
     problems.settle()
