@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,14 +23,12 @@ def open_file(path, flag=""):
     """Context with a regular file opened to read bytes. UserError, also if reading fails later.
     flag: text before the path in errors, such as "--x "."""
     # files are read twice, a pipe only once
-    require(os.path.isfile(path) or not os.path.exists(path),
-            f"{flag}{path}: cannot be read (it is not a file)")
+    require(os.path.isfile(path), f"{flag}{path}: there is no such file")
     try:
         with open(path, "rb") as file:
             yield file
-    except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        raise UserError(f"{flag}{path}: cannot be read "
-                        f"({getattr(error, 'strerror', None) or error})")
+    except OSError as error:
+        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
 
 
 def read_text(path, flag=""):
@@ -68,9 +67,7 @@ def read_json(path, kind=object, wanted=""):
     return value
 
 
-def read_object(path):
-    """Dict of a JSON file that holds an object. UserError."""
-    return read_json(path, dict, "an object")
+read_object = partial(read_json, kind=dict, wanted="an object")
 
 
 def read_entries(path):
@@ -91,10 +88,10 @@ def read_entries(path):
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
     if start[:1] == b"{" and start[-1:] == b"}":
         return "line", read_lines
-    data = read_json(path)
-    data = [data] if isinstance(data, dict) and "messages" in data else data
-    require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
-            "samples with 'messages'")
+    data = read_json(path, (list, dict), "a list of samples")
+    if isinstance(data, dict):
+        require("messages" in data, f"{path}: is a JSON object without 'messages'")
+        data = [data]
     return "sample", lambda wanted: (entry for entry in enumerate(data) if wanted(entry[0]))
 
 
