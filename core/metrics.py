@@ -20,7 +20,6 @@ from core import json_files
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
              "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
              "A10": 125e12, "RTX 4090": 165e12}
-SMALL = 0.005       # a relative rise of the loss up to this is noise: seeds differ by more
 
 
 def duration(seconds):
@@ -168,7 +167,7 @@ def verdict(rows):
         best, step = min((value, step) for step, value in losses)
         clauses = [f"validation loss was {start:.4f} at first, best at step {step} ({best:.4f})"]
         rise = (end - best) / max(abs(best), 1e-12)
-        if rise > SMALL:
+        if rise > 0.005:    # less is noise: seeds differ by more
             model = f"checkpoint-{step}" if step else "the base model"
             clauses[0] += f" and {rise * 100:.1f} % higher at step {last}: take {model}"
     for _, share in curve(rows, "eval/stop_rate")[-1:]:
