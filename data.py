@@ -16,7 +16,7 @@ import torch
 from core import checkpoint, json_files, packing
 from core.cli import plural, require
 from core.dist import rank0
-from core.problems import LIST, Problems, settle
+from core.json_files import Problems, settle
 from speech.conversations import FRAME_RATE, Reading
 from speech.dataset import (PREPARED, CodeReader, audio_numbers, codec_fingerprint, ensure_codes,
                             find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
@@ -67,13 +67,13 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     clips, rank 0 writes the table, and all map it. A folder of prepare_tts.py is only mapped. dry:
     file headers give the frames of new clips, and output_dir gets no list of bad samples."""
     if any(is_prepared(path) for path, *_ in sources.all()):
-        return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
+        return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir)
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one")
     listed = None if dry else output_dir
     of_rows = Problems(sources.drop, listed)
     # a dry run lists bad rows and bad audio together; a run stops before it encodes
-    of_audio = of_rows if dry else Problems(sources.drop, listed, more=True)
+    of_audio = of_rows if dry else Problems(sources.drop, listed)
 
     def finish(problems):
         if dropped := problems.settle():
@@ -101,7 +101,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         return Table(rank0(world, write))
 
 
-def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
+def open_prepared(world, sources, tokenizer, ids, codec_dir):
     """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
     sources (Sources) are defaults or equal those of the preparation."""
     (path, weight, _), *others = sources.all()
@@ -125,7 +125,6 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             fits = value == expected or value == default and name != "normalize"
             require(fits or name in ("seed", "lone_reference"),
                     f"{path}: was prepared with {name} {expected}, not {value}; prepare it again")
-        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the previous run
         return folder / contents["table"]
 
     table = Table(rank0(world, check))
@@ -191,7 +190,7 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
          for numbers in (train, held_out)
          for i in np.unique(numbers[table.lengths[numbers] > limit])),
         ("too_long",) if drop else (), output_dir,
-        "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
+        "\nfix: shorten them, raise the limit, or pass --drop_too_long")
     if say and dropped:
         print(f"data       dropped: {dropped}")
     train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))

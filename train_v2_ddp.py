@@ -66,7 +66,6 @@ def check_flags(args, world_size):
     for path, _ in source_paths(args)[0] if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
                 f"--code_cache: {path} has its codes already; drop the flag")
-    cli.zero_or_more(args, "text_loss_weight")
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
     for wrong, why in (
@@ -250,7 +249,7 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 trainable = [p for p in model.parameters() if p.requires_grad]     # sharding replaced them
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               args.adam_beta2)
-scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
+scaler = optim.loss_scaler(device, args.fp16, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
@@ -271,7 +270,7 @@ def forward_backward(batch, n_audio, n_text, sync):
             audio, text, ends = wrapped(batch)
         loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
-        (loss * (world.size * scaler.scale)).backward()
+        scaler.scale(loss * world.size).backward()
     return loss, batch_sums(audio, text, ends, batch)
 
 
@@ -342,7 +341,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
-        "scaler": scaler.saved(), "unlogged": unlogged, "args": cli.safe_flags(args)})
+        "scaler": scaler.state_dict(), "unlogged": unlogged, "args": cli.safe_flags(args)})
 
 
 # ---- Loop
@@ -360,7 +359,7 @@ log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
-    with timer.paused():
+    with timer.timed("paused"):
         eval_due = stopping = validate() is None
 
 while step < total_steps and not stopping:
@@ -372,7 +371,7 @@ while step < total_steps and not stopping:
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
         watch.report_progress(f"loading data for step {step + 1}")
-        with timer.waiting():
+        with timer.timed("waited"):
             batch = next(batches).to(device)
         mine = list(batch.samples)
         # if a batch differed from the plan, ranks would divide by different counts
@@ -390,17 +389,17 @@ while step < total_steps and not stopping:
         step_sums[:n_sums] += micro_sums
 
     # clip: the norm covers all ranks and stays on the device
-    scaler.unscale(trainable)
+    scaler.unscale_(optimizer)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
                                               args.lr_scheduler)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    scaler.update(bad)
+    scaler.update()
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step, as this one is still running
+    # evaluates the previous step, as this one is still running
     monitor.push(step, norm, bool(run.stop_asked(args.output_dir)),
                  trains=bool(n_audio or n_text and args.text_loss_weight))
 
@@ -416,7 +415,7 @@ while step < total_steps and not stopping:
         if numbers[-1]:
             values["train/keep_kl"] = numbers[-2] / numbers[-1]
         if args.fp16:
-            values["train/loss_scale"] = scaler.scale.item()
+            values["train/loss_scale"] = scaler.get_scale()
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
@@ -436,7 +435,7 @@ while step < total_steps and not stopping:
     if eval_due or saving:      # the host waits anyway
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
-    with timer.paused():
+    with timer.timed("paused"):
         if eval_due and not stopping:
             improved = validate()
             # asked to stop during validation: the next start validates first

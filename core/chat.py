@@ -19,7 +19,7 @@ from pathlib import Path
 from core import json_files
 from core.cli import UserError, first_line, require
 from core.packing import token_lists
-from core.problems import problem
+from core.json_files import problem
 
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}

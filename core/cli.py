@@ -20,7 +20,6 @@ from pathlib import Path
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 SHOWN = 20              # problems in an error
 
@@ -33,14 +32,11 @@ OLD_NAMES = {
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
     "--torch_compile": "--compile"}
-# {flag that is accepted without effect: (script must have this flag, accepted values)}
+# {flag that a trainer accepts without effect: its values, None = any}
 WITHOUT_EFFECT = {
-    "--optim": ("--weight_decay", ("adamw_torch_fused", "adamw_torch")),
-    "--dataloader_pin_memory": ("--num_workers", TRUE),
-    "--freeze_audio_tower": ("--freeze_llm", BOOLEAN),
-    "--freeze_audio_encoder_proj": ("--freeze_llm", BOOLEAN),
-    "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
-    "--strategic_logging_steps": ("--freeze_llm", None)}
+    "--optim": ("adamw_torch_fused", "adamw_torch"), "--dataloader_pin_memory": TRUE,
+    "--freeze_audio_tower": BOOLEAN, "--freeze_audio_encoder_proj": BOOLEAN,
+    "--enable_strategic_logging": BOOLEAN, "--strategic_logging_steps": None}
 # in http://user:password@host?api_key=...
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
                      r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*",
@@ -110,7 +106,8 @@ def problem_text(lines, total=None):
     """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
     total = total or len(lines)
     more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
-    return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:SHOWN], *more])
+    shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
+    return str(lines[0]) if total == 1 else "\n  ".join(shown)
 
 
 def require_package(name, purpose, install=None):
@@ -186,10 +183,11 @@ def parse(parser, check=None, argv=None):
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
         sys.excepthook = report_error
-    # common launch lines write max_split_size_mb=128, but torch wants a colon
-    if "=" in (value := os.environ.get(ALLOCATOR, "")):
-        os.environ[ALLOCATOR] = value.replace("=", ":")
-        notice(f"{ALLOCATOR}={value} is read as {os.environ[ALLOCATOR]}")
+    allocator = "PYTORCH_CUDA_ALLOC_CONF"
+    if "=" in (value := os.environ.get(allocator, "")):
+        # common launch lines write max_split_size_mb=128, but torch wants a colon
+        os.environ[allocator] = value.replace("=", ":")
+        notice(f"{allocator}={value} is read as {os.environ[allocator]}")
     accept_old_names(parser)
     try:
         known = parser._option_string_actions
@@ -217,15 +215,10 @@ def parse(parser, check=None, argv=None):
 
 
 def accept_old_names(parser):
-    """Let a parser accept the flags of OLD_NAMES and WITHOUT_EFFECT that apply to it."""
     known = parser._option_string_actions
     for old, new in OLD_NAMES.items():
         if new in known:
             known.setdefault(old, known[new])
-    for old, (required, values) in WITHOUT_EFFECT.items():
-        if required in known and old not in known:
-            parser.add_argument(old, nargs="?", type=str.lower, choices=values,
-                                default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 # ---- --config FILE and OUTPUT_DIR/run.yaml
@@ -235,7 +228,7 @@ def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
     Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
     flags = parser._option_string_actions
-    finder = Parser("", add_help=False)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
     if not file or "--config" not in flags:
@@ -247,14 +240,12 @@ def read_config(parser, words):
     except (OSError, yaml.YAMLError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(isinstance(values, dict), f"--config {file}: must be lines of flag: value")
-    twice = [name for name in values if len(re.findall(rf"^{name}:", text, re.M)) > 1]
-    require(not twice, f"--config {file}: {''.join(twice[:1])} is there twice")
     file_words = []
     for name, value in values.items():
-        flag = f"--{name}"
-        require(flag in flags and name not in ("config", "help"),
-                f"--config {file}: {name}: no such flag; delete the line (--help lists all flags)")
-        require(not isinstance(value, dict), f"--config {file}: {name} takes a value or a list")
+        flag, where = f"--{name}", f"--config {file}: {name}"
+        require(flag in flags and name not in ("config", "help"), f"{where}: no such flag")
+        require(len(re.findall(rf"^{name}:", text, re.M)) < 2, f"{where} is there twice")
+        require(not isinstance(value, dict), f"{where} takes a value or a list")
         if isinstance(value, list):
             file_words += [flag, *map(str, value)]
         elif isinstance(flags[flag], argparse.BooleanOptionalAction):
@@ -284,6 +275,9 @@ def alias(**names):
 def trainer_flags(p):
     """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
     flag, switch = p.flag, p.switch
+    for name, values in WITHOUT_EFFECT.items():
+        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=argparse.SUPPRESS,
+                       help=argparse.SUPPRESS)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
@@ -310,9 +304,9 @@ def trainer_flags(p):
          "(default: ddp; chats on several GPUs: fsdp)", metavar="ddp|fsdp|hsdp|hsdp:N")
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
-    flag("--gradient_checkpointing", None, "recompute layers in backward: all, or selective (all "
-         "but attention and matmuls)", nargs="?", const="all", choices=("all", "selective", None),
-         type=alias(**dict.fromkeys(TRUE, "all"), **dict.fromkeys(FALSE)), metavar="WHAT")
+    flag("--gradient_checkpointing", None, "recompute all layers in backward: less memory",
+         nargs="?", const="all", choices=("all", None), metavar="true|false",
+         type=alias(**dict.fromkeys(TRUE, "all"), **dict.fromkeys(FALSE)))
     flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
     flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
     flag("--wait_timeout", 21600, argparse.SUPPRESS)    # in data preparation, validation and saves
@@ -370,20 +364,19 @@ def count_ranks(args):
 
 
 def check_values(args, names, good, words):
-    """Check good(value) of each flag in `names`, a string, that is set. words: the requirement."""
+    """Check that each flag in `names`, a string, that is set is finite and good(value). words: the
+    requirement."""
     for name in names.split():
         value = getattr(args, name, None)
-        require(value is None or good(value), f"--{name} is {value}; it must {words}")
+        require(value is None or abs(value) < math.inf and good(value),
+                f"--{name} is {value}; it must {words}")
 
 
-at_least_one = partial(check_values, good=lambda value: value >= 1, words="be at least 1")
-zero_or_more = partial(check_values, good=lambda value: 0 <= value < math.inf,
-                       words="be 0 or more and finite")
-above_zero = partial(check_values, good=lambda value: 0 < value < math.inf,
-                     words="be above 0 and finite")
-below_one = partial(check_values, good=lambda value: 0 <= value < 1,
-                    words="be at least 0 and below 1")
-share = partial(check_values, good=lambda value: 0 <= value <= 1, words="lie between 0 and 1")
+at_least_one = partial(check_values, good=lambda v: v >= 1, words="be at least 1")
+zero_or_more = partial(check_values, good=lambda v: v >= 0, words="be 0 or more")
+above_zero = partial(check_values, good=lambda v: v > 0, words="be above 0")
+below_one = partial(check_values, good=lambda v: 0 <= v < 1, words="be at least 0 and below 1")
+share = partial(check_values, good=lambda v: 0 <= v <= 1, words="lie between 0 and 1")
 
 
 def check_trainer(args, world_size, parser):
@@ -391,17 +384,15 @@ def check_trainer(args, world_size, parser):
     at_least_one(args, "per_device_train_batch_size per_device_eval_batch_size num_train_epochs "
                  "logging_steps max_bad_steps collective_timeout wait_timeout lora_rank lora_alpha "
                  "gradient_accumulation_steps")
-    zero_or_more(args, "max_tokens_per_batch global_batch_size max_steps warmup_steps eval_steps "
-                 "save_steps save_total_limit num_workers preprocess_num_proc max_length "
-                 "scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
+    above_zero(args, "gpu_memory")
+    zero_or_more(args, " ".join(name for name, value in vars(args).items()
+                                if isinstance(value, (int, float))))
     check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
     args.report_to = [name for name in args.report_to if name != "none"]
     for name in args.report_to:
         require_package(name, f"--report_to {name}")
-    check_parallel(args, world_size)
-    above_zero(args, "gpu_memory")
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)
@@ -410,26 +401,19 @@ def check_trainer(args, world_size, parser):
     if args.num_workers > most and args.dry_run is None:
         notice(f"--num_workers {args.num_workers}: {most} a rank, of {usable_cpus()} CPUs")
         args.num_workers = most
-
-
-def check_parallel(args, world_size):
-    """Check --parallel and flags that depend on it; split hsdp:N into parallel and shard_size."""
+    # --parallel; hsdp:N becomes parallel and shard_size
     if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2
         args.parallel = "fsdp"
-    require(re.fullmatch(r"ddp|fsdp|hsdp(:\d+)?", args.parallel),
+    require(re.fullmatch(r"ddp|fsdp|hsdp(:[1-9]\d*)?", args.parallel),
             f"--parallel {args.parallel}: there are ddp, fsdp, hsdp, hsdp:N and DeepSpeed's zero3")
     args.parallel, _, size = args.parallel.partition(":")
-    args.shard_size = int(size or 0)
+    usual_size = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))    # a node
+    args.shard_size = int(size or usual_size) if args.parallel == "hsdp" else 0
+    require(not args.shard_size or world_size % args.shard_size == 0, f"--parallel hsdp: "
+            f"{plural(world_size, 'rank')} cannot be cut into groups of {args.shard_size}")
     require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    require(args.gradient_checkpointing != "selective" or args.compile is not True,
-            "--gradient_checkpointing selective does not go with --compile; drop one of the two")
-    if args.parallel == "hsdp":
-        on_node = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
-        args.shard_size = args.shard_size or on_node
-        require(world_size % args.shard_size == 0, f"--parallel hsdp: {plural(world_size, 'rank')}"
-                f" cannot be cut into groups of {args.shard_size}")
 
 
 def check_precision(args):

@@ -1,16 +1,21 @@
-"""Read text, JSON, JSONL and parquet files, with errors of one line. Standard library only."""
+"""Read text, JSON, JSONL and parquet files, with errors of one line; list samples that are bad."""
 import contextlib
 import json
 import math
 import os
 import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-from core.cli import UserError, first_line, require, require_package
+from core.cli import SHOWN, UserError, first_line, one_line, problem_text, require
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
-NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8 (Excel: -f UTF-16)"
+NOT_UTF8 = "is not UTF-8 text; convert it: iconv -f CP1252 -t UTF-8"
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
+LIST = "problems.jsonl"     # in OUTPUT_DIR: samples that cannot be used
 
 
 @contextlib.contextmanager
@@ -18,14 +23,12 @@ def open_file(path, flag=""):
     """Context with a regular file opened to read bytes. UserError, also if reading fails later.
     flag: text before the path in errors, such as "--x "."""
     # files are read twice, a pipe only once
-    require(os.path.isfile(path) or not os.path.exists(path),
-            f"{flag}{path}: cannot be read (it is not a file)")
+    require(os.path.isfile(path), f"{flag}{path}: there is no such file")
     try:
         with open(path, "rb") as file:
             yield file
-    except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        raise UserError(f"{flag}{path}: cannot be read "
-                        f"({getattr(error, 'strerror', None) or error})")
+    except OSError as error:
+        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
 
 
 def read_text(path, flag=""):
@@ -53,19 +56,18 @@ def loads(text):
         raise ValueError("is nested too deeply")
 
 
-def json_value(path):
+def read_json(path, kind=object, wanted=""):
+    """Value of a JSON file. UserError, also if it is no `kind`; wanted: that type in words."""
     text = read_text(path)
     try:
-        return loads(text)
+        value = loads(text)
     except ValueError as error:
         raise UserError(f"{path}: {error}")
-
-
-def read_object(path):
-    """Dict of a JSON file that holds an object. UserError."""
-    value = json_value(path)
-    require(isinstance(value, dict), f"{path}: holds a JSON {type(value).__name__}, not an object")
+    require(isinstance(value, kind), f"{path}: holds a JSON {type(value).__name__}, not {wanted}")
     return value
+
+
+read_object = partial(read_json, kind=dict, wanted="an object")
 
 
 def read_entries(path):
@@ -86,10 +88,10 @@ def read_entries(path):
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
     if start[:1] == b"{" and start[-1:] == b"}":
         return "line", read_lines
-    data = json_value(path)
-    data = [data] if isinstance(data, dict) and "messages" in data else data
-    require(isinstance(data, list), f"{path}: holds a JSON {type(data).__name__}, not a list of "
-            "samples with 'messages'")
+    data = read_json(path, (list, dict), "a list of samples")
+    if isinstance(data, dict):
+        require("messages" in data, f"{path}: is a JSON object without 'messages'")
+        data = [data]
     return "sample", lambda wanted: (entry for entry in enumerate(data) if wanted(entry[0]))
 
 
@@ -105,10 +107,69 @@ def drop_nulls(value):
 
 def table_rows(path):
     """Yield the rows of a parquet file as dicts without null fields. UserError."""
-    require_package("pyarrow", path)
     import pyarrow.parquet
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
             yield from map(drop_nulls, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as parquet ({first_line(error)})")
+
+
+# ---- Samples that cannot be used: some stop a run, others are dropped, and all are listed
+
+
+class Problem(NamedTuple):
+    """Why a sample cannot be used; str() is a line for its user."""
+    name: str           # its file and place in the file
+    check: str          # one of --drop_bad
+    reason: str
+    file: str
+    sample: int | None  # its number in a table
+
+    def __str__(self):
+        return f"{self.name}: {self.reason}"
+
+
+def problem(name, check, reason, file="", sample=None):
+    return Problem(one_line(name), check, one_line(reason), str(file), sample)
+
+
+class Problems:
+    """Counts problems by check, appends them to a folder's LIST at once, as audio may be encoded
+    for hours, and keeps the first SHOWN of those that stop the run."""
+
+    def __init__(self, drop=(), folder=None):
+        """drop: checks whose samples are dropped. folder: None writes no list."""
+        self.drop, self.path = drop, Path(folder) / LIST if folder else None
+        self.counts, self.n_fatal, self.shown = Counter(), 0, []
+
+    def add(self, problems):
+        lines = []
+        for p in problems:
+            self.counts[p.check] += 1
+            if p.check not in self.drop:
+                self.n_fatal += 1
+                self.shown = [*self.shown, p][:SHOWN]
+            entry = p.name.removeprefix(one_line(p.file)).strip(" :")
+            row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
+            lines.append(json.dumps(row) + "\n")
+        if lines and self.path:
+            from core.dist import error_names_file  # which imports torch
+            with error_names_file(self.path), open(self.path, "a") as file:
+                file.writelines(lines)
+
+    def settle(self, hint=""):
+        """Text with the number of samples that each check drops, or "". UserError with the problems
+        that stop the run, if any, and then `hint`."""
+        if self.n_fatal:
+            where = f"; all are in {self.path}" if self.path and self.n_fatal > SHOWN else ""
+            raise UserError(problem_text(self.shown, self.n_fatal) + where + hint)
+        where = f"; see {self.path}" if self.path and self.counts else ""
+        return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
+
+
+def settle(problems, drop=(), folder=None, hint=""):
+    """Problems.settle() of all `problems`; other arguments are those of Problems."""
+    collected = Problems(drop, folder)
+    collected.add(problems)
+    return collected.settle(hint)

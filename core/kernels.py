@@ -22,7 +22,7 @@ NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)"""
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
-FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.Scaler
+FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.loss_scaler
 RECOMPILE = 32      # shapes that a function is compiled for; then dynamo silently runs it eagerly
 
 

@@ -20,8 +20,6 @@ from core import json_files
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
              "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
              "A10": 125e12, "RTX 4090": 165e12}
-SMALL = 0.005       # a relative rise of the loss up to this is noise: seeds differ by more
-UNDERSTOOD, PARTLY = 0.15, 0.5      # highest WER of speech that is understood, or partly
 
 
 def duration(seconds):
@@ -30,13 +28,9 @@ def duration(seconds):
 
 
 def model_text(model, adapters):
-    """Line with the number of parameters. A byte of an NF4 layer holds two."""
+    """Line with the number of trained parameters."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    every = sum(p.numel() for p in model.parameters()) + sum(
-        m.in_features * m.out_features - m.weight.numel() for m in model.modules()
-        if hasattr(m, "nf4"))
-    return (f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
-            f"({'LoRA' if adapters else 'full'})")
+    return f"model      {trained / 1e6:,.3f} M trained parameters{' of LoRA' * bool(adapters)}"
 
 
 class StepTimer:
@@ -46,18 +40,12 @@ class StepTimer:
         self.sums, self.start = Counter(), time.monotonic()
 
     @contextlib.contextmanager
-    def waiting(self):
-        """Context in which this rank waits for data."""
+    def timed(self, name):
+        """Context whose seconds are "waited", for data, or "paused": validation and saves, which
+        do not count as training."""
         start = time.monotonic()
         yield
-        self.sums["waited"] += time.monotonic() - start
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Context whose time does not count as training: validation and saves."""
-        start = time.monotonic()
-        yield
-        self.start += time.monotonic() - start
+        self.sums[name] += time.monotonic() - start
 
     def count(self, work, slots):
         """Add a step. work: {"tokens", "samples", "flops"} of all ranks; slots: with padding."""
@@ -66,16 +54,15 @@ class StepTimer:
     def report(self, world):
         """{metric name: float} of all ranks' work since the last report. MFU is the model's FLOP/s
         divided by the bf16 peak of all GPUs."""
-        seconds, sums = time.monotonic() - self.start, self.sums
+        sums, seconds = self.sums, time.monotonic() - self.start - self.sums["paused"]
         self.sums, self.start = Counter(), time.monotonic()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20     # of kibibytes
         values = {"train/throughput": sums["tokens"] / seconds,
-                  "train/samples_per_second": sums["samples"] / seconds,
                   "train/step_seconds": seconds / sums["steps"], "train/memory_gib": memory,
                   "train/padding": 1 - sums["tokens"] / sums["slots"],
                   "train/data_wait_seconds": sums["waited"]}
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in sums.items()
-                   if name.endswith("_seconds")}
+                   if name == "samples" or name.endswith("_seconds")}
         if world.device.type == "cuda":
             import torch
             memory = torch.cuda.max_memory_allocated(world.device) / 2**30
@@ -98,10 +85,9 @@ class MetricsLog:
         from core import checkpoint, dist  # which import torch
         self.error_names_file = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
-        again = eval_due or not resumed_step    # a new run validates step 0 itself, if at all
-        kept = [row for row in read_metrics(self.path)
-                if row["step"] < resumed_step or row["step"] == resumed_step
-                and not (again and any(name.startswith("eval/") for name in row))]
+        kept = [row for row in read_metrics(self.path) if resumed_step and (
+            row["step"] < resumed_step or row["step"] == resumed_step
+            and not (eval_due and any(name.startswith("eval/") for name in row)))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
@@ -168,35 +154,27 @@ def curve(rows, name):
 
 
 def percent(share):
-    """0.98 -> "98 %", 0.925 -> "92.5 %". Rounding never gives 0 % or 100 %."""
-    shown = min(99.9, max(0.1, share * 100)) if 0 < share < 1 else share * 100
-    return f"{shown:.1f}".removesuffix(".0") + " %"
-
-
-def loss_clause(rows):
-    """Clause about the validation loss: first, best, last, and which model to take."""
-    losses = curve(rows, "eval/nll") or curve(rows, "eval/loss")
-    if not losses:
-        return "nothing was validated"
-    (_, start), (last, end) = losses[0], losses[-1]
-    best, step = min((value, step) for step, value in losses)
-    clause = f"validation loss was {start:.4f} at first, best at step {step} ({best:.4f})"
-    rise = (end - best) / max(abs(best), 1e-12)
-    model = f"checkpoint-{step}" if step else "the base model"
-    return clause + f" and {rise * 100:.1f} % higher at step {last}: take {model}" * (rise > SMALL)
-
-
-def speech_clause(wer):
-    degree = "" if wer <= UNDERSTOOD else "partly " if wer <= PARTLY else "not "
-    return f"speech is {degree}understood (word errors {percent(wer)})"
+    """0.98 -> "98 %", 0.925 -> "92.5 %"."""
+    return f"{round(share * 100, 1):g} %"
 
 
 def verdict(rows):
-    """[clause] about a run. rows: of its metrics.jsonl."""
-    stops = curve(rows, "eval/stop_rate")
-    return [loss_clause(rows), *(
-        f"{percent(share)} of the sample prompts ended by themselves" for _, share in stops[-1:])]
+    """[clause] about a run: its validation loss, which model to take, how the sample prompts ended.
+    rows: of its metrics.jsonl."""
+    losses, clauses = curve(rows, "eval/nll") or curve(rows, "eval/loss"), ["nothing was validated"]
+    if losses:
+        (_, start), (last, end) = losses[0], losses[-1]
+        best, step = min((value, step) for step, value in losses)
+        clauses = [f"validation loss was {start:.4f} at first, best at step {step} ({best:.4f})"]
+        rise = (end - best) / max(abs(best), 1e-12)
+        if rise > 0.005:    # less is noise: seeds differ by more
+            model = f"checkpoint-{step}" if step else "the base model"
+            clauses[0] += f" and {rise * 100:.1f} % higher at step {last}: take {model}"
+    for _, share in curve(rows, "eval/stop_rate")[-1:]:
+        clauses.append(f"{percent(share)} of the sample prompts ended by themselves")
+    return clauses
 
 
-def verdict_line(clauses):
-    return f"verdict    {'; '.join(clauses)}"
+def speech_clause(wer):
+    degree = "" if wer <= 0.15 else "partly " if wer <= 0.5 else "not "
+    return f"speech is {degree}understood (word errors {percent(wer)})"

@@ -8,9 +8,6 @@ from core import kernels
 from core.cli import UserError
 from core.dist import all_gather, all_max
 
-FIRST_SCALE, GROW = 65536.0, 2000       # loss scale of --fp16; it doubles after GROW good steps
-
-
 def build_adamw(named_parameters, lr, weight_decay, beta2):
     """Fused AdamW for take_step. Only matrices decay, but no embeddings (wte, wpe: GPT-2's)."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
@@ -68,39 +65,18 @@ def take_step(optimizer, lr, norm):
     return bad
 
 
-class Scaler:
-    """Scales the loss with --fp16; without it, does nothing. As torch.amp.GradScaler, but a step
-    overflowed, and is skipped, if the global gradient norm, the same on every rank, is not finite,
-    and no step waits for it."""
-
-    def __init__(self, device, enabled, saved=None):
-        """saved: result of saved() in a checkpoint."""
-        self.enabled, self.scale = enabled, 1.0
-        if not enabled:
-            return
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            kernels.FLASH = ()      # SDPA, sample by sample
-        # 0-d on the device; steps since the scale changed
-        self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
-
-    def unscale(self, parameters):
-        if not self.enabled:
-            return
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(grads, 1 / self.scale)
-
-    def update(self, bad):
-        """Adapt the scale after a step. bad: 0-d, 1 where it was skipped."""
-        if not self.enabled:
-            return
-        steps = torch.where(bad > 0, 0.0, self.steps + 1)
-        grown = torch.where(steps >= GROW, self.scale * 2, self.scale)
-        self.scale.copy_(torch.where(bad > 0, (self.scale / 2).clamp(min=1.0), grown))
-        self.steps.copy_(torch.where(steps >= GROW, 0.0, steps))
-
-    def saved(self):
-        """[scale, steps] as Python numbers, or None."""
-        return [self.scale.item(), self.steps.item()] if self.enabled else None
+def loss_scaler(device, enabled, saved=None):
+    """torch's GradScaler of --fp16. saved: its state_dict() in a checkpoint."""
+    scaler = torch.amp.GradScaler(device.type, enabled=enabled)
+    if not enabled:
+        return scaler
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        kernels.FLASH = ()      # SDPA, sample by sample
+    if isinstance(saved, list):     # of older checkpoints: scale, steps since it changed
+        saved = scaler.state_dict() | {"scale": saved[0], "_growth_tracker": int(saved[1])}
+    if saved:
+        scaler.load_state_dict(saved)
+    return scaler
 
 
 class StepMonitor:
@@ -112,31 +88,33 @@ class StepMonitor:
         self.world, self.sample_name = world, sample_name
         self.skipped, self.max_bad_steps, self.scaler = skipped, max_bad_steps, scaler
         self.in_a_row, self.stop, self.losses, self.pending = 0, False, [], None
-        self.host = torch.zeros(3, pin_memory=world.device.type == "cuda")
 
     def watch(self, loss, samples):
         """Note if a micro-step's loss is finite, and its sample numbers. No host sync."""
         self.losses.append((torch.isfinite(loss.detach()), list(samples)))
 
     def push(self, step, norm, stop, trains=True):
-        """Start to fetch the flags of the step just queued. norm: of its gradient, 0-d. stop: this
-        rank was asked to stop. trains: False if a norm of exactly 0 is correct. Collective."""
+        """Evaluate the flags of the previous step and start to fetch those of the step just queued.
+        norm: of its gradient, 0-d. stop: this rank was asked to stop. trains: False if a norm of
+        exactly 0 is correct. Collective. UserError as poll()."""
+        self.poll()
         norm = norm.to(self.world.device)       # with CPU offload it is on the host
         zero = (norm == 0).float() * trains
         flags = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
-        self.host.copy_(flags, non_blocking=True)
+        # into pinned memory, which the host may read after the event
+        host = flags.to("cpu", non_blocking=True)
         fetched = torch.cuda.current_stream().record_event() if flags.is_cuda else None
-        self.pending, self.losses = (step, self.losses, fetched), []
+        self.pending, self.losses = (step, self.losses, host, fetched), []
 
     def poll(self):
-        """Evaluate the flags of the last push, on every rank before the next push. UserError on all
-        ranks after max_bad_steps skipped steps in a row, or for a norm of exactly 0."""
+        """Evaluate the flags of the last push. Collective. UserError after max_bad_steps skipped
+        steps in a row, or for a norm of exactly 0."""
         if self.pending is None:
             return
-        (step, losses, fetched), self.pending = self.pending, None
+        (step, losses, host, fetched), self.pending = self.pending, None
         if fetched:
             fetched.synchronize()
-        bad, zero, stop = (bool(flag) for flag in self.host.tolist())
+        bad, zero, stop = (bool(flag) for flag in host.tolist())
         self.stop |= stop
         if zero:
             raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
@@ -147,7 +125,7 @@ class StepMonitor:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         mine = {self.sample_name(i) for finite, samples in losses if not finite for i in samples}
         names = sorted(set().union(*all_gather(self.world, mine)))
-        if not names and self.scaler and self.scaler.scale > 1:     # the scale is still too large
+        if not names and self.scaler and self.scaler.get_scale() > 1:   # it is still too large
             self.in_a_row = 0
         text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
                 + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names

@@ -91,7 +91,7 @@ class _NF4Product(torch.autograd.Function):
 
 class NF4Linear(FrozenLinear):
     """A linear layer whose weight is packed by pack()."""
-    nf4 = True          # read by metrics.py
+    nf4 = True          # read by packed_lm.py
 
     def product(self, rows):
         rows = rows.to(kernels.stream_dtype(rows))

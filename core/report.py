@@ -1,13 +1,11 @@
 """One HTML page about a run: verdict, settings, curves, spoken samples, evaluations.
 
     python core/report.py output_dir            # output_dir/report.html; open it in any browser
-    python core/report.py output_dir --samples before after
     python core/report.py output_dir --check_fell       # exit status 1 unless the loss fell
 
 Reads metrics.jsonl of any trainer, also during the run. The page has no scripts and loads nothing.
 """
 import base64
-import itertools
 import re
 import statistics
 import sys
@@ -17,9 +15,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of core/
 
 from core import cli, json_files, metrics
-from core.cli import require
 
-WIDTH, HEIGHT, LEFT = 420, 200, 70
 BEFORE = "before", "base"   # folders and evaluations with these prefixes come first
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and most samples of a step
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
@@ -28,7 +24,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 16px; overflow-wrap: anywhere }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
-figure {{ margin: 0 }} svg, audio {{ width: 100% }} svg {{ font-size: 12px }}
+figure {{ margin: 0 }} svg, audio {{ width: 100% }} svg {{ border: 1px solid #8886 }}
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886 }} pre {{ white-space: pre-wrap }}
 </style><h1>{title}</h1>{body}</html>
 """
@@ -44,43 +40,29 @@ def shown(value):
     return "–" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def read_evaluations(run):
-    """[{"name", "metrics", ...}] of the evaluation.json files in a folder. Raises UserError."""
-    evaluations = [{"name": path.parent.name} | cli.remove_secrets(json_files.read_object(path))
-                   for path in sorted(run.rglob("evaluation.json")) if path.is_file()]
-    return sorted(evaluations, key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
-
-
 def evaluation_table(evaluations):
-    """HTML table with a row for each metric and a column for each evaluation."""
-    rows = [["", *(evaluation["name"] for evaluation in evaluations)],
-            ["verdict", *(evaluation.get("verdict", "") for evaluation in evaluations)]]
-    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation["metrics"]):
-        rows.append([name, *(shown(evaluation["metrics"].get(name)) for evaluation in evaluations)])
+    """HTML table with a row for each metric and a column for each evaluation.json."""
+    rows = [["", *(e["name"] for e in evaluations)],
+            ["verdict", *(e.get("verdict", "") for e in evaluations)]]
+    for name in dict.fromkeys(name for e in evaluations for name in e["metrics"]):
+        rows.append([name, *(shown(e["metrics"].get(name)) for e in evaluations)])
     lines = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
     return f"<table>{lines}</table>"
 
 
 def chart(title, curves):
-    """<figure> of {label: [(step, value)]}."""
+    """<figure> of {label: [(step, value)]}, with the ranges of both axes below."""
     steps, values = zip(*(point for curve in curves.values() for point in curve))
     first, last, low, high = min(steps), max(steps), min(values), max(values)
-
-    def place(step, value):
-        return (round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1),
-                round(10 + (high - value) / (high - low or 1) * (HEIGHT - 40), 1))
-
-    labels = [(*place(first, value), f"{value:.4g}") for value in {low, high}]
-    labels += [(place(step, low)[0], HEIGHT - 8, f"{step:,}") for step in {first, last}]
-    parts = [f'<text x="{x - 6}" y="{y}" text-anchor="end" fill="#808894">{text}</text>'
-             for x, y, text in labels]
-    legend = ""
+    lines = legend = ""
     for (name, curve), color in zip(curves.items(), COLORS * len(curves)):
-        points = " ".join(f"{x},{y}" for x, y in itertools.starmap(place, curve))
-        parts.append(f'<polyline fill="none" stroke="{color}" points="{points}"/>')
+        points = " ".join(f"{(step - first) / (last - first or 1) * 400:.1f},"
+                          f"{5 + (high - value) / (high - low or 1) * 190:.1f}"
+                          for step, value in curve)
+        lines += f'<polyline fill="none" stroke="{color}" points="{points}"/>'
         legend += f' <span style="color:{color}">{escape(name)} {curve[-1][1]:.4g}</span>'
-    return (f"<figure><b>{escape(title)}</b>{legend}"
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>')
+    return (f'<figure><b>{escape(title)}</b>{legend}<svg viewBox="0 0 400 200">{lines}</svg>'
+            f"{low:.4g} to {high:.4g}, steps {first:,} to {last:,}</figure>")
 
 
 def charts(rows):
@@ -92,79 +74,67 @@ def charts(rows):
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
             curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    figures = "".join(chart(title, lines) for title, lines in curves.items())
-    return figures and f'<div class="grid">{figures}</div>'
-
-
-def read_samples(folder):
-    """Yield (prompt, text, HTML) of a folder's first .wav files by name. Links are skipped: in a
-    folder of somebody else they may lead to any file."""
-    def is_inside(path):
-        return path.is_file() and not path.is_symlink()
-    for path in sorted(filter(is_inside, folder.glob("*.wav")), key=natural_key)[:SAMPLES]:
-        notes = path.with_suffix(".json")
-        sample = cli.remove_secrets(json_files.read_object(notes)) if is_inside(notes) else {}
-        facts = [f"{name} {shown(sample[name])}" for name in FACTS if sample.get(name) is not None]
-        sound = base64.b64encode(path.read_bytes()).decode()
-        yield path.stem, str(sample.get("text", "")), (
-            f"<figure>{escape(folder.resolve().name)}<audio controls preload=metadata "
-            f'src="data:audio/wav;base64,{sound}"></audio>{escape(" · ".join(facts))}</figure>')
+    return '<div class="grid">' + "".join(map(chart, curves, curves.values())) + "</div>"
 
 
 def samples_html(run, folders):
-    """HTML of a run's samples and of --samples, a row per prompt. UserError."""
+    """HTML of a run's samples and of --samples, a row per prompt. UserError. Links are skipped: in
+    a folder of somebody else they may lead to any file."""
     rows, steps = {}, sorted((run / "samples").glob("step-*"), key=natural_key)
     steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
-        require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
+        cli.require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):
-        for prompt, text, cell in read_samples(folder):
-            rows.setdefault((prompt, text), []).append(cell)
+        sounds = [path for path in folder.glob("*.wav") if path.is_file() and not path.is_symlink()]
+        for path in sorted(sounds, key=natural_key)[:SAMPLES]:
+            notes, sample = path.with_suffix(".json"), {}
+            if notes.is_file() and not notes.is_symlink():
+                sample = cli.remove_secrets(json_files.read_object(notes))
+            facts = " · ".join(f"{fact} {shown(sample[fact])}" for fact in FACTS
+                               if sample.get(fact) is not None)
+            sound = base64.b64encode(path.read_bytes()).decode()
+            rows.setdefault((path.stem, str(sample.get("text", ""))), []).append(
+                f"<figure>{escape(folder.resolve().name)}<audio controls preload=metadata "
+                f'src="data:audio/wav;base64,{sound}"></audio>{escape(facts)}</figure>')
     return "".join(f'<h3>{escape(name)}</h3><p>{escape(text)}</p>'
                    f'<div class="grid">{"".join(rows[name, text])}</div>'
                    for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
 
 
-def write_report(run, rows, folders):
-    """Write the page of a run and print a line about it. folders: of --samples. UserError."""
-    evaluations = read_evaluations(run)
-    saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
-    saved = ", ".join(sorted(saved, key=natural_key)) or "none yet"
-    config = run / cli.CONFIG
-    flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
-    clauses = metrics.verdict(rows) + [
-        f"{e['name']}: {metrics.speech_clause(e['metrics']['wer'])}" for e in evaluations
-        if e["metrics"].get("wer") is not None]
-    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}." for clause in clauses)
-    last = max((row["step"] for row in rows), default=0)
-    parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: {saved}",
-             "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
-             "Samples": samples_html(run, folders),
-             "Evaluation": evaluations and evaluation_table(evaluations)}
-    body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
-    page = PAGE.format(title=escape(run.resolve().name), body=body)
-    output, temporary = run / "report.html", run / ".report.html.tmp"
-    temporary.unlink(missing_ok=True)       # it may be a link to another file
-    temporary.write_text(page, encoding="utf-8", errors="replace")
-    temporary.replace(output)
-    print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
-
-
-if __name__ == "__main__":
-    p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run.")
-    p.add_argument("output_dir", type=Path, help="folder of a run")
-    p.flag("--samples", [], "more folders of .wav files", nargs="+", type=Path, metavar="FOLDER")
-    p.switch("--check_fell", "exit with status 1 unless the training loss fell")
-    args = cli.parse(p)
-    path = args.output_dir / "metrics.jsonl"
-    require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
-    rows = metrics.read_metrics(path)
-    write_report(args.output_dir, rows, args.samples)
-    if args.check_fell:     # compares the means of the first and the last fifth
-        losses = [value for _, value in metrics.curve(rows, "train/loss")]
-        require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
-        fifth = max(1, len(losses) // 5)
-        first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
-        how = "fell" if last < first else "DID NOT FALL"
-        print(f"train/loss {first:.3f} -> {last:.3f} {how}")
-        sys.exit(how != "fell")
+p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run.")
+p.add_argument("output_dir", type=Path, help="folder of a run")
+p.flag("--samples", [], "more folders of .wav files", nargs="+", type=Path, metavar="FOLDER")
+p.switch("--check_fell", "exit with status 1 unless the training loss fell")
+args = cli.parse(p)
+run = args.output_dir
+path, config, output = run / "metrics.jsonl", run / cli.CONFIG, run / "report.html"
+cli.require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
+rows = metrics.read_metrics(path)
+evaluations = [{"name": path.parent.name} | cli.remove_secrets(json_files.read_object(path))
+               for path in sorted(run.rglob("evaluation.json")) if path.is_file()]
+evaluations.sort(key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
+clauses = metrics.verdict(rows) + [
+    f"{e['name']}: {metrics.speech_clause(e['metrics']['wer'])}" for e in evaluations
+    if e["metrics"].get("wer") is not None]
+clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}." for clause in clauses)
+last = rows[-1]["step"] if rows else 0
+saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
+saved = ", ".join(sorted(saved, key=natural_key)) or "none yet"
+flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
+parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: {saved}",
+         "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
+         "Samples": samples_html(run, args.samples),
+         "Evaluation": evaluations and evaluation_table(evaluations)}
+body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
+page = PAGE.format(title=escape(run.resolve().name), body=body)
+output.unlink(missing_ok=True)      # it may be a link to another file
+output.write_text(page, encoding="utf-8", errors="replace")
+print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
+if args.check_fell:     # compares the means of the first and the last fifth
+    losses = [value for _, value in metrics.curve(rows, "train/loss")]
+    cli.require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
+    fifth = max(1, len(losses) // 5)
+    first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
+    how = "fell" if last < first else "DID NOT FALL"
+    print(f"train/loss {first:.3f} -> {last:.3f} {how}")
+    sys.exit(how != "fell")

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch._utils import ExceptionWrapper
 
-from core import checkpoint, cli, dist, metrics
+from core import checkpoint, cli, dist, json_files, metrics
 from core.cli import require
 from core.dist import FAILED, GRACE_S
 
@@ -77,7 +77,7 @@ def open_output(args, world):
     kind = "bf16" if args.bf16 else "fp16" if getattr(args, "fp16", False) else "fp32"
     print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
     checkpoint.claim_output(args.output_dir)
-    for name in (MARKER, "stop"):
+    for name in (MARKER, "stop", json_files.LIST):
         (Path(args.output_dir) / name).unlink(missing_ok=True)
     if "tensorboard" in args.report_to:
         checkpoint.prepare_folder(args.logging_dir, "--logging_dir")
@@ -123,7 +123,7 @@ def end(args, log, step, total_steps, stopping, result):
         else:
             print(f"done       step {step}; {result}; final checkpoint "
                   f"{Path(args.output_dir) / f'checkpoint-{step}'}")
-            print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
+            print("verdict   ", "; ".join(metrics.verdict(metrics.read_metrics(log.path))))
     dist.finish()
 
 

@@ -26,8 +26,8 @@ from torch.distributions import Binomial
 
 from core import dist, packing
 from core.cli import require
-from core.problems import problem as bad_problem
-from core.problems import settle
+from core.json_files import problem as bad_problem
+from core.json_files import settle
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
 from diffusion.problems import read_problems
 
@@ -108,7 +108,7 @@ def make_document(regions, tokens, layout):
 
 def make_documents(problems, tokens, layout, bad, path=""):
     """Documents of a list of Problems from the file `path`; UserError if none is usable. Adds
-    problems that are too long or hold a special token to bad (as core's problems.Problem)."""
+    problems that are too long or hold a special token to bad (as json_files.Problem)."""
     kept, arrays, counts = [], [], []
     for p in problems:
         regions, fault = regions_of(p, tokens, layout), None

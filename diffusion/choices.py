@@ -128,7 +128,6 @@ def check_flags(args, world_size, parser):
     args.global_batch_size = total or args.problems_per_batch * args.gradient_accumulation_steps
     cli.check_trainer(args, world_size, parser)
     cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
-    cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
     cli.below_one(args, "ema_decay")
     cli.check_drop_bad(args, CHECKS)
     chat, hdp, demo = args.system == "chat", args.system == "hdp", args.demo is not None

@@ -20,7 +20,7 @@ import torch
 
 from core import checkpoint, cli, dist
 from core.cli import UserError, require
-from core.problems import settle
+from core.json_files import settle
 from diffusion import blocks, choices, elbo
 from diffusion.problems import Problem
 from diffusion.sample_bd3lm import (Sampling, answer, answer_flags, check_flags, ids_state,

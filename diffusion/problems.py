@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from core import json_files
 from core.cli import UserError, first_line, require
-from core.problems import problem, settle
+from core.json_files import problem, settle
 
 END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",),

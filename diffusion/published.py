@@ -42,7 +42,7 @@ import torch
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
-from core.problems import problem
+from core.json_files import problem
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
 

@@ -288,7 +288,7 @@ batches = packing.iterate(packing.pack_loader(rows.members, packs, partial(
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
-    with timer.paused():
+    with timer.timed("paused"):
         eval_due = stopping = validate() is None
         if not (stopping and resume):
             save()      # again, to record the validation
@@ -307,7 +307,7 @@ while step < total_steps and not stopping and stale < patience:
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
         watch.report_progress(f"loading data for step {step + 1}")
-        with timer.waiting():
+        with timer.timed("waited"):
             batch = next(batches)
         # the first step may compile for minutes
         watch.report_progress(f"step {step + 1}", args.wait_timeout if step == start_step else None)
@@ -342,7 +342,7 @@ while step < total_steps and not stopping and stale < patience:
     average.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step, as this one is still running
+    # evaluates the previous step, as this one is still running
     monitor.push(step, norm, bool(run.stop_asked(args.output_dir)))
 
     # log: the host waits for the device here
@@ -375,7 +375,7 @@ while step < total_steps and not stopping and stale < patience:
     if eval_due or saving:      # the host waits anyway
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
-    with timer.paused():
+    with timer.timed("paused"):
         if eval_due and not stopping:
             improved = validate()
             # asked to stop during validation: the next start validates first

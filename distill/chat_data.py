@@ -19,7 +19,7 @@ from core.chat import numbered_lines, question, read_records, to_json
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.packing import Column, map_chunks
-from core.problems import Problems, problem
+from core.json_files import Problems, problem
 
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together

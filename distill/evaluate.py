@@ -363,7 +363,7 @@ def write_report(args, rows, data, answers, measures, closed, goal):
         lines.append(f"note       {leaked:,} lines left out: their text was trained as well")
     if kept := data.get("unrelated_lines_left_out"):
         lines.append(f"note       {kept:,} lines of --unrelated left out: --keep trained them")
-    lines.append(metrics.verdict_line(clauses))
+    lines.append(f"verdict    {'; '.join(clauses)}")
     samples = [{"id": row["id"], "question": row["question"], "held out": row["answer"],
                 **{name: column[i].text for name, column in answers.items()}}
                for i, row in enumerate(rows)]

@@ -296,7 +296,7 @@ class Keeper:
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):
                     loss, *_ = self.model(batch)
-                (loss * (size * self.args.keep_weight / targets * scale)).backward()
+                scale(loss * (size * self.args.keep_weight / targets)).backward()
             total += loss.detach()
         total = dist.all_reduce(self.world, total).item()
         if log:

@@ -87,7 +87,6 @@ def check_flags(args, world_size):
     cli.check_precision(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
-    cli.zero_or_more(args, "distill_topk")
     if any(getattr(args, name) != p.get_default(name) for name in DISTILLING):
         from distill import teaching
         teaching.check_flags(args, p)
@@ -239,7 +238,7 @@ causal_lm.stop_at(model.native, table.ends)     # a base model may not name them
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               args.adam_beta2)
-scaler = optim.Scaler(device, args.fp16, state.get("scaler"))
+scaler = optim.loss_scaler(device, args.fp16, state.get("scaler"))
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoint.restore(world, resume, model, optimizer)
@@ -297,7 +296,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
-        "skipped": monitor.skipped, "scaler": scaler.saved(), "unlogged": unlogged,
+        "skipped": monitor.skipped, "scaler": scaler.state_dict(), "unlogged": unlogged,
         "args": cli.safe_flags(args)}, split=causal_lm.split_experts)
 
 
@@ -320,7 +319,7 @@ start_step, timer = step, metrics.StepTimer()
 def next_batch():
     """This rank's next batch, on the device."""
     watch.report_progress(f"loading data for step {step + 1}")
-    with timer.waiting():
+    with timer.timed("waited"):
         batch = next(batches).to(device)
     compiling = args.compile and step == start_step     # takes minutes
     watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
@@ -349,25 +348,24 @@ while step < total_steps and not stopping:
             with dist.autocast(device, dtype):
                 loss, *others = wrapped(batch)      # sums over this batch's targets
             # gradients are averaged over ranks, the loss is a mean over all ranks' targets
-            scale = world.size / work["targets"] * scaler.scale
-            (loss * scale).backward()
+            scaler.scale(loss * (world.size / work["targets"])).backward()
         monitor.watch(loss, mine)
         step_sums += torch.stack([loss.detach(), *others])
     if keeper:
         keeper.backward(step, scaler.scale, log)
 
     # clip
-    scaler.unscale(trainable)
+    scaler.unscale_(optimizer)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
     bad = optim.take_step(optimizer, lr, norm).to(device)
-    scaler.update(bad)
+    scaler.update()
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
-    monitor.poll()      # of the previous step, as this one is still running
+    # evaluates the previous step, as this one is still running
     monitor.push(step, norm, bool(run.stop_asked(args.output_dir)),
                  trains=bool(work["targets"]))
 
@@ -383,7 +381,7 @@ while step < total_steps and not stopping:
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if args.fp16:
-            values["train/loss_scale"] = scaler.scale.item()
+            values["train/loss_scale"] = scaler.get_scale()
         if main_rank:
             log.write(step, values)
         print0(packed_lm.train_line(step, total_steps, values))
@@ -394,7 +392,7 @@ while step < total_steps and not stopping:
     if eval_due or saving:      # the host waits anyway
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
-    with timer.paused():
+    with timer.timed("paused"):
         if eval_due and not stopping:
             improved = validate()
             eval_due = stopping = improved is None      # asked to stop: the next start validates

@@ -136,7 +136,7 @@ def main(before, after):
         if row is trained:
             evaluation["verdict"] = "; ".join(clauses)
         checkpoint.write_json(Path(folder) / "evaluation.json", evaluation)
-    print(metrics.verdict_line(clauses))
+    print(f"verdict    {'; '.join(clauses)}")
     return bool(failed)
 
 

@@ -518,7 +518,7 @@ def open_files(files, columns):
     require(len(files) == 1, f"{path}: is one of {len(files)} lists; give one")
     if path.suffix not in (".json", ".jsonl"):
         return open_table(path, columns)
-    whole = json_files.json_value(path) if path.suffix == ".json" else None
+    whole = json_files.read_json(path) if path.suffix == ".json" else None
     if isinstance(whole, dict) and isinstance(whole.get("samples"), list):      # metadata.json
         unit, numbered = "sample", enumerate(whole["samples"])
     else:
@@ -719,7 +719,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     problems: a list that takes the Problems of rows that cannot be used. held_out: take the rows
     whose `split` says validation data, or all if none does. settings: of Reading."""
     from core import checkpoint         # late: these import torch, which --help does not need
-    from core.problems import problem
+    from core.json_files import problem
     out_path, reading = Path(out_path), Reading(**settings)
     files = Path(source).rglob("*") if os.path.isdir(source) else map(Path, glob.glob(str(source)))
     archives = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
@@ -797,7 +797,7 @@ def main(argv=None):
     args = cli.parse(p, lambda args, _: check_columns(args.columns), argv)
     from speech import dataset      # late: it imports torch
     to_chatml(args.source, args.output, problems := [], columns=args.columns)
-    print("\n".join(problems[:20]))
+    print(*problems[:20], sep="\n")
     for sample in itertools.islice(dataset.read_samples(args.output, []), 1):
         print(f"first sample: {one_line(sample_text(sample))}")
 

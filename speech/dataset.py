@@ -35,7 +35,7 @@ from core import checkpoint, json_files
 from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, map_chunks, token_lists
-from core.problems import Problem, problem
+from core.json_files import Problem, problem
 from speech.conversations import (CHATML, FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading,
                                   Sample, canonical_sample, is_chatml, sample_name, sample_text,
                                   source_paths)

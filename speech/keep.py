@@ -113,9 +113,9 @@ class Keeper:
         positions = (divmod(turn * count + i, self.order.packs_per_epoch) for i in range(count))
         return [self.order.window(epoch, pack).tolist() for epoch, pack in positions]
 
-    def backward(self, wrapped, collate, world, step, micro, autocast, scale=1.0):
+    def backward(self, wrapped, collate, world, step, micro, autocast, scale):
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
-        its number of cells. scale: loss scale under --fp16.
+        its number of cells. scale: GradScaler.scale.
 
         The divergence is divided by the cells of the step's packs on all ranks. The training pass
         that follows reduces the gradients over ranks."""
@@ -132,7 +132,7 @@ class Keeper:
             loss = total_loss(divergence, cells, 0.0, 1, 0.0)
             # so that the average over all steps has the given weight
             weight = self.args.keep_weight * self.args.keep_every * world.size
-            (loss * (weight * scale)).backward()
+            scale(loss * weight).backward()
         sums[0] = divergence.detach().sum()
         sums[1] = float(self.targets[mine].sum())
         return sums

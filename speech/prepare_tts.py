@@ -72,7 +72,7 @@ if ARGS and ARGS.device == "cpu":
 import numpy as np
 
 from core import checkpoint, dist, run
-from core.problems import LIST, Problems
+from core.json_files import LIST, Problems
 from speech import weights
 from speech.conversations import FRAME_RATE
 from speech.dataset import (PREPARED, audio_numbers, codec_fingerprint, ensure_codes,
@@ -200,6 +200,7 @@ def main():
     require(args.device != "cuda" or world.device.type == "cuda",
             "--device cuda: there is no GPU here")
     dist.rank0(world, checkpoint.claim_output, args.output_dir)
+    dist.rank0(world, (Path(args.output_dir) / LIST).unlink, True)      # of an earlier run
     folder, config_dict, codec_dir = weights.find_files(
         world, args.model_path, args.audio_tokenizer_path)
     module = weights.module(config_dict)

@@ -119,7 +119,7 @@ def test_answers_of_weight_0_are_context(tokenizer, tmp_path):
     refused, = encoder(tokenizer, QWEN, "last").encode([talk])
     assert "no answer to train" in str(refused)
     problems, path = [], chats.write(tmp_path / "chats.jsonl", [talk, [SINGLE[0], SINGLE[1] | {"weight": 0.5}]])
-    assert len(list(chat.read_records(path, problems))) == 1 and "has the weight 0.5" in problems[0]
+    assert len(list(chat.read_records(path, problems))) == 1 and "has the weight 0.5" in str(problems[0])
 
 
 TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"properties": {"word": {"type": "string"}}}}}

@@ -31,6 +31,7 @@ def test_defaults():
 
 @pytest.mark.parametrize("words, message", [
     (["--learn", "1e-4"], "unrecognized arguments: --learn 1e-4"),
+    (["--gradient_checkpointing", "selective"], "--gradient_checkpointing: invalid choice: 'selective'"),
     (["--use_lora", "maybe"], "--use_lora: invalid choice: 'maybe'")])
 def test_refused_flags_in_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -54,7 +55,7 @@ def test_names_that_hugging_face_users_know():
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
     (["--deepspeed", "zero2"], "--parallel zero2: there are ddp, fsdp, hsdp"),
     (["--parallel", "hsdp:3"], "1 rank cannot be cut into groups of 3"),
-    (["--gradient_checkpointing", "selective", "--compile"], "selective does not go with --compile"),
+    (["--parallel", "hsdp:0"], "--parallel hsdp:0: there are ddp, fsdp, hsdp"),
     (["--bf16", "--fp16"], "give --bf16 or --fp16, not both"),
     (["--fp16", "--parallel", "fsdp"], "--fp16 needs --parallel ddp"),
     (["--float8", "--bf16", "--compile"], "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp")])
@@ -111,7 +112,7 @@ def test_only_a_dry_run_ends_at_once_on_other_ranks(monkeypatch):
 
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
     """The file has no derived values: they would conflict with the flags that they come from."""
-    words = ["--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none", "--parallel",
+    words = ["--drop_bad", "too_long", "--gradient_checkpointing", "all", "--resume", "none", "--parallel",
              "fsdp", "--no-reshard_after_forward", "--global_batch_size", "8", "--logging_dir", "a: #b 'c' \"d\" ö"]
     args = cli.parse(*script_flags(), [*REQUIRED, *words])
     again = configured(tmp_path, cli.config_text(args, "train_v2_ddp.py"))

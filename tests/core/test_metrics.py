@@ -76,9 +76,9 @@ def test_speed_without_pauses(monkeypatch):
         for _ in range(steps):
             now += 0.5
             timer.count({"tokens": 100, "samples": 2, "flops": 1}, 125)
-        with timer.paused():        # a validation
+        with timer.timed("paused"):        # a validation
             now += 60
-        with timer.waiting():
+        with timer.timed("waited"):
             pass
         values = timer.report(world)
         assert values["train/step_seconds"] == 0.5 and values["train/throughput"] == 200

@@ -83,7 +83,7 @@ def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
 
 
 def test_overflows_of_a_scaled_loss_do_not_end_a_run_but_nan_losses_do():
-    monitor = new_monitor(scaler=optim.Scaler(torch.device("cpu"), True))
+    monitor = new_monitor(scaler=optim.loss_scaler(torch.device("cpu"), True))
     for step in range(5):
         push(monitor, step, math.inf)
     monitor.poll()

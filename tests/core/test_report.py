@@ -12,7 +12,7 @@ from html import escape
 import pytest
 
 from core import cli
-from core.metrics import MetricsLog, loss_clause
+from core.metrics import MetricsLog, verdict
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -106,4 +106,5 @@ def test_check_fell(tmp_path, losses, status, words):
 
 def test_a_base_that_stays_the_best_has_no_checkpoint():
     """The base was validated before the first step."""
-    assert loss_clause([{"step": step, "eval/loss": 2 + step} for step in range(4)]).endswith("take the base model")
+    clause, = verdict([{"step": step, "eval/loss": 2 + step} for step in range(4)])
+    assert clause.endswith("take the base model")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core import report
+from core.json_files import read_object
 from distill import evaluate as script
 from tests.helpers import chats, scripts, students
 
@@ -149,7 +149,7 @@ def test_accuracy_is_that_of_the_rows(whole):
     assert measured["base + prompt: tokens in"] > measured["student: tokens in"] + 20
     assert measured["base + prompt: kl"] == 0 < measured["student: kl"]
     assert re.match(r" {9,}base  +base \+ prompt  +student\n", (out / "evaluation.txt").read_text())
-    assert report.read_evaluations(out)[0]["metrics"]["student: accuracy"] is not None
+    assert read_object(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
 
 
 @pytest.mark.parametrize("template, thinking, tools", [

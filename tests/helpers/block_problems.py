@@ -1,5 +1,5 @@
 """Layouts of all kinds, and the demo's problems in them, for the tests of block diffusion."""
-from core.problems import settle
+from core.json_files import settle
 from diffusion import blocks
 from diffusion.choices import Layout
 from diffusion.problems import load_tokenizer, read_problems

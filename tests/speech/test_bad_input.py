@@ -66,7 +66,7 @@ def test_samples(tmp_path):
     samples = [{**entry, "misc": {"sample_id": "s1"}} for bad, _ in SAMPLES for entry in (sample(*SPEECH), bad)]
     path, problems = write_samples(tmp_path, samples), []
     assert len(list(read_samples(path, problems))) == len(SAMPLES) == len(problems)
-    for number, (problem, (_, message)) in enumerate(zip(problems, SAMPLES), 1):
+    for number, (problem, (_, message)) in enumerate(zip(map(str, problems), SAMPLES), 1):
         assert problem.startswith(f"{path} sample {2 * number} (s1): ") and message in problem
 
 
@@ -118,6 +118,8 @@ def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):
         rows = [json.loads(line) for line in (tmp_path / name / "problems.jsonl").read_text().splitlines()]
         assert {row["file"] for row in rows} == {str(path)}
         return [(int(row["entry"].split()[1]) - 1, row["check"]) for row in rows]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "problems.jsonl").write_text("of an earlier run\n")
     assert_refused(run(*flags, name="one"), "2 problems:", "sample 2", "role 'nobody'", "sample 4", "control token")
     assert read_problems("one") == [(1, "invalid"), (3, "control_token")]
     (data / "gone.csv").write_text("audio,text\nspeech/0000_speaker0.wav,Hi.\ngone.csv,Ho.\ngone.wav,Ha.\n")

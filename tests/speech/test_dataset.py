@@ -7,7 +7,7 @@ import soundfile
 import torch
 
 from core.dist import World
-from core.problems import Problems
+from core.json_files import Problems
 from data import make_table, split_validation
 from speech.conversations import CHECKS, Clip
 from speech.dataset import Encoding, Sources, TableBuilder, read_all
@@ -43,6 +43,7 @@ def files_of(sources, tools, folder, processes):
     """({file name: bytes} of the table of (training source, validation source), its clips, its problems)."""
     train, held_out = sources
     builder = TableBuilder(*tools, folder)
+    (folder.parent / "problems.jsonl").unlink(missing_ok=True)
     problems = Problems(CHECKS, folder.parent)
     read_all(builder, Sources([(train, 1.0)], held_out, processes=processes), problems)
     problems.settle()

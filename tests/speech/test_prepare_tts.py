@@ -89,12 +89,10 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
     reading = Reading(reference="same_speaker")
     direct = opened(tiny, tokenizer, ids, [(speech, 1.0)], tmp_path / "a", reading=reading)
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "problems.jsonl").write_text("of an earlier start\n")     # each start must replace them
     mapped = opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "b")
     assert direct.fingerprint(np.arange(24)) == mapped.fingerprint(np.arange(24)) and len(mapped) == 24
     samples = SpeechSamples(mapped, ids)        # reads codes from the present folder
     assert [len(samples[i]["input_ids"]) for i in range(24)] == direct.lengths.tolist()
-    assert not (tmp_path / "b" / "problems.jsonl").exists()
     half = opened(tiny, tokenizer, ids, [(folder, 0.5)], tmp_path / "c")
     assert len(split_samples(half, 0, 42)[0]) == 12
     with pytest.raises(UserError, match="a prepared folder is given alone; prepare all data together"):
