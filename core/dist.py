@@ -6,13 +6,14 @@ audio, slow disks), where NCCL's watchdog would fire.
 
 The first rank that raises records this in the run's store, prints the error (sys.excepthook) and
 exits; torchrun then asks the other ranks of its node to stop. A rank whose error only follows from
-that failure prints nothing. run.Watchdog ends ranks that wait in a collective.
+that failure prints nothing. core/watchdog.py ends ranks that wait in a collective.
 """
 import contextlib
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +38,7 @@ COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnect
                      "Broken pipe", "TCPStore")
 
 _world = None   # this process's World, for report_error
+disarmed = threading.Event()    # set at the end of a run: from then on no rank waits for another
 
 
 @dataclass

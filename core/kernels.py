@@ -198,7 +198,7 @@ def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
 
 
 def recompute(layers, enabled):
-    """Whether layers keep only their input for the backward pass, which computes them again. It is
+    """Let layers keep only their input for the backward pass, which computes them again. It is
     transformers' switch of a decoder layer. Gradients are bit-equal."""
     for layer in layers:
         layer.gradient_checkpointing = bool(enabled)

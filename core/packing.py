@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from core.cli import UserError
+from core.cli import UserError, first_line, require
 from core.dist import error_names_file
 from core.run import BLOCKED_SIGNALS, init_loader
 
@@ -182,6 +182,11 @@ def iterate(loader):
             yield from batches
         except UserError as error:
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
+        except RuntimeError as error:       # only the cause names a signal
+            reason = str(error.__cause__ or error)
+            require(not reason.startswith("DataLoader worker"), f"{first_line(reason)}; if memory "
+                    "was short, give a smaller --num_workers or --preprocess_num_proc")
+            raise
         finally:        # else an error's traceback keeps the processes, and the exit waits for them
             if loader.num_workers:
                 batches._shutdown_workers()

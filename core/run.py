@@ -1,13 +1,9 @@
-"""Start, stop and end of a trainer, and a watchdog. The loop is in each script.
+"""Start, stop and end of a trainer. The loop is in each script.
 
 SIGTERM and SIGUSR1 only set a flag. The loop checks it, saves, leaves OUTPUT_DIR/requeue for the
-launcher and exits with status 0. A thread of each rank reports the progress of its main thread to
-the run's store. If a rank exceeds its time limit, the slowest ranks are named and print their
-stacks, and all ranks exit with status 1 before the process group's limit. A frozen process is
-noticed in any phase, after the limit of a step.
+launcher and exits with status 0.
 """
 import atexit
-import json
 import multiprocessing.queues
 import os
 import shutil
@@ -15,7 +11,6 @@ import signal
 import sys
 import tempfile
 import threading
-import traceback
 from pathlib import Path
 
 import torch
@@ -23,21 +18,26 @@ from torch._utils import ExceptionWrapper
 
 from core import checkpoint, cli, dist, json_files, metrics
 from core.cli import require
-from core.dist import FAILED, GRACE_S
+from core.dist import GRACE_S
 
 MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
 BLOCKED_SIGNALS = (*cli.SIGNALS, signal.SIGINT)        # blocked while a loader process starts
-JUDGES = 8      # ranks that look for hanging ones; several, as some may be frozen
-_disarmed = threading.Event()
 
 
 class Stopped(Exception):
     """The run was asked to stop before its first step. Raised on all ranks."""
 
 
+class Unwatched:
+    """In place of the watchdog in a single process."""
+
+    def report_progress(self, where, limit_s=None):
+        pass
+
+
 def start(args):
-    """(World, Watchdog, folder to prepare data in). A dry run joins no other process and prepares
-    data in a temporary folder instead of --output_dir. UserError."""
+    """(World, Watchdog or Unwatched, folder to prepare data in). A dry run joins no other process
+    and prepares data in a temporary folder instead of --output_dir. UserError."""
     if args.dry_run is not None:
         world, folder = dist.single_process(), tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -52,7 +52,10 @@ def start(args):
         require(version >= (8, 0), f"--bf16: {name} has no bfloat16; give --fp16, or drop it")
         require(version >= (8, 9) or not getattr(args, "float8", False),
                 f"--float8: {name} has no float8 products; drop the flag")
-    watch = Watchdog(world, args.collective_timeout)
+    watch = Unwatched()
+    if world.size > 1:
+        from core import watchdog
+        watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.report_progress("data preparation", args.wait_timeout)
 
     def report_or_stop(kind, error, trace):
@@ -151,7 +154,7 @@ def disarm():
     """At the end of a run: ranks may exit at different times, and signals are ignored."""
     for number in cli.SIGNALS:  # the exiting interpreter would restore default handlers, which kill
         signal.signal(number, signal.SIG_IGN)
-    _disarmed.set()
+    dist.disarmed.set()
     for thread in threading.enumerate():
         if thread.name == "watchdog":       # in a call to the store it would abort the exit
             thread.join(GRACE_S)
@@ -166,96 +169,3 @@ def init_loader(worker_id):
     for number in BLOCKED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
-
-
-class Watchdog:
-    """Threads on every rank that watch the main threads of all ranks; none in a single process."""
-
-    def __init__(self, world, limit_s):
-        """limit_s: seconds that a step may take, or that a rank may not report."""
-        self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
-        # the more ranks, the longer each interval, but a failure is noticed within GRACE_S
-        self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
-        self.beats = 0      # used as the clock, which must not run while the process is paused
-        self.unanswered = 0     # seconds since the store's last answer
-        self.state = {"progress": 0, "since": 0, "where": "start", "limit_s": limit_s}
-        self.keys = [f"watch/{rank}" for rank in range(world.size)]
-        # of each rank: its last report, and the seconds since it changed
-        self.reports, self.silent = [None] * world.size, [0] * world.size
-        if world.store is not None:
-            self.store = world.store.clone()    # calls of the main thread must not delay beats
-            for watch in (self._watch, self._watch_store):
-                threading.Thread(target=watch, daemon=True, name="watchdog").start()
-
-    def report_progress(self, where, limit_s=None):
-        """where: the phase that begins. limit_s: seconds it may take, None: those of a step."""
-        self.state = {"progress": self.state["progress"] + 1, "since": self.beats, "where": where,
-                      "limit_s": limit_s or self.limit_s}
-
-    def _watch(self):
-        """Thread: beat; if a rank hangs or has failed, end this process, which may wait for it."""
-        try:
-            while not self._beat():
-                if self.world.rank < JUDGES and self.store.check(self.keys):    # all have started
-                    self._judge()
-            if self.store.check([f"hangs/{self.world.rank}"]):
-                print(f"rank {self.world.rank} hangs here:", file=sys.stderr)
-                traceback.print_stack(sys._current_frames()[self.main])
-            self._end()
-        except Exception as error:      # the store is lost: rank 0 or torchrun hosts it
-            _disarmed.wait(GRACE_S)      # torchrun may end this process first
-            self._end("rank 0 or its node is gone: the store of the run does not answer "
-                      f"({cli.first_line(error)})", printing=0)
-
-    def _watch_store(self):
-        """Thread: notice a store whose host is frozen, so that no call to it returns."""
-        while not _disarmed.wait(self.beat_s):
-            self.unanswered += self.beat_s
-            if self.unanswered > self.limit_s + GRACE_S:
-                self._end(f"no answer from rank 0 for {self.unanswered:.0f} s: its process, "
-                          "torchrun, or its node is frozen", self.world.local_size - 1)
-
-    def _end(self, why="", printing=None):
-        """End this process, unless the run is over. printing: the local rank that prints why."""
-        if self.world.local_rank == printing and not _disarmed.is_set():
-            cli.print_error(f"error: {why}")
-        if not _disarmed.wait(GRACE_S):      # others print before this one exits
-            os._exit(1)
-
-    def _beat(self):
-        """Report this rank's phase to the store; True if a rank has failed."""
-        self.beats += 1
-        # reads self.state once: the main thread may replace it
-        report = self.state | {"beats": self.beats,
-                               "who": f"{os.uname().nodename}, process {os.getpid()}"}
-        self.store.set(self.keys[self.world.rank], json.dumps(report))
-        failed = self.store.check([FAILED])     # unlike set(), this waits for an answer
-        self.unanswered = 0
-        if _disarmed.wait(self.beat_s):
-            sys.exit()      # ends this thread only
-        return failed
-
-    def _judge(self):
-        """If a rank takes too long, name the silent ranks or, if none is silent, the slowest."""
-        late, spare = [], min(5 * self.beat_s, GRACE_S)     # reports are delayed
-        for rank, key in enumerate(self.keys):
-            report = json.loads(self.store.get(key))
-            same = report == self.reports[rank]
-            self.silent[rank] = self.silent[rank] + self.beat_s if same else 0
-            self.reports[rank] = report
-            waited = (report["beats"] - report["since"]) * self.beat_s
-            if waited > report["limit_s"] + spare or self.silent[rank] > self.limit_s + spare:
-                late.append(max(waited, self.silent[rank]))
-        if not late:
-            return
-        slowest = min(report["progress"] for report in self.reports)
-        silent = [rank for rank, seconds in enumerate(self.silent) if seconds > self.limit_s / 2]
-        hanging = silent or [
-            rank for rank, report in enumerate(self.reports) if report["progress"] == slowest]
-        for rank in hanging:
-            self.store.set(f"hangs/{rank}", "")
-        names = "; ".join("rank {} ({who}) in: {where}".format(rank, **self.reports[rank])
-                          for rank in hanging[:8])
-        if self.store.add(FAILED, 1) == 1:      # no rank has reported an error
-            cli.print_error(f"error: {'no answer from' if silent else 'hangs:'} {names}; the "
-                            f"others have waited for {max(late):.0f} s")

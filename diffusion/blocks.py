@@ -127,7 +127,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
         arrays.append(document)
         counts.append(count)
     require(kept, f"{path or 'data'}: none of {len(bad)} problems can be used, the first one being "
-                  f"{''.join(bad[:1])}")
+                  f"{''.join(map(str, bad[:1]))}")
     ids, position, block, target, region, group = np.concatenate(arrays, axis=1)
     counts = dict(zip(COUNTS, np.array(counts).T))
     offsets = np.concatenate([[0], counts["clean"].cumsum()])

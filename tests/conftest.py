@@ -82,8 +82,8 @@ def as_a_fresh_process():
     sys.unraisablehook = unraisable
     if "core.cli" in sys.modules:
         sys.modules["core.cli"]._requested.clear()
-    if "core.run" in sys.modules:
-        sys.modules["core.run"]._disarmed.clear()
+    if "core.dist" in sys.modules:
+        sys.modules["core.dist"].disarmed.clear()
 
 
 @pytest.fixture(scope="session")

@@ -98,5 +98,5 @@ def test_a_killed_loader_process_ends_the_run(monkeypatch):
         return os.kill(os.getpid(), signal.SIGKILL) if i == 3 else flat(10**6)
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)    # as at a start
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
+    with pytest.raises(UserError, match="DataLoader worker"):
         list(packing.iterate(loader(range(9), killed_at_3, 3)))

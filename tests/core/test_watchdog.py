@@ -1,4 +1,4 @@
-"""run.Watchdog on simulated time: the beats of two ranks are the clock. Real hangs: test_recovery.py."""
+"""The watchdog on simulated time: the beats of two ranks are the clock. Real hangs: test_recovery.py."""
 import os
 import re
 import time
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from core import run
+from core import watchdog
 from core.dist import World
 
 
@@ -15,7 +15,7 @@ class Ended(BaseException):
     """The watchdog has ended its process."""
 
 
-class Watchdog(run.Watchdog):
+class Watchdog(watchdog.Watchdog):
     """The main thread moves on to a step at the `moves`-th read of its state."""
     moves = 0
 
@@ -37,14 +37,15 @@ def beats(monkeypatch):
     """beats(script) -> rank 0's beats until it ended its process, or 0. The generator script(watchdog of rank 0, of
     rank 1) runs between two beats. A step may take 10."""
     def simulate(script):
-        dogs = [Watchdog(World(rank=rank, local_rank=rank, size=2, local_size=2), 10) for rank in range(2)]
+        store = SimpleNamespace(clone=lambda: None)
+        dogs = [Watchdog(World(rank=rank, local_rank=rank, size=2, local_size=2, store=store), 10) for rank in range(2)]
         assert dogs[0].beat_s == 1
         dogs[0].store = dogs[1].store = HashStore()
         steps = script(*dogs)
 
         def wait(seconds):      # rank 1's beats are part of the script
             return not steps.gi_running and next(steps, "end")
-        monkeypatch.setattr(run, "_disarmed", SimpleNamespace(wait=wait, is_set=lambda: False))
+        monkeypatch.setattr(watchdog, "disarmed", SimpleNamespace(wait=wait, is_set=lambda: False))
         with pytest.raises((Ended, SystemExit)) as caught:
             dogs[0]._watch()
         return caught.type is Ended and dogs[0].beats
@@ -52,6 +53,7 @@ def beats(monkeypatch):
     def end(status):
         raise Ended
     monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(watchdog.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     return simulate
 
 
@@ -98,5 +100,5 @@ def test_the_rank_that_holds_up_the_others_is_named(beats, capsys, frozen, words
             if not frozen:
                 dogs[1]._beat()
             yield
-    assert 10 + run.GRACE_S < beats(hang) < 30
+    assert 10 + watchdog.GRACE_S < beats(hang) < 30
     assert re.match(f"error: {words}", capsys.readouterr().err)
