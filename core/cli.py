@@ -104,7 +104,7 @@ def plural(number, noun):
 
 def problem_text(lines, total=None):
     """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
-    total, lines = total or len(lines), list(map(str, lines))
+    total = total or len(lines)
     more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
     shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
     return str(lines[0]) if total == 1 else "\n  ".join(shown)
