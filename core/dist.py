@@ -75,9 +75,9 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
                 f"{plural(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
         world.device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(world.device)
-    limit = world.limit = timedelta(seconds=timeout_s + MARGIN_S)
+    world.limit = timedelta(seconds=timeout_s + MARGIN_S)
     if world.size > 1:
-        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=world.limit))
         # after a restart torchrun's store still has the keys of the ranks that have died; only on
         # one node is torchrun's count of restarts the same for all ranks
         start = (os.environ.get("TORCHELASTIC_RESTART_COUNT") if world.local_size == world.size
@@ -86,13 +86,14 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=world.store or dist.HashStore(), rank=world.rank,
-                                world_size=world.size, timeout=limit,
+                                world_size=world.size, timeout=world.limit,
                                 device_id=world.device if cuda else None)
         # again: torch has wrapped it in a hook that prints nothing if ours ends the process
         sys.excepthook = report_error
     if world.size > 1:      # new_group ignores the default group's limit
-        world.slow_group, world.save_group = (dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=wait_timeout_s + MARGIN_S)) for _ in "12")
+        limit = timedelta(seconds=wait_timeout_s + MARGIN_S)
+        world.slow_group = dist.new_group(backend="gloo", timeout=limit)
+        world.save_group = dist.new_group(backend="gloo", timeout=limit)
     return world
 
 
