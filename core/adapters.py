@@ -26,18 +26,21 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change 
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer; the adapter's product is accumulated into the base's output. PEFT's
-    forward makes two more passes over memory as wide as the output."""
+    """PEFT's LoRA linear layer without its passes over memory as wide as the output: eager, the
+    adapter's product is accumulated into the base's output; compiled, the sum joins what follows."""
 
     def forward(self, x, *args, **kwargs):
         if args or kwargs or self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
-        out = self.base_layer(x)
-        low = self.lora_A["default"](self.lora_dropout["default"](x)).to(out.dtype)
-        up = self.lora_B["default"].weight.to(out.dtype)
-        # not in place: torch 2.11's compiler would lose the gradient of a base's autograd.Function
-        return torch.addmm(out.flatten(0, -2), low.flatten(0, -2), up.t(),
-                           alpha=self.scaling["default"]).view(out.shape)
+        rows, scale = x.flatten(0, -2), self.scaling["default"]
+        out = self.base_layer(rows)
+        low = self.lora_A["default"](self.lora_dropout["default"](rows)).to(out.dtype)
+        up = self.lora_B["default"].weight.to(out.dtype).t()
+        if torch.compiler.is_compiling():
+            out = out + (low @ up) * scale
+        else:       # rows are flat, as in-place addition to a view would copy gradients
+            out.addmm_(low, up, alpha=scale)
+        return out.unflatten(0, x.shape[:-1])
 
 
 # ---- Adding adapters to a model
