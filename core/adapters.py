@@ -26,8 +26,8 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change 
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer without its passes over memory as wide as the output: eager, the
-    adapter's product is accumulated into the base's output; compiled, the sum joins what follows."""
+    """PEFT's LoRA linear layer without its passes over memory as wide as the output: eager, its
+    product is accumulated into the base's output; compiled, the sum is fused into what follows."""
 
     def forward(self, x, *args, **kwargs):
         if args or kwargs or self.disable_adapters or self.merged:
