@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from core.cli import SHOWN, UserError, first_line, one_line, problem_text, require
+from core.cli import (SHOWN, UserError, first_line, one_line, problem_text, require,
+                      require_package)
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
@@ -23,7 +24,7 @@ def open_file(path, flag=""):
     """Context with a regular file opened to read bytes. UserError, also if reading fails later.
     flag: text before the path in errors, such as "--x "."""
     # files are read twice, a pipe only once
-    require(os.path.isfile(path), f"{flag}{path}: there is no such file")
+    require(os.path.isfile(path), f"{flag}{path}: there is no file of this name")
     try:
         with open(path, "rb") as file:
             yield file
@@ -107,6 +108,7 @@ def drop_nulls(value):
 
 def table_rows(path):
     """Yield the rows of a parquet file as dicts without null fields. UserError."""
+    require_package("pyarrow", path)
     import pyarrow.parquet
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core import checkpoint, tensor_io
+from core import checkpoint, optim, tensor_io
 from core.cli import UserError
 from core.dist import World
 from tests.helpers.runs import steps_of
@@ -125,6 +126,19 @@ def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, monkeyp
     monkeypatch.setattr(checkpoint, "write_files", lambda *args: trained.wait(60) and write_files(*args))
     save(tmp_path, 4, train)
     assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")["weight"].unique().tolist() == [4]
+
+
+def test_a_run_that_fails_completes_its_checkpoint_first(tmp_path, monkeypatch):
+    write_files = checkpoint.write_files
+    monkeypatch.setattr(checkpoint, "write_files", lambda *args: time.sleep(0.5) or write_files(*args))
+    monitor = optim.StepMonitor(World(device=torch.device("cpu")), str)
+    monitor.push(5, torch.zeros(()), False)
+
+    def fail(model):
+        with pytest.raises(UserError, match="step 5: the gradient norm is exactly 0"):
+            monitor.poll()
+        assert (tmp_path / "checkpoint-4").exists()
+    save(tmp_path, 4, fail)
 
 
 def test_files_are_synced_before_the_rename(tmp_path, monkeypatch):
