@@ -54,7 +54,10 @@ flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
-p.hide("columns", "task_type", "reference", "reference_share", "train_data_dir", "eval_data_dir")
+for action in p._actions:
+    if action.dest in ("columns", "task_type", "reference", "reference_share", "train_data_dir",
+                       "eval_data_dir"):
+        action.help = argparse.SUPPRESS
 
 
 def check_flags(args, world_size):

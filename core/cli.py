@@ -3,7 +3,6 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -65,13 +64,9 @@ def one_line(text, limit=500):
 
 
 def print_error(text):
-    """Print why this process exits; later lines are indented. torchrun repeats the last line."""
+    """Print why this process exits; later lines are indented."""
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": report}))
 
 
 def report_error(kind, error, trace):
@@ -148,12 +143,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, nargs="?", type=alias(**BOOLEAN), choices=(True, False), const=True,
                           default=False, metavar="true|false", help=help)
 
-    def hide(self, *names):
-        """Leave these flags out of --help; they are still accepted."""
-        for action in self._actions:
-            if action.dest in names:
-                action.help = argparse.SUPPRESS
-
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
@@ -188,9 +177,11 @@ def parse(parser, check=None, argv=None):
         # common launch lines write max_split_size_mb=128, but torch wants a colon
         os.environ[allocator] = value.replace("=", ":")
         notice(f"{allocator}={value} is read as {os.environ[allocator]}")
-    accept_old_names(parser)
+    known = parser._option_string_actions
+    for old, new in OLD_NAMES.items():
+        if new in known:
+            known.setdefault(old, known[new])
     try:
-        known = parser._option_string_actions
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
@@ -212,13 +203,6 @@ def parse(parser, check=None, argv=None):
     elif planned is not False and os.environ.get("RANK", "0") != "0":
         sys.exit(0)     # one process plans for all
     return args
-
-
-def accept_old_names(parser):
-    known = parser._option_string_actions
-    for old, new in OLD_NAMES.items():
-        if new in known:
-            known.setdefault(old, known[new])
 
 
 # ---- --config FILE and OUTPUT_DIR/run.yaml
