@@ -76,7 +76,8 @@ def report_error(kind, error, trace):
     elif isinstance(error, UserError):
         print_error(f"error: {error}")
     elif isinstance(error, OSError) and error.filename:
-        print_error(f"error: {error.filename} cannot be read or written ({error.strerror})")
+        reason = error.strerror or error        # of numpy: N requested, M written
+        print_error(f"error: {error.filename} cannot be read or written ({reason})")
     else:
         lines = traceback.format_exception(kind, error, trace)
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
@@ -466,7 +467,6 @@ def set_intervals(args, total_steps, before, validates, **own):
 # ---- Signals that ask a run to stop; a rank ends with its torchrun
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
-PR_SET_PDEATHSIG = 1        # prctl(2): send a signal when the thread that forked us ends
 
 _requested = []     # names of received SIGNALS
 
@@ -484,4 +484,4 @@ def stop_requested():
 
 def end_with_parent():
     """From now on the kernel kills this process when its parent ends, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG

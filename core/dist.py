@@ -149,8 +149,6 @@ def error_names_file(path):
     try:
         yield
     except OSError as error:
-        if error.errno is None:     # of safetensors and numpy: N requested, M written
-            raise UserError(f"{path} cannot be written ({error})")
         error.filename = str(path)
         raise
 

@@ -117,8 +117,9 @@ def script_flags(script="train_v2_ddp.py"):
     def stop(parser, check=None, *_, **more):
         if check is not None or isinstance(parser, cli.Parser):
             known = parser._option_string_actions
-            for old in cli.OLD_NAMES.keys() - known.keys():
-                known |= {old: known[new] for new in [cli.OLD_NAMES[old]] if new in known}
+            for old, new in cli.OLD_NAMES.items():
+                if new in known:
+                    known.setdefault(old, known[new])
         raise Flags(parser, check)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", stop))     # of bench/
