@@ -344,7 +344,8 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
-        "scaler": scaler.state_dict(), "unlogged": unlogged, "args": cli.safe_flags(args)})
+        "scaler": scaler.state_dict(), "unlogged": unlogged,
+        "args": cli.remove_secrets(vars(args))})
 
 
 # ---- Loop

@@ -113,7 +113,7 @@ def require_package(name, purpose, install=None):
 
 
 def remove_secrets(value):
-    """A JSON value whose URLs have *** for user names, passwords and keys."""
+    """A JSON value, such as vars(args), whose URLs have *** for user names, passwords and keys."""
     if isinstance(value, dict):
         return {name: remove_secrets(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -154,11 +154,6 @@ class Args(argparse.Namespace):
     __slots__ = ("given", "named")
 
 
-def safe_flags(args):
-    """{name: value} of all flags without passwords, for files, TensorBoard and W&B."""
-    return remove_secrets(vars(args))
-
-
 def parse(parser, check=None, argv=None):
     """Parse a command line (default: the process's) -> Args. check(args, world_size): UserError.
     A mistake prints one line on rank 0 and exits, with status 2, or 1 if check() found it. From
@@ -186,7 +181,7 @@ def parse(parser, check=None, argv=None):
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        args.given, status = safe_flags(args), 1
+        args.given, status = remove_secrets(vars(args)), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
         if check:
             check(args, count_ranks(args))
@@ -349,8 +344,7 @@ def count_ranks(args):
 
 
 def check_values(args, names, good, words):
-    """Check that each flag in `names`, a string, that is set is finite and good(value). words: the
-    requirement."""
+    """Each flag in `names`, a string, that is set must be finite and good(value), in `words`."""
     for name in names.split():
         value = getattr(args, name, None)
         require(value is None or abs(value) < math.inf and good(value),

@@ -100,8 +100,8 @@ def open_log(args, world, step, eval_due):
     folder = Path(args.output_dir)
     checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
     return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
-                              args.report_to, cli.safe_flags(args), step, args.wandb_project,
-                              eval_due)
+                              args.report_to, cli.remove_secrets(vars(args)), step,
+                              args.wandb_project, eval_due)
 
 
 def end(args, log, step, total_steps, stopping, result):
