@@ -127,9 +127,9 @@ def remove_secrets(value):
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
-    def __init__(self, description, **options):
-        super().__init__(description=description, usage="%(prog)s [--flag value ...]",
-                         allow_abbrev=False, **options)
+    def __init__(self, description):
+        usage = "%(prog)s [--flag value ...]"
+        super().__init__(description=description, usage=usage, allow_abbrev=False)
 
     def flag(self, name, default, help, **options):
         """add_argument() with the type of the default, and the default in the help."""
