@@ -79,7 +79,7 @@ class Watchdog:
         except Exception as error:      # the store is lost: rank 0 or torchrun hosts it
             disarmed.wait(GRACE_S)      # torchrun may end this process first
             self._end("rank 0 or its node is gone: the store of the run does not answer "
-                      f"({cli.first_line(error)})")
+                      f"({cli.first_line(error)})", printing=0)
 
     def _watch_store(self):
         """Thread: notice a store whose host is frozen, so that no call to it returns."""
@@ -87,12 +87,11 @@ class Watchdog:
             self.unanswered += self.beat_s
             if self.unanswered > self.limit_s + GRACE_S:
                 self._end(f"no answer from rank 0 for {self.unanswered:.0f} s: its process, "
-                          "torchrun, or its node is frozen")
+                          "torchrun, or its node is frozen", self.world.local_size - 1)
 
-    def _end(self, why=""):
-        """End this process, unless the run is over. The last rank of a node prints why."""
-        last = self.world.local_rank == self.world.local_size - 1
-        if why and last and not disarmed.is_set():
+    def _end(self, why="", printing=None):
+        """End this process, unless the run is over. printing: the local rank that prints why."""
+        if self.world.local_rank == printing and not disarmed.is_set():
             cli.print_error(f"error: {why}")
         if not disarmed.wait(GRACE_S):      # others print before this one exits
             os._exit(1)
