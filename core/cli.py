@@ -76,8 +76,7 @@ def report_error(kind, error, trace):
     elif isinstance(error, UserError):
         print_error(f"error: {error}")
     elif isinstance(error, OSError) and error.filename:
-        reason = error.strerror or error        # of numpy: N requested, M written
-        print_error(f"error: {error.filename} cannot be read or written ({reason})")
+        print_error(f"error: {error.filename} cannot be read or written ({error.strerror})")
     else:
         lines = traceback.format_exception(kind, error, trace)
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import cli, kernels
-from core.cli import plural, require
+from core.cli import UserError, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
@@ -133,6 +133,8 @@ def error_names_file(path):
     try:
         yield
     except OSError as error:
+        if error.errno is None:     # of safetensors and numpy: N requested, M written
+            raise UserError(f"{path} cannot be written ({error})")
         error.filename = str(path)
         raise
 
