@@ -54,7 +54,10 @@ flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
 # flags of prepare_tts.py, and older names
-p.hide("columns", "task_type", "reference", "reference_share", "train_data_dir", "eval_data_dir")
+for action in p._actions:
+    if action.dest in ("columns", "task_type", "reference", "reference_share", "train_data_dir",
+                       "eval_data_dir"):
+        action.help = argparse.SUPPRESS
 
 
 def check_flags(args, world_size):
@@ -341,7 +344,8 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
-        "scaler": scaler.state_dict(), "unlogged": unlogged, "args": cli.safe_flags(args)})
+        "scaler": scaler.state_dict(), "unlogged": unlogged,
+        "args": cli.remove_secrets(vars(args))})
 
 
 # ---- Loop

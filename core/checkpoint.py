@@ -134,20 +134,28 @@ os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.value
 def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=lambda: None):
     """Lock a folder until the returned file is closed, or the process ends. UserError if another
     process still holds the lock after wait_s seconds. waiting: called meanwhile."""
-    path = Path(folder) / f"{name}.lock"
+    path, end = Path(folder) / f"{name}.lock", time.monotonic() + wait_s
+    # opening a pipe could hang
+    require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
+            f"{path}: is not a file; move it away, a run locks a file of this name")
     if path in _held:       # by an earlier run of this process
         _held[path].close()
-    end = time.monotonic() + wait_s
-    while (lock := try_lock(path)) is None:
-        owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
-        used = f"{folder}: another run is using it ({owner})"
+    lock = _held[path] = open(path, "a")
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            used = f"{folder}: another run is using it ({one_line(path.read_text().strip())})"
+        except OSError as error:        # some network file systems have no locks
+            notice(f"{path}: cannot be locked ({error.strerror}): start no second run there")
+            break
         require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
         if wait_s > 3:
             print(f"waiting    {used}")
             wait_s = 0      # it is announced once
         waiting()
         time.sleep(0.2)
-    _held[path] = lock
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     with error_names_file(path):
         lock.truncate(0)
@@ -156,25 +164,6 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=
     with contextlib.suppress(PermissionError):      # another user's file
         os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
     return lock
-
-
-def try_lock(path):
-    """The locked open file, created if missing; None if another process holds the lock."""
-    # opening a pipe could hang
-    require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
-            f"{path}: is not a file; move it away, a run locks a file of this name")
-    lock = open(path, "a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
-            return lock
-    except (BlockingIOError, FileNotFoundError):        # locked, or removed since it was opened
-        pass
-    except OSError as error:        # some network file systems have no locks
-        notice(f"{path}: cannot be locked ({error.strerror}): start no second run in that folder")
-        return lock
-    lock.close()
-    return None
 
 
 # ---- The checkpoints of a run

@@ -3,7 +3,6 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -65,13 +64,9 @@ def one_line(text, limit=500):
 
 
 def print_error(text):
-    """Print why this process exits; later lines are indented. torchrun repeats the last line."""
+    """Print why this process exits; later lines are indented."""
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": report}))
 
 
 def report_error(kind, error, trace):
@@ -117,7 +112,7 @@ def require_package(name, purpose, install=None):
 
 
 def remove_secrets(value):
-    """A JSON value whose URLs have *** for user names, passwords and keys."""
+    """A JSON value, such as vars(args), whose URLs have *** for user names, passwords and keys."""
     if isinstance(value, dict):
         return {name: remove_secrets(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -131,9 +126,9 @@ def remove_secrets(value):
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
-    def __init__(self, description, **options):
-        super().__init__(description=description, usage="%(prog)s [--flag value ...]",
-                         allow_abbrev=False, **options)
+    def __init__(self, description):
+        usage = "%(prog)s [--flag value ...]"
+        super().__init__(description=description, usage=usage, allow_abbrev=False)
 
     def flag(self, name, default, help, **options):
         """add_argument() with the type of the default, and the default in the help."""
@@ -148,12 +143,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, nargs="?", type=alias(**BOOLEAN), choices=(True, False), const=True,
                           default=False, metavar="true|false", help=help)
 
-    def hide(self, *names):
-        """Leave these flags out of --help; they are still accepted."""
-        for action in self._actions:
-            if action.dest in names:
-                action.help = argparse.SUPPRESS
-
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
@@ -162,11 +151,6 @@ class Args(argparse.Namespace):
     """Parsed flags. Two attributes are not in vars(): `given`, the flags as parsed, before checks
     derive values; and `named`, the set of flags that the command line or --config names."""
     __slots__ = ("given", "named")
-
-
-def safe_flags(args):
-    """{name: value} of all flags without passwords, for files, TensorBoard and W&B."""
-    return remove_secrets(vars(args))
 
 
 def parse(parser, check=None, argv=None):
@@ -188,13 +172,15 @@ def parse(parser, check=None, argv=None):
         # common launch lines write max_split_size_mb=128, but torch wants a colon
         os.environ[allocator] = value.replace("=", ":")
         notice(f"{allocator}={value} is read as {os.environ[allocator]}")
-    accept_old_names(parser)
+    known = parser._option_string_actions
+    for old, new in OLD_NAMES.items():
+        if new in known:
+            known.setdefault(old, known[new])
     try:
-        known = parser._option_string_actions
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        args.given, status = safe_flags(args), 1
+        args.given, status = remove_secrets(vars(args)), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
         if check:
             check(args, count_ranks(args))
@@ -212,13 +198,6 @@ def parse(parser, check=None, argv=None):
     elif planned is not False and os.environ.get("RANK", "0") != "0":
         sys.exit(0)     # one process plans for all
     return args
-
-
-def accept_old_names(parser):
-    known = parser._option_string_actions
-    for old, new in OLD_NAMES.items():
-        if new in known:
-            known.setdefault(old, known[new])
 
 
 # ---- --config FILE and OUTPUT_DIR/run.yaml
@@ -364,8 +343,7 @@ def count_ranks(args):
 
 
 def check_values(args, names, good, words):
-    """Check that each flag in `names`, a string, that is set is finite and good(value). words: the
-    requirement."""
+    """Each flag in `names`, a string, that is set must be finite and good(value), in `words`."""
     for name in names.split():
         value = getattr(args, name, None)
         require(value is None or abs(value) < math.inf and good(value),
@@ -482,7 +460,6 @@ def set_intervals(args, total_steps, before, validates, **own):
 # ---- Signals that ask a run to stop; a rank ends with its torchrun
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
-PR_SET_PDEATHSIG = 1        # prctl(2): send a signal when the thread that forked us ends
 
 _requested = []     # names of received SIGNALS
 
@@ -500,4 +477,4 @@ def stop_requested():
 
 def end_with_parent():
     """From now on the kernel kills this process when its parent ends, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG

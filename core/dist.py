@@ -1,12 +1,8 @@
-"""Ranks, device, collectives, DDP and FSDP2 wrapping. A run fails as a whole, with one message.
+"""Ranks, device, collectives, DDP and FSDP2 wrapping.
 
 One process without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs)
 for gradients, and a gloo group with a long time limit for waits that may take hours (encoding
 audio, slow disks), where NCCL's watchdog would fire.
-
-The first rank that raises records this in the run's store, prints the error (sys.excepthook) and
-exits; torchrun then asks the other ranks of its node to stop. A rank whose error only follows from
-that failure prints nothing. core/watchdog.py ends ranks that wait in a collective.
 """
 import contextlib
 import multiprocessing
@@ -32,10 +28,6 @@ from core.cli import UserError, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
-FAILED = "ranks that have failed"       # key of a counter in the store
-# Words of errors that only mean that another rank has ended
-COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
-                     "Broken pipe", "TCPStore")
 
 _world = None   # this process's World, for report_error
 disarmed = threading.Event()    # set at the end of a run: from then on no rank waits for another
@@ -117,18 +109,10 @@ def finish():
 def report_error(kind, error, trace):
     """sys.excepthook: print the error, unless another rank has done so. With a process group it
     ends by os._exit, since a clean exit could wait for lost peers."""
-    lost_peer = isinstance(error, dist.DistError) or not isinstance(error, UserError) and any(
-        word in str(error) for word in COLLECTIVE_ERRORS)
-    end = time.monotonic() + 2 * GRACE_S
-    while lost_peer and time.monotonic() < end:     # that rank's message is better
-        if cli.stop_requested():       # by torchrun, which names a rank that was killed
-            os._exit(1)
-        time.sleep(0.1)
-    try:
-        first = not (_world and _world.store) or _world.store.add(FAILED, 1) == 1
-    except Exception:       # the process that hosts the store has ended
-        first = not lost_peer
-    if first:
+    alone = not (_world and _world.store)
+    if not alone:
+        from core import watchdog
+    if alone or watchdog.is_cause(error, _world.store):
         cli.report_error(kind, error, trace)
     sys.stdout.flush()
     kill_loaders()

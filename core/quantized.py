@@ -182,6 +182,9 @@ def to_float8(layers):
                if not any(n % MULTIPLE for n in module.weight.shape)]
     require(linears, f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} "
                      "wide and high")
+    if linears[0].weight.is_cuda:
+        require(torch.cuda.get_device_capability() >= (8, 9), f"--float8: "
+                f"{torch.cuda.get_device_name()} has no float8 products; drop the flag")
     for module in linears:
         weight, scales = rounded(module.weight)
         # the memory layout that the GPU's kernels need

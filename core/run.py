@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -28,16 +29,9 @@ class Stopped(Exception):
     """The run was asked to stop before its first step. Raised on all ranks."""
 
 
-class Unwatched:
-    """In place of the watchdog in a single process."""
-
-    def report_progress(self, where, limit_s=None):
-        pass
-
-
 def start(args):
-    """(World, Watchdog or Unwatched, folder to prepare data in). A dry run joins no other process
-    and prepares data in a temporary folder instead of --output_dir. UserError."""
+    """(World, Watchdog, folder to prepare data in). A dry run joins no other process and prepares
+    data in a temporary folder instead of --output_dir. UserError."""
     if args.dry_run is not None:
         world, folder = dist.single_process(), tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -47,13 +41,11 @@ def start(args):
                           args.auto or args.parallel != "ddp",      # --auto may choose to shard
                           getattr(args, "cpu_offload", False))
         dist.rank0(world, open_output, args, world)
-    if world.device.type == "cuda" and args.bf16:     # a CPU has it, slowly; --float8 needs --bf16
-        version, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-        require(version >= (8, 0), f"--bf16: {name} has no bfloat16; give --fp16, or drop it")
-        require(version >= (8, 9) or not getattr(args, "float8", False),
-                f"--float8: {name} has no float8 products; drop the flag")
-    watch = Unwatched()
-    if world.size > 1:
+    if world.device.type == "cuda" and args.bf16:     # a CPU has it, slowly
+        require(torch.cuda.get_device_capability() >= (8, 0), f"--bf16: "
+                f"{torch.cuda.get_device_name()} has no bfloat16; give --fp16, or drop it")
+    watch = SimpleNamespace(report_progress=lambda where, limit_s=None: None)
+    if world.size > 1:      # a single process has no rank to watch
         from core import watchdog
         watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.report_progress("data preparation", args.wait_timeout)
@@ -108,8 +100,8 @@ def open_log(args, world, step, eval_due):
     folder = Path(args.output_dir)
     checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
     return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
-                              args.report_to, cli.safe_flags(args), step, args.wandb_project,
-                              eval_due)
+                              args.report_to, cli.remove_secrets(vars(args)), step,
+                              args.wandb_project, eval_due)
 
 
 def end(args, log, step, total_steps, stopping, result):

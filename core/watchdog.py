@@ -1,4 +1,8 @@
-"""A watchdog that names hanging ranks, for runs of several processes.
+"""A run of several processes fails as a whole, with one message, and names hanging ranks.
+
+The first rank that raises records this in the run's store, prints the error and exits; torchrun
+then asks the other ranks of its node to stop. A rank whose error only follows from that failure
+prints nothing, and the watchdog ends ranks that wait in a collective.
 
 A thread of each rank reports the progress of its main thread to the run's store. If a rank exceeds
 its time limit, the slowest ranks are named and print their stacks, and all ranks exit with status 1
@@ -9,12 +13,34 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 
+from torch.distributed import DistError
+
 from core import cli
-from core.dist import FAILED, GRACE_S, disarmed
+from core.dist import GRACE_S, disarmed
 
 JUDGES = 8      # ranks that look for hanging ones; several, as some may be frozen
+FAILED = "ranks that have failed"       # key of a counter in the store
+# Words of errors that only mean that another rank has ended
+COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
+                     "Broken pipe", "TCPStore")
+
+
+def is_cause(error, store):
+    """False if this rank's error follows from another rank's, which has been printed."""
+    lost_peer = isinstance(error, DistError) or not isinstance(error, cli.UserError) and any(
+        word in str(error) for word in COLLECTIVE_ERRORS)
+    end = time.monotonic() + 2 * GRACE_S
+    while lost_peer and time.monotonic() < end:     # that rank's message is better
+        if cli.stop_requested():       # by torchrun, which names a rank that was killed
+            os._exit(1)
+        time.sleep(0.1)
+    try:
+        return store.add(FAILED, 1) == 1
+    except Exception:       # the process that hosts the store has ended
+        return not lost_peer
 
 
 class Watchdog:

@@ -171,8 +171,8 @@ def main(argv=None):
     name, values = (bound_file if args.bound else run_tasks)(args, folder, solver)
     path = Path(args.output or folder.parent / name)
     checkpoint.prepare_folder(path.parent, "--output")
-    checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.safe_flags(args),
-                                 **values})
+    checkpoint.write_json(path, {
+        "checkpoint": str(folder), "settings": cli.remove_secrets(vars(args)), **values})
     print(f"results    {path}")
 
 

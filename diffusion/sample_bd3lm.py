@@ -383,7 +383,8 @@ def main(argv=None):
     summary |= {"problems": n, "too_long": len(too_long), "seconds": seconds,
                 "tokens_per_second": summary["tokens"] * n / max(seconds, 1e-9)}
     if output:
-        checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.safe_flags(args),
+        settings = cli.remove_secrets(vars(args))
+        checkpoint.write_json(output, {"checkpoint": str(folder), "settings": settings,
                                        "summary": summary, "answers": records})
     for record in records[:3] if args.test_file else records:
         print(f"-- {record['name']}\n   question  {one_line(record['question'], 2000)}")

@@ -272,7 +272,7 @@ def save():
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
         "validation": validation, "best_step": best_step, "best": best, "stale": stale,
         "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
-        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.safe_flags(args)})
+        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.remove_secrets(vars(args))})
 
 
 # ---- Loop

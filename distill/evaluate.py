@@ -368,8 +368,9 @@ def write_report(args, rows, data, answers, measures, closed, goal):
                 **{name: column[i].text for name, column in answers.items()}}
                for i, row in enumerate(rows)]
     checkpoint.write_json(Path(args.output_dir) / "evaluation.json", {
-        "name": str(args.output_dir), "metrics": figures, "settings": cli.safe_flags(args),
-        "data": data, "verdict": "; ".join(clauses), "samples": samples})
+        "name": str(args.output_dir), "metrics": figures, "data": data,
+        "settings": cli.remove_secrets(vars(args)), "verdict": "; ".join(clauses),
+        "samples": samples})
     checkpoint.write_text(Path(args.output_dir) / "evaluation.txt", "\n".join(lines) + "\n")
     print(*lines, f"done       {args.output_dir}/evaluation.json, evaluation.txt", sep="\n")
 

@@ -297,7 +297,7 @@ def save():
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "held_out": held_out,
         "skipped": monitor.skipped, "scaler": scaler.state_dict(), "unlogged": unlogged,
-        "args": cli.safe_flags(args)}, split=causal_lm.split_experts)
+        "args": cli.remove_secrets(vars(args))}, split=causal_lm.split_experts)
 
 
 # ---- Loop

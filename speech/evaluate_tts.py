@@ -124,7 +124,7 @@ for folder, spoken in zip(folders, texts):
     lock_folder(folder, "folder")
 by = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model, args.language,
                         args.batch_size, args.device)
-settings = {key: value for key, value in cli.safe_flags(args).items() if key != "folders"}
+settings = {key: value for key, value in cli.remove_secrets(vars(args)).items() if key != "folders"}
 runs = [evaluate(folder, samples, by, settings) for folder, samples in folders.items()]
 for folder, run in zip(folders, runs):
     write_json(Path(folder) / "evaluation.json", run)

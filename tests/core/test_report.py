@@ -26,7 +26,7 @@ FLAGS = {"model_path": "voices/big", "note": TEXTS[0], "learning_rate": 5e-5,
 def make_run(folder):
     """Write a run's files: best at step 20, the last line of its log cut off."""
     folder.mkdir()
-    args = argparse.Namespace(given=cli.safe_flags(argparse.Namespace(**FLAGS)))
+    args = argparse.Namespace(given=cli.remove_secrets(FLAGS))
     (folder / cli.CONFIG).write_text(cli.config_text(args, "train.py"))
     log = MetricsLog(folder, folder / "logs", "none", FLAGS)
     for step in range(1, STEPS + 1):

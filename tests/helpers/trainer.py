@@ -116,7 +116,10 @@ def script_flags(script="train_v2_ddp.py"):
     """(parser, check_flags) of a script; the script stops after its flags."""
     def stop(parser, check=None, *_, **more):
         if check is not None or isinstance(parser, cli.Parser):
-            cli.accept_old_names(parser)
+            known = parser._option_string_actions
+            for old, new in cli.OLD_NAMES.items():
+                if new in known:
+                    known.setdefault(old, known[new])
         raise Flags(parser, check)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", stop))     # of bench/
