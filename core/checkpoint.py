@@ -140,16 +140,19 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=
             f"{path}: is not a file; move it away, a run locks a file of this name")
     if path in _held:       # by an earlier run of this process
         _held[path].close()
-    lock = _held[path] = open(path, "a")
     while True:
+        lock = _held[path] = open(path, "a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            used = f"{folder}: another run is using it ({one_line(path.read_text().strip())})"
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+                break
+        except (BlockingIOError, FileNotFoundError):    # locked, or deleted since it was opened
+            pass
         except OSError as error:        # some network file systems have no locks
             notice(f"{path}: cannot be locked ({error.strerror}): start no second run there")
             break
+        owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
+        used = f"{folder}: another run is using it ({owner})"
         require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
         if wait_s > 3:
             print(f"waiting    {used}")

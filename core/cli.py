@@ -3,6 +3,7 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -64,9 +65,13 @@ def one_line(text, limit=500):
 
 
 def print_error(text):
-    """Print why this process exits; later lines are indented."""
+    """Print why this process exits; later lines are indented. torchrun repeats the last line."""
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": report}))
 
 
 def report_error(kind, error, trace):

@@ -20,6 +20,7 @@ from core import dist
 from core.cli import UserError, first_line, require
 from core.dist import error_names_file
 
+WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
 FLOATS = {"F64", "F32", "F16", "BF16"}      # integers and float8 would need scales
 # renamed in torch 2.13
 gather_rows = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
@@ -172,18 +173,22 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
     hold it."""
     share, numels = {}, [0] * world.size        # {name: tensor on the host}, what each rank writes
-    for name, tensor in named.items():
+    waiting, gathered = {}, 0       # tensors to copy, and bytes gathered since the last copy
+    for number, (name, tensor) in enumerate(named.items(), 1):
         owner, tensor = 0, tensor.detach()
         if isinstance(tensor, DTensor):
             if spread:
                 owner = numels.index(min(numels))       # the rank with the least to write
                 numels[owner] += tensor.numel()
             tensor = full_tensor(tensor.to(world.device))       # shards may be on the host
+            gathered += tensor.nbytes
         assert tensor.untyped_storage().nbytes() or not tensor.numel(), (
             f"{name} is a gathered weight that FSDP2 has freed: call dist.reshard(model) first")
         if owner == world.rank:
-            pieces = split(name, tensor.reshape(tensor.shape or (1,)).contiguous())
-            share |= {key: piece.to("cpu", copy=True) for key, piece in pieces.items()}
+            waiting |= split(name, tensor.reshape(tensor.shape or (1,)).contiguous())
+        if gathered > WINDOW * world.size or number == len(named):  # all ranks copy simultaneously
+            share |= {key: piece.to("cpu", copy=True) for key, piece in waiting.items()}
+            waiting, gathered = {}, 0
 
     def write(path):
         bad = sorted(name for name, tensor in share.items() if not is_finite(tensor))

@@ -83,3 +83,17 @@ def test_a_lock_that_is_no_regular_file_is_refused(tmp_path, make):
     make(tmp_path / "run.lock")
     with pytest.raises(UserError, match="run.lock: is not a file"):
         checkpoint.lock_folder(tmp_path)
+
+
+def test_a_lock_on_a_deleted_file_does_not_count(tmp_path, monkeypatch):
+    """The file is deleted between the first open and lock, so no other process can see that lock."""
+    real, calls = checkpoint.fcntl.flock, []
+
+    def flock(fd, how):
+        real(fd, how)
+        calls.append(fd)
+        if len(calls) == 1:
+            (tmp_path / "run.lock").unlink()
+    monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
+    lock = checkpoint.lock_folder(tmp_path)
+    assert len(calls) == 2 and os.path.samestat(os.fstat(lock.fileno()), os.stat(tmp_path / "run.lock"))
