@@ -203,18 +203,20 @@ class Encoder:
         texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
         self.control = re.compile("|".join(texts) or r"(?!)")
 
-    def encode(self, chats, tools=None):
-        """[messages], [tools or None] -> [(ids, mask), or the ValueError that explains why not]."""
-        rendered = [attempt(self._render, *pair)
-                    for pair in zip(chats, tools or [None] * len(chats))]
+    def encode(self, records):
+        """[record] -> [(ids, mask), or the ValueError that explains why not]."""
+        rendered = [attempt(self._render, record) for record in records]
         texts = list({text for turns in rendered if isinstance(turns, list)
                       for turn in turns for text in turn})
         ids = dict(zip(texts, self.lists(texts)))
         return [attempt(self._sample, turns, ids) if isinstance(turns, list) else turns
                 for turns in rendered]
 
-    def _render(self, messages, tools):
+    def _render(self, record):
         """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
+        messages, tools = record["messages"], record.get("tools")
+        if record.get("teacher_messages") is not None:
+            raise ValueError('has "teacher_messages", and no --teacher_path reads them')
         if match := self.control.search(to_json([messages, tools])):
             raise ValueError(f"contains the control token {match[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

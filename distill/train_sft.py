@@ -131,21 +131,23 @@ tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
 causal_lm.check_vocabulary(tokenizer, config)
 encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking],
                        split=not args.teacher_path)
-prompt = teacher_encoder = kept = None
+prompt = kept = None
+both, collate, wrap = encoder, chat_data.collate, packed_lm.PackedLM
 if args.teacher_path or args.keep:
     from distill import frozen, teaching
+    wrap = partial(frozen.student, args)
 if args.teacher_path:
     dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
-    prompt, teacher_encoder, config = teaching.open_teacher_inputs(args, config, tokenizer)
+    both, config = teaching.open_teacher_inputs(args, config, encoder)
+    prompt, collate = both.prompt, frozen.collate_prompted
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc,
-                            teacher_encoder)
+settings = limit, args.drop_bad, args.preprocess_num_proc
 table, n_train = chat_data.prepare_table(
-    world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
-    None if dry else args.output_dir)
+    world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), both,
+    *settings, None if dry else args.output_dir)
 if args.keep:
-    kept, _ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
-                                       reading._replace(prompt=None, teacher=None))
+    kept, _ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep], encoder,
+                                      *settings)
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
 if args.teacher_path:
@@ -157,14 +159,8 @@ def empty_model(folder):
     """(PackedLM, parts) of packed_lm.build_empty: a frozen base in half precision, else fp32."""
     lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
             args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
-    prompted = args.teacher_path and (
-        args.distill_weight, args.divergence, args.js_beta, args.distill_topk)
-    model, parts = packed_lm.build_empty(
-        folder, lora and dtype or torch.float32, lora, args.gradient_checkpointing, prompted,
-        args.base_dtype == "nf4")
-    if prompted or args.keep:
-        frozen.add(model, args)
-    return model, parts
+    return packed_lm.build_empty(folder, lora and dtype or torch.float32, lora,
+                                 args.gradient_checkpointing, args.base_dtype == "nf4", wrap)
 
 
 model, parts = empty_model(folder)
@@ -256,7 +252,7 @@ def validate():
     eval_order = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                            samples_per_pack=args.per_device_eval_batch_size)
     packs = list(rank_packs(eval_order, world.rank, world.size, 1, epochs=1))
-    loader = chat_data.make_loader(table, packs, min(1, args.num_workers))
+    loader = packing.pack_loader(table, packs, collate, min(1, args.num_workers), 4)
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
@@ -306,8 +302,8 @@ sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-batches = packing.iterate(chat_data.make_loader(table, packs, args.num_workers, pad_to,
-                                                 table.ends[0]))
+batches = packing.iterate(packing.pack_loader(
+    table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers, 4))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),

@@ -87,6 +87,11 @@ def ask(question, answer, **more):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
 
 
+def records(chats, tools=None):
+    """[record] of conversations, each with the same tools or none."""
+    return [{"messages": messages, "tools": tools} for messages in chats]
+
+
 def conversations(n):
     """n labelled sentences of different lengths, every third with a system message, every fourth with two answers."""
     words, talks = " ".join(TEXTS).split(), []
