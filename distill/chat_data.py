@@ -35,14 +35,13 @@ COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
 def encode_chunk(path, encoder, limit, lines):
     """Tokenise numbered lines -> ({column of the table: array}, [Problem])."""
     problems, chunk = [], {name: [] for name in COLUMNS}
-    records = dict(read_records(path, problems, lines))
-    for (line, record), result in zip(records.items(), encoder.encode([*records.values()])):
-        # a chat becomes several samples if the template rewrites earlier turns
-        for sample in result if isinstance(result, list) else [result]:
-            if isinstance(sample, ValueError):
-                problems.append(problem(f"{path}:{line}", "template", sample, path))
-                continue
-            ids, mask, *own = sample
+    for line, record in read_records(path, problems, lines):
+        try:
+            samples = encoder.encode(record)
+        except ValueError as error:
+            problems.append(problem(f"{path}:{line}", "template", error, path))
+            continue
+        for ids, mask, *own in samples:
             if len(ids) > limit:
                 why = f"{len(ids)} tokens, more than {limit}"
                 problems.append(problem(f"{path}:{line}", "too_long", why, path))

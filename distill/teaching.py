@@ -122,29 +122,17 @@ class PairEncoder:
         """prompt: teachers.Prompt."""
         self.student, self.teacher, self.prompt = student, teacher, prompt
 
-    def encode(self, records):
-        """[record] -> [(ids, mask, number of the student's ids) or ValueError]. Both versions must
-        train exactly the same tokens."""
-        from core.chat import attempt
-        students = self.student.encode([record | {"teacher_messages": None} for record in records])
-        chats = [attempt(self._teacher_chat, record) for record in records]
-        good = [i for i, chat in enumerate(chats) if isinstance(chat, dict)]
-        encoded = dict(zip(good, self.teacher.encode([chats[i] for i in good])))
-        both = []
-        for i, own in enumerate(students):
-            teachers = encoded.get(i, chats[i])
-            errors = [result for result in (own, teachers) if isinstance(result, ValueError)]
-            # compress(ids, mask) gives the trained ids
-            if not errors and list(compress(*own)) != list(compress(*teachers)):
-                hint = "; with teacher_messages give --train_turns last"
-                errors = [ValueError("the teacher's template gives the answer other tokens"
-                                     + hint * ("teacher_messages" in records[i]))]
-            both.append(errors[0] if errors else (
-                own[0] + teachers[0], own[1] + teachers[1], len(own[0])))
-        return both
-
-    def _teacher_chat(self, record):
-        """The record that the teacher reads. ValueError."""
+    def encode(self, record):
+        """[(ids, mask, number of the student's ids)] of a record. Both versions must train exactly
+        the same tokens. ValueError."""
         from distill.teachers import add_prompt
+        (ids, mask), = self.student.encode(record | {"teacher_messages": None})
         messages = [*add_prompt(self.prompt, teacher_context(record)), record["messages"][-1]]
-        return {"messages": messages, "tools": record.get("tools")}
+        (others, other_mask), = self.teacher.encode(
+            {"messages": messages, "tools": record.get("tools")})
+        # compress(ids, mask) gives the trained ids
+        if list(compress(ids, mask)) != list(compress(others, other_mask)):
+            hint = "; with teacher_messages give --train_turns last"
+            raise ValueError("the teacher's template gives the answer other tokens"
+                             + hint * ("teacher_messages" in record))
+        return [(ids + others, mask + other_mask, len(ids))]

@@ -52,7 +52,7 @@ def samples_of(table):
 
 def test_the_table_holds_the_encoded_samples(tokenizer, tmp_path):
     table, counts = make_table(tokenizer, tmp_path, chats.conversations(7))
-    whole = encoder(tokenizer, QWEN).encode(chats.records(chats.conversations(7)))
+    whole = [chats.encode(encoder(tokenizer, QWEN), messages) for messages in chats.conversations(7)]
     assert samples_of(table) == whole and counts == ([7], "")
     assert table.lengths.tolist() == [len(ids) for ids, _ in whole]
     assert table.targets.tolist() == [sum(mask) for _, mask in whole]
@@ -68,7 +68,7 @@ def test_the_table_holds_the_encoded_samples(tokenizer, tmp_path):
 
 def test_too_long_samples(tokenizer, tmp_path):
     short, long = ask("a", "en"), ask("the quick brown fox " * 9, "de or fr")
-    (ids, _), = encoder(tokenizer, QWEN).encode(chats.records([long]))
+    ids, _ = chats.encode(encoder(tokenizer, QWEN), long)
     limit = len(ids) - 1
     with pytest.raises(UserError, match=rf"jsonl:2: {len(ids)} tokens, more than {limit}\nfix: shorten"):
         make_table(tokenizer, tmp_path, [short, long, short], limit)

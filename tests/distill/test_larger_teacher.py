@@ -105,8 +105,8 @@ def test_contexts_for_the_teacher(inputs):
     talk = chats.ask("the dog", "en")
 
     def context_of(**record):
-        record = {"messages": talk} | record
-        return teaching.PairEncoder(encoder, encoder, Prompt("none", "")).encode([record])[0]
+        pair = teaching.PairEncoder(encoder, encoder, Prompt("none", ""))
+        return chats.encode(pair, **{"messages": talk} | record)
     ids, mask, own = context_of(teacher_messages=[{"role": "system", "content": "fox"}, talk[0]])
     assert ids[own:] != ids[:own] and [t for t, m in zip(ids[own:], mask[own:]) if m] == [
         t for t, m in zip(ids[:own], mask[:own]) if m]

@@ -87,9 +87,13 @@ def ask(question, answer, **more):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
 
 
-def records(chats, tools=None):
-    """[record] of conversations, each with the same tools or none."""
-    return [{"messages": messages, "tools": tools} for messages in chats]
+def encode(encoder, messages, tools=None, **more):
+    """(ids, mask) of a conversation that is one sample, or the ValueError that refuses it."""
+    try:
+        sample, = encoder.encode({"messages": messages, "tools": tools, **more})
+        return sample
+    except ValueError as error:
+        return error
 
 
 def conversations(n):
