@@ -3,7 +3,6 @@
 Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are not padded.
 """
 import hashlib
-import json
 import uuid
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import checkpoint, dist, packing
+from core import checkpoint, dist, json_files, packing
 from core.chat import numbered_lines, question, read_records, to_json
 from core.cli import UserError, require
-from core.dist import error_names_file
 from core.packing import Column, map_chunks
 from core.json_files import Problems, problem
 
@@ -90,9 +88,8 @@ def write_table(folder, paths, encoder, limit, drop=(), processes=0, output_dir=
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     dropped = problems.settle(hint * bool(problems.counts["too_long"]))
-    with error_names_file(folder):
-        (folder / "sources.json").write_text(json.dumps(
-            {"paths": list(map(str, paths)), "ends": sorted(ends)}))
+    checkpoint.write_json(folder / "sources.json",
+                          {"paths": list(map(str, paths)), "ends": sorted(ends)})
     return samples, dropped
 
 
@@ -106,7 +103,7 @@ class ChatTable(Dataset):
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
             setattr(self, path.stem, np.load(path, mmap_mode="r"))
-        vars(self).update(json.loads((Path(folder) / "sources.json").read_text()))
+        vars(self).update(json_files.read_object(Path(folder) / "sources.json"))
         self.prompted = bool(self.own[0] < self.lengths[0])
 
     def __len__(self):

@@ -196,7 +196,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
     """Ask until every line of `todo` has a label or no attempts left; record each in the journal.
     UserError if the teacher answers none of REFUSED_IN_A_ROW lines in a row, or none at all.
 
-    answers: from open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the
+    answers: from teachers.open_..., with the Sampling `draw`. asked: [(messages, tools)] for the
     teacher. answered: True if it answered any line before."""
     records = {number: {"id": number, "label": None, "answers": []} for number in todo}
     waiting, refused, in_a_row = list(todo), [], 0
@@ -332,7 +332,7 @@ def main(argv=None):
         checkpoint.lock_folder(work, "--output_file", name)     # released at the end of the process
         draw = teachers.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
                                  {"default": None, "on": True, "off": False}[args.thinking])
-        answers = teachers.open_teacher(args.engine, args.model_name, draw, **{
+        answers = getattr(teachers, f"open_{args.engine}")(args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(record["answers"][-1]["finish_reason"] != "unanswered"
                        for record in records.values())

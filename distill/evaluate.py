@@ -92,6 +92,7 @@ from distill import causal_lm, packed_lm, teaching
 from distill.chat_data import HELD_OUT, ChatTable, question_hash, write_table
 from distill.divergence import teacher_sums
 from distill.frozen import KEPT, collate_kept, collate_prompted
+from distill.generation import load_whole
 from distill.losses import chunked_loss, loss_sums
 
 # ---- Checkpoints and models
@@ -142,7 +143,7 @@ class Column:
 
 def open_columns(run, prompt, device, dtype):
     """{name: Column} of base, teacher (if there is one) and student. Raises UserError."""
-    base = causal_lm.load_whole(run.base, dtype, device)
+    base = load_whole(run.base, dtype, device)
     if (run.folder / "adapter_config.json").is_file():
         student = base = adapters.add_saved_lora(base, run.folder)
         # not buffers: rotary embeddings stay float32
@@ -150,11 +151,11 @@ def open_columns(run, prompt, device, dtype):
             parameter.data = parameter.data.to(dtype)
         adapters.load_adapters(student.eval(), run.folder)
     else:
-        student = causal_lm.load_whole(run.folder, dtype, device)
+        student = load_whole(run.folder, dtype, device)
     columns = {BASE: Column(base, run.tokenizer)}
     if run.teacher:
         tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        columns[TEACHER] = Column(causal_lm.load_whole(run.teacher, dtype, device), tokenizer)
+        columns[TEACHER] = Column(load_whole(run.teacher, dtype, device), tokenizer)
     elif prompt:
         columns[PROMPTED] = columns[BASE]
     return columns | {STUDENT: Column(student, run.tokenizer, True)}

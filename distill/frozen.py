@@ -108,16 +108,16 @@ def student(args, net, recompute):
 
 
 def models(model):
-    """[(name, frozen PackedLM)] of a PackedLM, each once."""
-    return list({id(other): (name, other) for name, other in model.frozen.items()
-                 if not isinstance(other, Scorer)}.values())
+    """The frozen PackedLMs of a PackedLM, each once."""
+    return [other for other in dict.fromkeys(model.frozen.values())
+            if not isinstance(other, Scorer)]
 
 
 def load_all(model, world, sharding):
     """Load the frozen models of a PackedLM. sharding: the student's, or None."""
     if sharding:
         sharding = sharding | {"reshard_after_forward": True}     # there is no backward pass
-    for _, other in models(model):
+    for other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
         if sharding:        # gathers weights for this method as for forward()
             register_fsdp_forward_method(other, "rows")

@@ -10,16 +10,14 @@ import math
 import torch
 from torch import nn
 
-from core import dist, kernels, metrics
+from core import dist, kernels
 from core.cli import require
 from distill import causal_lm
 from distill.chat_data import PackedChats
 from distill.losses import chunked_loss
 
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
-EVAL_LINE = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
 # settings that the packed forward ignores: {name: values without effect}
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
            "logits_scaling": 1, "lm_head_multiplier": 1, "attention_dropout": 0,
@@ -34,11 +32,12 @@ def check_model(model):
     config, parameters = model.config, [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    layers = set(getattr(config, "layer_types", None) or ())
+    layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention",
+                                                                "sliding_attention"}
     mixture = any(".experts." in name for name in parameters)
     for bad, why in (
             (not model._supports_attention_backend, "its attention cannot be replaced"),
-            (getattr(model, "_is_stateful", False) or layers - SUPPORTED_LAYERS,
+            (getattr(model, "_is_stateful", False) or layers,
              "it has layers that carry state from one packed document into the next"),
             (kinds & LENGTH_ROPE, f"its {' or '.join(kinds & LENGTH_ROPE)} rotary embedding "
              "depends on the longest document of a pack"),
@@ -105,13 +104,16 @@ def build_empty(folder, dtype, lora=None, recompute=None, four_bits=False, wrap=
     check_model(native)
     layers, parts = causal_lm.decoder_layers(native), causal_lm.weight_parts(folder, native)
     causal_lm.check_weights(native, parts, folder)
+    weights = layer_weights(layers, native.config)
     if lora:
         from core import adapters
         net = adapters.add_lora(native, layers, *lora)
     if four_bits:
         from core import quantized
         quantized.to_nf4(layers)
-    return wrap(net, recompute), parts
+    packed = wrap(net, recompute)
+    packed.weights = weights
+    return packed, parts
 
 
 def load(model, parts, world, *, sharding=None, compiled=False):
@@ -144,34 +146,19 @@ def loss_report(sums, prefix):
             for name, total in zip(names, (loss, right, *parts))}
 
 
-def train_line(step, total_steps, values):
-    """One aligned line of the log, with units; metrics.jsonl has all numbers."""
-    left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-    return ("step {:>6}/{} | loss {train/loss:7.4f} acc {train/accuracy:6.1%} | "
-            "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
-            "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s | "
-            "eta {}").format(step, total_steps, left, **values)
-
-
-def layer_weights(model):
-    """Number of weights in the decoder layers that multiply a token, without adapters; of a mixture
-    of experts, those that a token is routed to. model: transformers'."""
-    total = sum(module.in_features * module.out_features for module in model.modules()
-                if hasattr(module, "nf4"))
-    for layer in causal_lm.decoder_layers(model):
-        for name, weight in layer.named_parameters():
-            if ".lora_" not in name and weight.ndim > 1:
-                routed, experts = 1, 1
-                if weight.ndim == 3:
-                    routed, experts = model.config.num_experts_per_tok, len(weight)
-                total += weight.numel() * routed // experts
-    return total
+def layer_weights(layers, config):
+    """Number of weights in transformers' layers that multiply a token; of a mixture of experts,
+    those that a token is routed to."""
+    matrices = [weight for layer in layers for weight in layer.parameters() if weight.ndim > 1]
+    return sum(weight.numel() if weight.ndim == 2
+               else weight.numel() * config.num_experts_per_tok // len(weight)
+               for weight in matrices)
 
 
 def step_work(table, samples, weights, config, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. weights: from
-    layer_weights. config: the student's; its FLOPs are counted, forward and backward, without
-    recomputation, adapters and sliding windows.
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks: the student's
+    FLOPs, forward and backward, without recomputation, adapters and sliding windows. weights: from
+    layer_weights.
 
     A matrix with N weights costs 2N per row forward, 2N for the input gradient and, if it is
     trained, 2N for its gradient. The head runs on trained rows only. A pair (query, key) costs

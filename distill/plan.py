@@ -41,7 +41,7 @@ def memory(model, setup, lengths, targets, order, kept):
     # frozen models add their shards, and one forward each with the weights gathered for it
     from distill import frozen
     width, stored, peak = 2 if setup.bf16 else 4, 0, needed.peak
-    for _, other in frozen.models(model):
+    for other in frozen.models(model):
         gathered = 0
         if not setup.cpu_offload:
             stored += sum(p.nbytes for p in other.parameters()) / setup.shards

@@ -63,12 +63,13 @@ def check_same(tokenizer, teacher_tokenizer, rows, name):
             f"({len(differing)} ids differ), so learn its answers: distill/create_data.py")
 
 
-def open_teacher_inputs(args, config, encoder):
+def open_teacher_inputs(args, world, config, encoder):
     """Read and check what a teacher needs. Returns (PairEncoder, the config with fewer positions).
-    config, encoder: the student's. UserError."""
-    from core import chat
+    config, encoder: the student's. Collective. UserError."""
+    from core import chat, dist
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
+    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")    # downloads
     prompt = (read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file
               else Prompt("none", ""))
     teacher_config, tokens, teacher = config, config.vocab_size, encoder

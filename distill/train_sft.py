@@ -22,7 +22,7 @@ from core.cli import require
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
-CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --drop_bad
+CHECKS = ("unreadable", "invalid", "template", "too_long")    # of --drop_bad
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")
@@ -137,8 +137,7 @@ if args.teacher_path or args.keep:
     from distill import frozen, teaching
     wrap = partial(frozen.student, args)
 if args.teacher_path:
-    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
-    both, config = teaching.open_teacher_inputs(args, config, encoder)
+    both, config = teaching.open_teacher_inputs(args, world, config, encoder)
     prompt, collate = both.prompt, frozen.collate_prompted
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
 settings = limit, args.drop_bad, args.preprocess_num_proc
@@ -240,7 +239,6 @@ if resume:
     checkpoint.restore(world, resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 sampler = frozen.Sampler(args, world) if args.base_url else None        # generates on a server
-weights = packed_lm.layer_weights(model.native)
 
 
 # ---- Validation and checkpoints
@@ -263,7 +261,8 @@ def validate():
             total += torch.stack(model(batch.to(device))).double()
     model.train()
     values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
-    print0(packed_lm.EVAL_LINE.format(step, **values))
+    print0("eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
+        step, **values))
     if main_rank:
         log.write(step, values)
     if not values["eval/loss"] < best_loss:     # a non-finite loss is never best
@@ -326,8 +325,8 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step), weights,
-                               model.native.config, args.use_lora)
+    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step),
+                               model.weights, model.native.config, args.use_lora)
     step_batches = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss, which is divided by the tokens of all answers
         step_batches, work["targets"] = frozen.replace_answers(
@@ -380,7 +379,11 @@ while step < total_steps and not stopping:
             values["train/loss_scale"] = scaler.get_scale()
         if main_rank:
             log.write(step, values)
-        print0(packed_lm.train_line(step, total_steps, values))
+        left = metrics.duration((total_steps - step) * values["train/step_seconds"])
+        print0(("step {:>6}/{} | loss {train/loss:7.4f} acc {train/accuracy:6.1%} | lr "
+                "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
+                "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s | "
+                "eta {}").format(step, total_steps, left, **values))
 
     # validate; a stop request takes effect one step late, so no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
