@@ -177,13 +177,10 @@ def load_weights(weights, parts, world=None):
 # ---- Ends of answers
 
 
-def end_ids(model):
-    """[id] of the tokens that stop generate."""
+def stop_at(model, ends=()):
+    """Add `ends` to the tokens that stop generate; returns all of these, [id]."""
     known = model.generation_config.eos_token_id
-    return known if isinstance(known, list) else [] if known is None else [known]
-
-
-def stop_at(model, ends):
-    """Add `ends` to the tokens that stop generate."""
-    if new := [int(token) for token in ends if token not in end_ids(model)]:
-        model.generation_config.eos_token_id = [*end_ids(model), *new]
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if new := [int(token) for token in ends if token not in known]:
+        known = model.generation_config.eos_token_id = [*known, *new]
+    return known

@@ -83,7 +83,12 @@ def write_table(folder, paths, encoder, limit, drop=(), processes=0, output_dir=
             for name, column in columns.items():
                 column.append(chunk[name])
         samples.append(len(columns["lengths"]) - first)
-        check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
+        first_lines = {}        # {id: line}; a line may give several samples
+        for line, key in zip(*(columns[name].array()[first:].tolist()
+                               for name in ("lines", "keys"))):
+            same = line if key < 0 else first_lines.setdefault(key, line)
+            require(same == line, f"{path}:{line}: has the same id {key} as {path}:{same}; give it "
+                    "another id, or join files that create_data.py made of different inputs")
         if not samples[-1] and not problems.n_fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
@@ -153,15 +158,6 @@ def samples_line(table, train_ids, eval_ids):
 
 
 # ---- Held-out conversations
-
-
-def check_duplicates(path, lines, keys):
-    """UserError if two lines of a file have the same id. keys: (n,), -1 without an id."""
-    first_lines = {}
-    for line, key in zip(lines.tolist(), keys.tolist()):        # a line may give several samples
-        first = line if key < 0 else first_lines.setdefault(key, line)
-        require(first == line, f"{path}:{line}: has the same id {key} as {path}:{first}; give it "
-                "another id, or join files that create_data.py made of different inputs")
 
 
 def split_samples(table, n_train, group_size, share, seed):

@@ -283,18 +283,11 @@ def write_results(output, lines, records):
     rejected_path = output.with_suffix(".rejected.jsonl")
     for path, rows in ((rejected_path, rejected), (output, labelled)):
         checkpoint.write_text(path, "".join(chat.to_json(row) + "\n" for row in rows))
-    print(f"labels     {len(labelled):,} of {len(lines):,} lines: "
-          f"{most_common(row['messages'][-1]['content'] for row in labelled)}")
+    print(f"labels     {len(labelled):,} of {len(lines):,} lines")
     if rejected:
-        print(f"notice     {rejected_path} has {len(rejected):,} lines: "
-              f"{most_common(row['why'] for row in rejected)}")
+        print(f"notice     {rejected_path} has {len(rejected):,} lines")
     print(f"done       {output}")
     require(labelled, f"no line has a label; see the raw answers in {rejected_path}")
-
-
-def most_common(texts):
-    """The most common texts with their counts, for the log."""
-    return ", ".join(f"{one_line(text, 60)} {n:,}" for text, n in Counter(texts).most_common(13))
 
 
 def main(argv=None):

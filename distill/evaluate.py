@@ -106,6 +106,7 @@ class Run(NamedTuple):
     base: Path                  # folder
     teacher: Path               # folder of another model that taught, or None
     tokenizer: object
+    teacher_tokenizer: object   # the same, unless another model taught
 
 
 def open_run(args, name):
@@ -118,12 +119,14 @@ def open_run(args, name):
     except (KeyError, TypeError, UserError) as error:
         raise UserError(f"--checkpoint {name}: is not a checkpoint of train_sft.py ({error!r})")
     base, teacher = causal_lm.find_model(args.model_path or flags.model_path), None
+    tokenizer = teacher_tokenizer = chat.load_tokenizer(folder)
     require(causal_lm.fingerprint_weights(base) == trained_from,
             f"--checkpoint {name}: was not trained from {base} but from other weights "
             f"({flags.model_path} then); give --model_path")
     if flags.teacher_path and flags.teacher_path != flags.model_path:
         teacher = causal_lm.find_model(flags.teacher_path, "--teacher_path")
-    return Run(folder, held_out, flags, base, teacher, chat.load_tokenizer(folder))
+        teacher_tokenizer = chat.load_tokenizer(teacher, flags.chat_template)
+    return Run(folder, held_out, flags, base, teacher, tokenizer, teacher_tokenizer)
 
 
 class Column:
@@ -154,8 +157,8 @@ def open_columns(run, prompt, device, dtype):
         student = load_whole(run.folder, dtype, device)
     columns = {BASE: Column(base, run.tokenizer)}
     if run.teacher:
-        tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        columns[TEACHER] = Column(load_whole(run.teacher, dtype, device), tokenizer)
+        model = load_whole(run.teacher, dtype, device)
+        columns[TEACHER] = Column(model, run.teacher_tokenizer)
     elif prompt:
         columns[PROMPTED] = columns[BASE]
     return columns | {STUDENT: Column(student, run.tokenizer, True)}
@@ -210,10 +213,7 @@ def encode(run, rows, path, prompt=None, turns=None):
     thinking = THINKING[run.flags.enable_thinking]
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
     if prompt:
-        tokenizer = run.tokenizer
-        if run.teacher:
-            tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        teacher = chat.Encoder(tokenizer, turns, thinking)
+        teacher = chat.Encoder(run.teacher_tokenizer, turns, thinking)
         encoder = teaching.PairEncoder(encoder, teacher, prompt)
     limit = causal_lm.length_limit(causal_lm.load_config(run.base), run.flags.max_length,
                                    run.flags.max_tokens_per_batch)

@@ -213,15 +213,14 @@ def replace_answers(args, world, model, table, batches, ends, step, sampler=None
     all ranks). Collective. An answer that is cut off at --max_new_tokens is trained without an end.
 
     batches: those of this rank and step. ends: ids that end an answer. sampler: Sampler or None."""
-    samples = [[table[i] for i in batch.samples] for batch in batches]
-    chosen = [(b, i) for b, batch in enumerate(samples) for i, (number, *_) in enumerate(batch)
-              if generator_of(args.seed, step, number).random() < args.on_policy]
+    samples = {i: table[i] for batch in batches for i in batch.samples}
+    chosen = [i for i in samples if generator_of(args.seed, step, i).random() < args.on_policy]
     prompts, seeds = [], []     # prompts: (ids of the student's, of the teacher's)
-    for b, i in chosen:
-        number, ids, trained, own = samples[b][i]
+    for i in chosen:
+        _, ids, trained, own = samples[i]
         prompts.append((question_ids(ids[:own], trained[:own]),
                         question_ids(ids[own:], trained[own:])))
-        seeds.append(int(generator_of(args.seed, step, number).integers(2**31)))
+        seeds.append(int(generator_of(args.seed, step, i).integers(2**31)))
     positions = min(causal_lm.positions(net.native.config)
                     for net in (model, *model.frozen.values()) if hasattr(net, "native"))
     limits = [min(args.max_new_tokens, positions - max(map(len, pair))) for pair in prompts]
@@ -230,18 +229,19 @@ def replace_answers(args, world, model, table, batches, ends, step, sampler=None
         sampler.refresh(model, step)
         answers = sampler.draw(questions, seeds, limits, ends)
     else:
-        size = max(1, *map(len, samples))
+        size = max(1, *(len(batch.samples) for batch in batches))
         with dist.gather_weights(model):
             for start in range(0, len(chosen), size):
                 chunk = slice(start, start + size)
                 answers += draw(model.native, questions[chunk], seeds[chunk], min(limits[chunk]),
                                 ends, args)
-    for (b, i), (student_ids, teacher_ids), answer in zip(chosen, prompts, answers):
+    for i, (student_ids, teacher_ids), answer in zip(chosen, prompts, answers):
         ids = np.concatenate([student_ids, answer, teacher_ids, answer])
         trained, own = np.zeros(len(ids), bool), len(student_ids) + len(answer)
         trained[len(student_ids):own] = trained[len(ids) - len(answer):] = True
-        samples[b][i] = samples[b][i][0], ids, trained, own
-    batches = [collate_prompted(batch).to(world.device) for batch in samples]
+        samples[i] = i, ids, trained, own
+    batches = [collate_prompted([samples[i] for i in batch.samples]).to(world.device)
+               for batch in batches]
     targets = torch.tensor(float(sum(len(batch.targets) for batch in batches)), device=world.device)
     return batches, dist.all_reduce(world, targets).item()
 

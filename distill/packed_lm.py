@@ -17,6 +17,7 @@ from distill.chat_data import PackedChats
 from distill.losses import chunked_loss
 
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
 # settings that the packed forward ignores: {name: values without effect}
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
@@ -32,12 +33,11 @@ def check_model(model):
     config, parameters = model.config, [name for name, _ in model.named_parameters()]
     rope = getattr(config, "rope_parameters", None) or {}       # one dict, or one per type of layer
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention",
-                                                                "sliding_attention"}
+    layers = set(getattr(config, "layer_types", None) or ())
     mixture = any(".experts." in name for name in parameters)
     for bad, why in (
             (not model._supports_attention_backend, "its attention cannot be replaced"),
-            (getattr(model, "_is_stateful", False) or layers,
+            (getattr(model, "_is_stateful", False) or layers - SUPPORTED_LAYERS,
              "it has layers that carry state from one packed document into the next"),
             (kinds & LENGTH_ROPE, f"its {' or '.join(kinds & LENGTH_ROPE)} rotary embedding "
              "depends on the longest document of a pack"),

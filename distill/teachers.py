@@ -227,9 +227,9 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
     chunks of chunk_size, then answered batch_size at a time."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    from distill.causal_lm import end_ids
+    from distill.causal_lm import stop_at
     from distill.generation import Draw, generate
-    ends, warpers = end_ids(model) or [tokenizer.eos_token_id], []
+    ends, warpers = stop_at(model) or [tokenizer.eos_token_id], []
     if draw.temperature:
         warpers = [TemperatureLogitsWarper(draw.temperature)]
         warpers += [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
