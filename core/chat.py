@@ -206,7 +206,7 @@ class Encoder:
         except ValueError:
             if not self.split or len(turns) == 1:
                 raise
-            return [self._mask([turn], [part]) for turn, part in zip(turns, parts)]
+            return [self._mask([turn], [pair]) for turn, pair in zip(turns, parts)]
 
     def _render(self, record):
         """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
