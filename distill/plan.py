@@ -24,7 +24,7 @@ def loss(model, tokens, targets, kept=False):
 def step_of(model):
     """memory.Step of a PackedLM without its frozen models."""
     model = copy.copy(model)
-    model.frozen = {}
+    model.frozen, model.parts = {}, None    # slices of files cannot be copied
     return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
 
 

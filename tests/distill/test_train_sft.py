@@ -227,6 +227,12 @@ def plan(inputs, output_dir, *flags, student="qwen"):
     students.plan_run(line)
 
 
+def test_a_frozen_base_is_planned(inputs, tmp_path, capsys):
+    """All weights are trained, so --keep needs a copy of the base."""
+    plan(inputs, tmp_path / "out", "--keep", inputs / "chats.jsonl")
+    assert "+ teacher " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
     (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
