@@ -182,17 +182,10 @@ def load_tokenizer(folder, template=None):
     return tokenizer
 
 
-def attempt(function, *args):
-    """function(*args), or the ValueError that it raises."""
-    try:
-        return function(*args)
-    except ValueError as error:
-        return error
-
-
 class Encoder:
-    """Turns a conversation into (ids, mask of the trained ids). turns: train "all" answers or the
-    "last". thinking: the template's enable_thinking. split: into samples if one cannot hold all."""
+    """Turns a record into samples: (ids, mask of the trained ids). turns: train "all" answers or
+    the "last". thinking: the template's enable_thinking. split: if one sample cannot hold all
+    answers, each becomes one."""
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
         self.tokenizer, self.turns, self.split = tokenizer, turns, split
@@ -203,18 +196,23 @@ class Encoder:
         texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
         self.control = re.compile("|".join(texts) or r"(?!)")
 
-    def encode(self, chats, tools=None):
-        """[messages], [tools or None] -> [(ids, mask), or the ValueError that explains why not]."""
-        rendered = [attempt(self._render, *pair)
-                    for pair in zip(chats, tools or [None] * len(chats))]
-        texts = list({text for turns in rendered if isinstance(turns, list)
-                      for turn in turns for text in turn})
-        ids = dict(zip(texts, self.lists(texts)))
-        return [attempt(self._sample, turns, ids) if isinstance(turns, list) else turns
-                for turns in rendered]
+    def encode(self, record):
+        """[(ids, mask)] of a record of read_records. ValueError."""
+        turns = self._render(record)
+        ids = self.lists([text for turn in turns for text in turn])
+        parts = [*zip(ids[::2], ids[1::2])]     # of each turn: its prompt, prompt and answer
+        try:
+            return [self._mask(turns, parts)]
+        except ValueError:
+            if not self.split or len(turns) == 1:
+                raise
+            return [self._mask([turn], [pair]) for turn, pair in zip(turns, parts)]
 
-    def _render(self, messages, tools):
+    def _render(self, record):
         """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
+        messages, tools = record["messages"], record.get("tools")
+        if record.get("teacher_messages") is not None:
+            raise ValueError('has "teacher_messages", and no --teacher_path reads them')
         if match := self.control.search(to_json([messages, tools])):
             raise ValueError(f"contains the control token {match[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -231,25 +229,16 @@ class Encoder:
         check_rendered(messages[:answers[-1] + 1], tools, dict(zip(answers, turns)))
         return turns
 
-    def _sample(self, turns, ids_of):
-        """(ids, mask) of rendered turns, or a list of them if they are split. ValueError."""
-        try:
-            return self._mask(turns, ids_of)
-        except ValueError:
-            if not self.split or len(turns) == 1:
-                raise
-            return [self._mask([turn], ids_of) for turn in turns]
-
-    def _mask(self, turns, ids_of):
-        """(ids, mask) of the last turn's text. ids_of: {text: ids}. ValueError."""
-        parts = [[ids_of[prompt], ids_of[text]] for prompt, text in turns]
+    def _mask(self, turns, parts):
+        """(ids, mask) of the last turn's text. turns: texts; parts: their ids. ValueError."""
         (prompt, text), (first, ids) = turns[-1], parts[-1]
         if ids[:len(first)] != first and text.startswith(prompt):
             # tokenise the answer separately, if that decodes to the same text
             separate = [*first, *self.lists([text[len(prompt):]])[0]]
             decode = functools.partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
             if decode(separate) == decode(ids):
-                parts[-1][1] = ids = separate
+                ids = separate
+                parts = [*parts[:-1], (first, ids)]
         mask = [False] * len(ids)
         for number, (before, through) in enumerate(parts, 1):
             if through[:len(before)] != before or ids[:len(through)] != through:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, logging
+from transformers import (AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel,
+                          logging)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import tensor_io
@@ -100,23 +101,15 @@ def empty_model(config, dtype, folder=None, attention=None):
     return model
 
 
-def all_names(model):
-    """{name: first name of the same parameter} of all names; they differ for tied weights."""
-    first = {}
-    return {name: first.setdefault(id(parameter), name)
-            for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
 def give_memory(model, device, buffer_device=None):
     """model.to_empty(device), but keep ties and buffers (on buffer_device). Sharded or not."""
-    tied = {name: first for name, first in all_names(model).items() if name != first}
     buffers = [(module, name, buffer.to(buffer_device or device, copy=True))
                for module in model.modules()
                for name, buffer in module.named_buffers(recurse=False)]
     model.to_empty(device=device)
-    for name, first in tied.items():
-        module_name, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module_name), leaf, model.get_parameter(first))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
 
@@ -135,19 +128,16 @@ def decoder_layers(model):
 def weight_parts(folder, model):
     """{name: [slice handle]} of a folder's weights; tied weights appear once. UserError."""
     tensors = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
-    names, parts = all_names(model), {}
+    known, parts = {}, {}
+    names = {name: known.setdefault(id(parameter), name)    # each to the first of its parameter
+             for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, tensor in tensors.items():
-        if name.endswith(IGNORED):
-            continue
         first = names.get(name, name)
-        if name == first or first not in tensors:
+        require(name == first or first not in tensors or torch.equal(tensor[:], tensors[first][:]),
+                f"{folder}: its files hold other values for {name} than for {first}, and its "
+                "config.json ties the two: set tie_word_embeddings to false there")
+        if not name.endswith(IGNORED):
             parts[first] = [tensor]
-            continue
-        rows, twin = tensor.get_shape()[0], tensors[first]
-        same = tensor.get_shape() == twin.get_shape() and all(
-            torch.equal(tensor[i:i + 4096], twin[i:i + 4096]) for i in range(0, rows, 4096))
-        require(same, f"{folder}: its files hold other values for {name} than for {first}, and its "
-                      "config.json ties the two: set tie_word_embeddings to false there")
     return parts
 
 
@@ -184,26 +174,13 @@ def load_weights(weights, parts, world=None):
     barrier(world or World())       # a slow disk may take long
 
 
-def load_whole(folder, dtype, device="cpu"):
-    """The model of a folder, on one device. Raises UserError."""
-    model = empty_model(load_config(folder), dtype, folder)
-    parts = weight_parts(folder, model)
-    check_weights(model, parts, folder)
-    give_memory(model, device)
-    load_weights(dict(model.named_parameters()), parts)
-    return model.eval()
-
-
 # ---- Ends of answers
 
 
-def end_ids(model):
-    """[id] of the tokens that stop generate."""
+def stop_at(model, ends=()):
+    """Add `ends` to the tokens that stop generate; returns all of these, [id]."""
     known = model.generation_config.eos_token_id
-    return known if isinstance(known, list) else [] if known is None else [known]
-
-
-def stop_at(model, ends):
-    """Add `ends` to the tokens that stop generate."""
-    if new := [int(token) for token in ends if token not in end_ids(model)]:
-        model.generation_config.eos_token_id = [*end_ids(model), *new]
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if new := [int(token) for token in ends if token not in known]:
+        known = model.generation_config.eos_token_id = [*known, *new]
+    return known

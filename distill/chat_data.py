@@ -3,21 +3,18 @@
 Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are not padded.
 """
 import hashlib
-import json
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import checkpoint, dist, packing
+from core import checkpoint, dist, json_files, packing
 from core.chat import numbered_lines, question, read_records, to_json
 from core.cli import UserError, require
-from core.dist import error_names_file
 from core.packing import Column, map_chunks
 from core.json_files import Problems, problem
 
@@ -33,43 +30,21 @@ COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
 # ---- Sample table
 
 
-class Reading(NamedTuple):
-    """Settings for turning files into a table."""
-    encoder: object             # chat.Encoder
-    limit: int                  # most tokens of a sample
-    prompt: tuple = None        # teachers.Prompt: adds the teacher's version of each sample
-    drop: tuple = ()            # checks (of train_sft.py) whose samples are dropped
-    processes: int = 0          # extra processes for large files
-    teacher: object = None      # chat.Encoder of the teacher; None: the student's
-
-
-def encode_chunk(path, reading, lines):
+def encode_chunk(path, encoder, limit, lines):
     """Tokenise numbered lines -> ({column of the table: array}, [Problem])."""
-    encoder, limit, prompt = reading[:3]
     problems, chunk = [], {name: [] for name in COLUMNS}
-    records = dict(read_records(path, problems, lines))
-    results = encoder.encode([record["messages"] for record in records.values()],
-                             [record.get("tools") for record in records.values()])
-    if prompt:
-        from distill.teaching import add_teachers_version
-        results = add_teachers_version(prompt, reading.teacher or encoder, [*records.values()],
-                                       results)
-    for (line, record), result in zip(records.items(), results):
-        # a chat becomes several samples if the template rewrites earlier turns
-        for sample in result if isinstance(result, list) else [result]:
-            check, why = "template", None
-            if isinstance(sample, ValueError):
-                why = sample
-            elif "teacher_messages" in record and not prompt:
-                why = 'has "teacher_messages", and no --teacher_path reads them'
-            elif len(sample[0]) > limit:
-                check, why = "too_long", f"{len(sample[0])} tokens, more than {limit}"
-            if why:
-                problems.append(problem(f"{path}:{line}", check, why, path))
+    for line, record in read_records(path, problems, lines):
+        try:
+            samples = encoder.encode(record)
+        except ValueError as error:
+            problems.append(problem(f"{path}:{line}", "template", error, path))
+            continue
+        for ids, mask, *own in samples:
+            if len(ids) > limit:
+                why = f"{len(ids)} tokens, more than {limit}"
+                problems.append(problem(f"{path}:{line}", "too_long", why, path))
                 continue
-            ids, mask, own, key = *sample[:2], len(sample[0]), record.get("id")
-            if prompt:
-                own = sample[2]
+            own, key = own[0] if own else len(ids), record.get("id")
             values = {"tokens": ids, "trained": mask, "lengths": [len(ids)], "own": [own],
                       # a sample's first token is not predicted
                       "targets": [sum(mask[:own]) - mask[0]], "lines": [line],
@@ -86,20 +61,20 @@ def question_hash(messages):
     return int.from_bytes(hashlib.sha256(words).digest()[:7]) if words else 0
 
 
-def write_table(folder, paths, reading, output_dir=None):
+def write_table(folder, paths, encoder, limit, drop=(), processes=0, output_dir=None):
     """Tokenise files into a table in `folder`. Returns ([number of samples per file], text with the
-    number of samples dropped by each check of reading.drop). UserError lists all other unusable
-    samples; output_dir: folder for the full list."""
+    number of samples that each check of `drop` dropped). UserError lists all other unusable
+    samples. encoder: chat.Encoder or teaching.PairEncoder. limit: most tokens of a sample.
+    processes: to start for large files. output_dir: folder for the full list."""
     ends, samples = set(), []
-    problems, folder = Problems(reading.drop, output_dir), Path(folder)
+    problems, folder = Problems(drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
-               if name != "own" or reading.prompt}
+    columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()}
     columns["offsets"].append([0])
     for source, path in enumerate(paths):
         first = len(columns["lengths"])
-        encode = partial(encode_chunk, path, reading)
-        for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, reading.processes):
+        encode = partial(encode_chunk, path, encoder, limit)
+        for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, processes):
             problems.add(bad)
             is_end = chunk["trained"] & ~np.append(chunk["trained"][1:], False)
             ends.update(chunk["tokens"][is_end].tolist())
@@ -108,29 +83,33 @@ def write_table(folder, paths, reading, output_dir=None):
             for name, column in columns.items():
                 column.append(chunk[name])
         samples.append(len(columns["lengths"]) - first)
-        check_duplicates(path, *(columns[name].array()[first:] for name in ("lines", "keys")))
+        first_lines = {}        # {id: line}; a line may give several samples
+        for line, key in zip(*(columns[name].array()[first:].tolist()
+                               for name in ("lines", "keys"))):
+            same = line if key < 0 else first_lines.setdefault(key, line)
+            require(same == line, f"{path}:{line}: has the same id {key} as {path}:{same}; give it "
+                    "another id, or join files that create_data.py made of different inputs")
         if not samples[-1] and not problems.n_fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     dropped = problems.settle(hint * bool(problems.counts["too_long"]))
-    with error_names_file(folder):
-        (folder / "sources.json").write_text(json.dumps(
-            {"paths": list(map(str, paths)), "ends": sorted(ends)}))
+    checkpoint.write_json(folder / "sources.json",
+                          {"paths": list(map(str, paths)), "ends": sorted(ends)})
     return samples, dropped
 
 
 class ChatTable(Dataset):
     """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,). Per sample: lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
-    sources, asked (question_hash); own (the student's tokens) if the teacher's version follows:
-    the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if prompted.
-    paths: of the files. ends: ids that trained turns end with."""
+    sources, asked (question_hash), own (the student's tokens); if the teacher's version follows
+    them, the table is prompted. table[i]: (i, ids (n,) int64, trained (n,) bool), and own if
+    prompted. paths: of the files. ends: ids that trained turns end with."""
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
             setattr(self, path.stem, np.load(path, mmap_mode="r"))
-        vars(self).update(json.loads((Path(folder) / "sources.json").read_text()))
-        self.prompted = hasattr(self, "own")
+        vars(self).update(json_files.read_object(Path(folder) / "sources.json"))
+        self.prompted = bool(self.own[0] < self.lengths[0])
 
     def __len__(self):
         return len(self.lengths)
@@ -155,14 +134,14 @@ class ChatTable(Dataset):
         return digest.hexdigest()[:16]
 
 
-def prepare_table(world, output_dir, paths, reading, list_in=None):
+def prepare_table(world, output_dir, paths, *settings):
     """Write a table below output_dir on rank 0, map it on every rank. Returns (ChatTable, number of
-    samples in the first file). list_in: output_dir of write_table."""
+    samples in the first file). settings: write_table's, from `encoder` on."""
     def build():
         # a running job keeps its mapped files
         checkpoint.remove_named(output_dir, r"table-[0-9a-f]{8}")
         folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        samples, dropped = write_table(folder, paths, reading, list_in)
+        samples, dropped = write_table(folder, paths, *settings)
         if dropped:
             print(f"data       dropped: {dropped}", flush=True)
         return folder, samples[0]
@@ -181,38 +160,21 @@ def samples_line(table, train_ids, eval_ids):
 # ---- Held-out conversations
 
 
-def group_numbers(keys, lines, group_size):
-    """(n,) group of each sample: group_size neighbours by id, or by line if ids are missing."""
+def split_samples(table, n_train, group_size, share, seed):
+    """(train, held out) sample numbers. Samples from n_train on are from a validation file. Without
+    one, a seeded shuffle holds out a share of the groups, at least one: group_size neighbours by
+    id, or by line if ids are missing. UserError."""
+    if len(table) > n_train or not share:
+        return np.arange(n_train), np.arange(n_train, len(table))
+    keys, groups = table.keys, (table.lines - 1) // group_size
     if (keys >= 0).all():       # neighbours of the same input file: see IDS_PER_FILE
-        return keys // IDS_PER_FILE * IDS_PER_FILE + keys % IDS_PER_FILE // group_size
-    return (lines - 1) // group_size
-
-
-def check_duplicates(path, lines, keys):
-    """UserError if two lines of a file have the same id. keys: (n,), -1 without an id."""
-    first_lines = {}
-    for line, key in zip(lines.tolist(), keys.tolist()):        # a line may give several samples
-        first = line if key < 0 else first_lines.setdefault(key, line)
-        require(first == line, f"{path}:{line}: has the same id {key} as {path}:{first}; give it "
-                "another id, or join files that create_data.py made of different inputs")
-
-
-def split_groups(groups, share, seed):
-    """(train, held out) sample numbers by a seeded shuffle of whole groups, at least one each; a
-    share of 0 holds none out. UserError."""
+        groups = keys // IDS_PER_FILE * IDS_PER_FILE + keys % IDS_PER_FILE // group_size
     names = np.unique(groups)
-    require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
+    require(len(names) > 1, "all samples are one group, so none can be held out; give "
             "--eval_data_file, a smaller --group_size, or --validation_split 0")
-    n = min(max(1, round(len(names) * share)), len(names) - 1) if share else 0
+    n = min(max(1, round(len(names) * share)), len(names) - 1)
     out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:n])
     return np.flatnonzero(~out), np.flatnonzero(out)
-
-
-def split_samples(table, n_train, group_size, share, seed):
-    """(train, held out) sample numbers. Samples from n_train on are from a validation file."""
-    if len(table) > n_train:
-        return np.arange(n_train), np.arange(n_train, len(table))
-    return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
 
 
 def write_held_out(output_dir, table, train, held_out, prompt=None):
@@ -255,20 +217,9 @@ class PackedChats(packing.Batch):
     kept: bool = False              # True for --keep: the base scores it
 
 
-def collate_kept(samples):
-    """PackedChats of --keep's samples: student and base read the same tokens."""
-    batch = collate(samples)
-    return replace(batch, teacher=batch, kept=True)
-
-
-def collate(samples, pad_to=0, pad_id=0, prompted=False):
+def collate(samples, pad_to=0, pad_id=0):
     """List of samples -> PackedChats; an empty list gives one padding token without targets.
-    pad_to: tokens of the flat axis. prompted: True for samples of a prompted table."""
-    if prompted:
-        batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
-        other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
-        assert torch.equal(batch.targets, other.targets), "student and teacher have other answers"
-        return replace(batch, teacher=other)
+    pad_to: tokens of the flat axis."""
     numbers = tuple(number for number, _, _ in samples)
     padding = max(pad_to - sum(len(ids) for _, ids, _ in samples), 0 if samples else 1)
     for start in range(0, padding, PAD_LENGTH):
@@ -282,9 +233,3 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
     tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
     return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers)
-
-
-def make_loader(table, packs, num_workers, pad_to=0, pad_id=0):
-    """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
-    batch = partial(collate, pad_to=pad_to, pad_id=pad_id, prompted=table.prompted)
-    return packing.pack_loader(table, packs, batch, num_workers, prefetch_factor=4)

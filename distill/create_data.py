@@ -196,7 +196,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
     """Ask until every line of `todo` has a label or no attempts left; record each in the journal.
     UserError if the teacher answers none of REFUSED_IN_A_ROW lines in a row, or none at all.
 
-    answers: from open_teacher, with the Sampling `draw`. asked: [(messages, tools)] for the
+    answers: from teachers.open_..., with the Sampling `draw`. asked: [(messages, tools)] for the
     teacher. answered: True if it answered any line before."""
     records = {number: {"id": number, "label": None, "answers": []} for number in todo}
     waiting, refused, in_a_row = list(todo), [], 0
@@ -283,18 +283,11 @@ def write_results(output, lines, records):
     rejected_path = output.with_suffix(".rejected.jsonl")
     for path, rows in ((rejected_path, rejected), (output, labelled)):
         checkpoint.write_text(path, "".join(chat.to_json(row) + "\n" for row in rows))
-    print(f"labels     {len(labelled):,} of {len(lines):,} lines: "
-          f"{most_common(row['messages'][-1]['content'] for row in labelled)}")
+    print(f"labels     {len(labelled):,} of {len(lines):,} lines")
     if rejected:
-        print(f"notice     {rejected_path} has {len(rejected):,} lines: "
-              f"{most_common(row['why'] for row in rejected)}")
+        print(f"notice     {rejected_path} has {len(rejected):,} lines")
     print(f"done       {output}")
     require(labelled, f"no line has a label; see the raw answers in {rejected_path}")
-
-
-def most_common(texts):
-    """The most common texts with their counts, for the log."""
-    return ", ".join(f"{one_line(text, 60)} {n:,}" for text, n in Counter(texts).most_common(13))
 
 
 def main(argv=None):
@@ -332,7 +325,7 @@ def main(argv=None):
         checkpoint.lock_folder(work, "--output_file", name)     # released at the end of the process
         draw = teachers.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
                                  {"default": None, "on": True, "off": False}[args.thinking])
-        answers = teachers.open_teacher(args.engine, args.model_name, draw, **{
+        answers = getattr(teachers, f"open_{args.engine}")(args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(record["answers"][-1]["finish_reason"] != "unanswered"
                        for record in records.values())

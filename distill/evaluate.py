@@ -88,10 +88,12 @@ import torch
 
 from core import adapters, chat, checkpoint, json_files, kernels, metrics
 from core.chat import THINKING
-from distill import causal_lm, packed_lm
-from distill.chat_data import (HELD_OUT, ChatTable, Reading, collate, collate_kept, question_hash,
-                               write_table)
-from distill.losses import chunked_loss
+from distill import causal_lm, packed_lm, teaching
+from distill.chat_data import HELD_OUT, ChatTable, question_hash, write_table
+from distill.divergence import teacher_sums
+from distill.frozen import KEPT, collate_kept, collate_prompted
+from distill.generation import load_whole
+from distill.losses import chunked_loss, loss_sums
 
 # ---- Checkpoints and models
 
@@ -104,6 +106,7 @@ class Run(NamedTuple):
     base: Path                  # folder
     teacher: Path               # folder of another model that taught, or None
     tokenizer: object
+    teacher_tokenizer: object   # the same, unless another model taught
 
 
 def open_run(args, name):
@@ -116,12 +119,14 @@ def open_run(args, name):
     except (KeyError, TypeError, UserError) as error:
         raise UserError(f"--checkpoint {name}: is not a checkpoint of train_sft.py ({error!r})")
     base, teacher = causal_lm.find_model(args.model_path or flags.model_path), None
+    tokenizer = teacher_tokenizer = chat.load_tokenizer(folder)
     require(causal_lm.fingerprint_weights(base) == trained_from,
             f"--checkpoint {name}: was not trained from {base} but from other weights "
             f"({flags.model_path} then); give --model_path")
     if flags.teacher_path and flags.teacher_path != flags.model_path:
         teacher = causal_lm.find_model(flags.teacher_path, "--teacher_path")
-    return Run(folder, held_out, flags, base, teacher, chat.load_tokenizer(folder))
+        teacher_tokenizer = chat.load_tokenizer(teacher, flags.chat_template)
+    return Run(folder, held_out, flags, base, teacher, tokenizer, teacher_tokenizer)
 
 
 class Column:
@@ -141,7 +146,7 @@ class Column:
 
 def open_columns(run, prompt, device, dtype):
     """{name: Column} of base, teacher (if there is one) and student. Raises UserError."""
-    base = causal_lm.load_whole(run.base, dtype, device)
+    base = load_whole(run.base, dtype, device)
     if (run.folder / "adapter_config.json").is_file():
         student = base = adapters.add_saved_lora(base, run.folder)
         # not buffers: rotary embeddings stay float32
@@ -149,11 +154,11 @@ def open_columns(run, prompt, device, dtype):
             parameter.data = parameter.data.to(dtype)
         adapters.load_adapters(student.eval(), run.folder)
     else:
-        student = causal_lm.load_whole(run.folder, dtype, device)
+        student = load_whole(run.folder, dtype, device)
     columns = {BASE: Column(base, run.tokenizer)}
     if run.teacher:
-        tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        columns[TEACHER] = Column(causal_lm.load_whole(run.teacher, dtype, device), tokenizer)
+        model = load_whole(run.teacher, dtype, device)
+        columns[TEACHER] = Column(model, run.teacher_tokenizer)
     elif prompt:
         columns[PROMPTED] = columns[BASE]
     return columns | {STUDENT: Column(student, run.tokenizer, True)}
@@ -205,16 +210,15 @@ def encode(run, rows, path, prompt=None, turns=None):
     """Return ([sample of a ChatTable], end ids of answers). rows: records of the file `path`."""
     last_only = prompt and prompt.role == "user"
     turns = turns or ("last" if last_only else run.flags.train_turns)
-    thinking, teacher = THINKING[run.flags.enable_thinking], None
-    if prompt and run.teacher:
-        tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        teacher = chat.Encoder(tokenizer, turns, thinking)
+    thinking = THINKING[run.flags.enable_thinking]
+    encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
+    if prompt:
+        teacher = chat.Encoder(run.teacher_tokenizer, turns, thinking)
+        encoder = teaching.PairEncoder(encoder, teacher, prompt)
     limit = causal_lm.length_limit(causal_lm.load_config(run.base), run.flags.max_length,
                                    run.flags.max_tokens_per_batch)
-    encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
     with tempfile.TemporaryDirectory() as folder:
-        write_table(folder, [path], Reading(encoder, limit, prompt, run.flags.drop_bad,
-                                            teacher=teacher))
+        write_table(folder, [path], encoder, limit, run.flags.drop_bad)
         table, lines = ChatTable(folder), {row["line"] for row in rows}
         samples = [table[i] for i in range(len(table)) if table.lines[i] in lines]
     return samples, table.ends
@@ -253,16 +257,17 @@ def likelihoods(column, samples, batch_size, teacher=None, is_teacher=False):
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(samples), batch_size):
         chunk = samples[start:start + batch_size]
-        batch = collate(chunk, prompted=True) if len(chunk[0]) > 3 else collate_kept(chunk)
+        batch = collate_prompted(chunk) if len(chunk[0]) > 3 else collate_kept(chunk)
         batch = batch.to(column.native.get_input_embeddings().weight.device)
         with column.use(kernels.packed_documents()):
             (rows,), head = column.packed.rows(batch.teacher if is_teacher else batch)
-        teacher_rows, teacher_head = (), None
+        function, teacher_rows = loss_sums, ()
         if teacher:
             with teacher.use(kernels.packed_documents()):
                 teacher_rows, teacher_head = teacher.packed.rows(batch.teacher)
-        loss, _, *more = chunked_loss(rows, head, batch.targets, column.packed.chunk, teacher_rows,
-                                      packed_lm.KEPT if teacher else None, teacher_head)
+            function = teacher_sums(KEPT, *teacher_head)
+        loss, _, *more = chunked_loss(rows, head, batch.targets, column.packed.chunk, function,
+                                      teacher_rows)
         ce, kl = more or (loss, loss)
         sums += torch.tensor([kl.item(), ce.item(), len(batch.targets)])
     kl, nll = (sums[:2] / sums[2]).tolist()

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +21,67 @@ from core import checkpoint, dist, json_files, tensor_io
 from core.cli import require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
-from distill.chat_data import collate, collate_kept
-from distill.divergence import FLOOR
+from distill.chat_data import collate
+from distill.divergence import FLOOR, teacher_sums
 from distill.generation import Draw, generate
+from distill.losses import chunked_loss
 from distill.teachers import NEUTRAL, Server
 
 ROUNDING = 1e-3         # a server's rounding may put a log-probability this far above 0
+KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
+
+# ---- Batches that a teacher reads as well
+
+
+def collate_prompted(samples, **_):
+    """PackedChats of a prompted table's samples, with the teacher's version."""
+    batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
+    other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
+    assert torch.equal(batch.targets, other.targets), "student and teacher have other answers"
+    return replace(batch, teacher=other)
+
+
+def collate_kept(samples):
+    """PackedChats of --keep's samples: student and base read the same tokens."""
+    batch = collate(samples)
+    return replace(batch, teacher=batch, kept=True)
+
 
 # ---- Models
+
+
+class Student(packed_lm.PackedLM):
+    """PackedLM that frozen["teacher"] teaches, or this model without adapters; in batches that are
+    `kept`, frozen["base"]. frozen: {name: PackedLM or Scorer}. prompted: (weight in the loss, kind,
+    beta, k) for divergence.py; None: there is only --keep."""
+
+    def __init__(self, net, recompute=None, prompted=None):
+        super().__init__(net, recompute)
+        self.prompted, self.sums = prompted, 5 if prompted else 3
+
+    def forward(self, batch):
+        """PackedLM's sums, and with a teacher (cross-entropy, divergence)."""
+        prompted = KEPT if batch.kept else self.prompted
+        if not prompted:
+            return super().forward(batch)
+        teacher, teacher_head = self.teacher_rows(batch)
+        (rows,), head = self.rows(batch)
+        loss, right, *parts = chunked_loss(rows, head, batch.targets, self.chunk, teacher_sums(
+            prompted, *(teacher_head or head)), teacher)
+        return loss, right, torch.full_like(right, len(batch.targets)), *parts
+
+    @torch.no_grad()
+    def teacher_rows(self, batch):
+        """(the teacher's rows of the same tokens, without dropout; its head, None: this one)."""
+        if other := self.frozen.get("base" if batch.kept else "teacher"):
+            return other.rows(batch.teacher)
+        from core import adapters
+        training = self.net.training
+        self.net.eval()
+        with adapters.disable(self.net):
+            rows, _ = self.rows(batch.teacher)
+        self.net.train(training)
+        return rows, None
 
 
 def build_empty(folder, dtype):
@@ -36,8 +90,10 @@ def build_empty(folder, dtype):
     return packed.requires_grad_(False).eval()
 
 
-def add(model, args):
-    """Add the frozen models that the flags need. A base under adapters needs no copy."""
+def student(args, net, recompute):
+    """Student with the frozen models that the flags need. A base under adapters needs no copy."""
+    prompted = (args.distill_weight, args.divergence, args.js_beta, args.distill_topk)
+    model = Student(net, recompute, args.teacher_path and prompted)
     base, dtype = causal_lm.find_model(args.model_path), causal_lm.half_dtype(args) or torch.float32
     teacher = causal_lm.find_model(args.teacher_path or args.model_path, "--teacher_path")
     same = teacher.resolve() == base.resolve()
@@ -48,19 +104,20 @@ def add(model, args):
     if args.keep and not args.use_lora:
         shared = same and args.teacher_path and not args.teacher_url
         model.frozen["base"] = model.frozen["teacher"] if shared else build_empty(base, dtype)
+    return model
 
 
 def models(model):
-    """[(name, frozen PackedLM)] of a PackedLM, each once."""
-    return list({id(other): (name, other) for name, other in model.frozen.items()
-                 if not isinstance(other, Scorer)}.values())
+    """The frozen PackedLMs of a PackedLM, each once."""
+    return [other for other in dict.fromkeys(model.frozen.values())
+            if not isinstance(other, Scorer)]
 
 
 def load_all(model, world, sharding):
     """Load the frozen models of a PackedLM. sharding: the student's, or None."""
     if sharding:
         sharding = sharding | {"reshard_after_forward": True}     # there is no backward pass
-    for _, other in models(model):
+    for other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
         if sharding:        # gathers weights for this method as for forward()
             register_fsdp_forward_method(other, "rows")
@@ -156,15 +213,14 @@ def replace_answers(args, world, model, table, batches, ends, step, sampler=None
     all ranks). Collective. An answer that is cut off at --max_new_tokens is trained without an end.
 
     batches: those of this rank and step. ends: ids that end an answer. sampler: Sampler or None."""
-    samples = [[table[i] for i in batch.samples] for batch in batches]
-    chosen = [(b, i) for b, batch in enumerate(samples) for i, (number, *_) in enumerate(batch)
-              if generator_of(args.seed, step, number).random() < args.on_policy]
+    samples = {i: table[i] for batch in batches for i in batch.samples}
+    chosen = [i for i in samples if generator_of(args.seed, step, i).random() < args.on_policy]
     prompts, seeds = [], []     # prompts: (ids of the student's, of the teacher's)
-    for b, i in chosen:
-        number, ids, trained, own = samples[b][i]
+    for i in chosen:
+        _, ids, trained, own = samples[i]
         prompts.append((question_ids(ids[:own], trained[:own]),
                         question_ids(ids[own:], trained[own:])))
-        seeds.append(int(generator_of(args.seed, step, number).integers(2**31)))
+        seeds.append(int(generator_of(args.seed, step, i).integers(2**31)))
     positions = min(causal_lm.positions(net.native.config)
                     for net in (model, *model.frozen.values()) if hasattr(net, "native"))
     limits = [min(args.max_new_tokens, positions - max(map(len, pair))) for pair in prompts]
@@ -173,18 +229,19 @@ def replace_answers(args, world, model, table, batches, ends, step, sampler=None
         sampler.refresh(model, step)
         answers = sampler.draw(questions, seeds, limits, ends)
     else:
-        size = max(1, *map(len, samples))
+        size = max(1, *(len(batch.samples) for batch in batches))
         with dist.gather_weights(model):
             for start in range(0, len(chosen), size):
                 chunk = slice(start, start + size)
                 answers += draw(model.native, questions[chunk], seeds[chunk], min(limits[chunk]),
                                 ends, args)
-    for (b, i), (student_ids, teacher_ids), answer in zip(chosen, prompts, answers):
+    for i, (student_ids, teacher_ids), answer in zip(chosen, prompts, answers):
         ids = np.concatenate([student_ids, answer, teacher_ids, answer])
         trained, own = np.zeros(len(ids), bool), len(student_ids) + len(answer)
         trained[len(student_ids):own] = trained[len(ids) - len(answer):] = True
-        samples[b][i] = samples[b][i][0], ids, trained, own
-    batches = [collate(batch, prompted=True).to(world.device) for batch in samples]
+        samples[i] = i, ids, trained, own
+    batches = [collate_prompted([samples[i] for i in batch.samples]).to(world.device)
+               for batch in batches]
     targets = torch.tensor(float(sum(len(batch.targets) for batch in batches)), device=world.device)
     return batches, dist.all_reduce(world, targets).item()
 

@@ -3,6 +3,18 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from distill import causal_lm
+
+
+def load_whole(folder, dtype, device="cpu"):
+    """The model of a folder, on one device. Raises UserError."""
+    model = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder)
+    parts = causal_lm.weight_parts(folder, model)
+    causal_lm.check_weights(model, parts, folder)
+    causal_lm.give_memory(model, device)
+    causal_lm.load_weights(dict(model.named_parameters()), parts)
+    return model.eval()
+
 
 class Draw(LogitsProcessor):
     """Samples one token per row from its softmax and masks all others. The token is where the

@@ -10,20 +10,12 @@ def loss_sums(logits, targets):
     return F.cross_entropy(logits, targets, reduction="sum"), right
 
 
-def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
-    """loss_sums, or divergence.teacher_sums, of rows hidden (R, H) under a head (weight (V, H),
-    bias (V,) or None), `chunk` rows at a time. Only the loss, the first sum, has gradients, for
-    hidden and the head; its backward runs once.
-
-    teacher: its rows (R, H'), or its ids and log-probabilities. prompted: (w, kind, beta, k).
-    teacher_head: the teacher's head; None: the student's."""
-    function = loss_sums
-    if prompted:
-        from distill.divergence import teacher_sums
-        function = teacher_sums(prompted, *(teacher_head or head))
-    wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad
-                   for t in (hidden, *head))
-    return _LinearLoss.apply(function, chunk, wanted, hidden, *head, targets, *teacher)
+def chunked_loss(hidden, head, targets, chunk, function=loss_sums, more=()):
+    """function(logits, targets, *more) of rows hidden (R, H) under a head (weight (V, H), bias (V,)
+    or None), `chunk` rows at a time. Only the loss, the first sum, has gradients, for hidden and
+    the head; its backward runs once. more: tensors (R, ...), such as a teacher's rows."""
+    return _LinearLoss.apply(function, chunk, torch.is_grad_enabled(), hidden, *head, targets,
+                             *more)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -33,8 +25,8 @@ class _LinearLoss(torch.autograd.Function):
     in, and rounded once: summed in bfloat16 it would be 1 % off after 64 chunks."""
 
     @staticmethod
-    def forward(ctx, function, chunk, wanted, hidden, weight, bias, *rows):
-        """wanted: (bool, bool, bool), which of hidden, weight and bias have gradients."""
+    def forward(ctx, function, chunk, trained, hidden, weight, bias, *rows):
+        wanted = [trained and need for need in ctx.needs_input_grad[3:6]]
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.grads = [torch.empty_like(hidden) if wanted[0] else None]

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from core import dist, kernels, metrics
+from core import dist, kernels
 from core.cli import require
 from distill import causal_lm
 from distill.chat_data import PackedChats
@@ -19,8 +19,6 @@ from distill.losses import chunked_loss
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
-EVAL_LINE = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
-KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
 # settings that the packed forward ignores: {name: values without effect}
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
            "logits_scaling": 1, "lm_head_multiplier": 1, "attention_dropout": 0,
@@ -60,14 +58,13 @@ class PackedLM(nn.Module):
     """Module that DDP and FSDP2 wrap: forward(batch) -> sums, so any split of a batch adds up.
 
     net: a causal LM with kernels.packed_documents() as attention, or the PeftModel around it.
-    recompute: as --gradient_checkpointing. prompted: (weight in the loss, kind, beta, k) for
-    divergence.py if a teacher scores the answers: frozen["teacher"], or this model without
-    adapters. frozen: {name: PackedLM or frozen.Scorer}; "base" is for batches that are `kept`."""
+    recompute: as --gradient_checkpointing. With a teacher or --keep it is a frozen.Student."""
 
-    def __init__(self, net, recompute=None, prompted=None):
+    sums, prompted = 3, None        # number of sums of forward
+
+    def __init__(self, net, recompute=None):
         super().__init__()
-        self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
-        self.sums, self.frozen = 5 if prompted else 3, {}       # number of sums of forward
+        self.net, self.lora, self.frozen = net, hasattr(net, "peft_config"), {}
         kernels.use(self.native)
         kernels.recompute(causal_lm.decoder_layers(self.native), recompute)
         rows = LOGITS // self.native.get_output_embeddings().out_features
@@ -80,15 +77,11 @@ class PackedLM(nn.Module):
 
     def forward(self, batch: PackedChats):
         """Sums over the batch, 0-d fp32 tensors: (the trained loss, targets that were the likeliest
-        token, targets), with a teacher also (cross-entropy, divergence). Only the first has
-        gradients."""
-        prompted = KEPT if batch.kept else self.prompted
-        teacher, teacher_head = self.teacher_rows(batch) if prompted else ((), None)
+        token, targets). Only the first has gradients."""
         (rows,), head = self.rows(batch)
-        loss, right, *parts = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
-                                           prompted, teacher_head)
+        loss, right = chunked_loss(rows, head, batch.targets, self.chunk)
         # filled on the device: copying a Python number would wait for the GPU
-        return loss, right, torch.full_like(right, len(batch.targets)), *parts
+        return loss, right, torch.full_like(right, len(batch.targets))
 
     def rows(self, batch):
         """(((R, H) inputs of the head that predict the targets,), (weight, bias) of the head)."""
@@ -101,36 +94,26 @@ class PackedLM(nn.Module):
         head = self.native.get_output_embeddings()
         return (hidden.index_select(0, batch.rows),), (head.weight, head.bias)
 
-    @torch.no_grad()
-    def teacher_rows(self, batch):
-        """(the teacher's rows of the same tokens, without dropout; its head, None: this one)."""
-        if other := self.frozen.get("base" if batch.kept else "teacher"):
-            return other.rows(batch.teacher)
-        from core import adapters
-        training = self.net.training
-        self.net.eval()
-        with adapters.disable(self.net):
-            rows, _ = self.rows(batch.teacher)
-        self.net.train(training)
-        return rows, None
 
-
-def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):
+def build_empty(folder, dtype, lora=None, recompute=None, four_bits=False, wrap=PackedLM):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
     UserError. lora: None, or arguments of adapters.add_lora; then only adapters are trained.
-    recompute, prompted: see PackedLM. four_bits: frozen layers in NF4."""
+    four_bits: frozen layers in NF4. wrap(net, recompute): makes the PackedLM."""
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder,
                                          kernels.packed_documents())
     check_model(native)
     layers, parts = causal_lm.decoder_layers(native), causal_lm.weight_parts(folder, native)
     causal_lm.check_weights(native, parts, folder)
+    weights = layer_weights(layers, native.config)
     if lora:
         from core import adapters
         net = adapters.add_lora(native, layers, *lora)
     if four_bits:
         from core import quantized
         quantized.to_nf4(layers)
-    return PackedLM(net, recompute, prompted=prompted), parts
+    packed = wrap(net, recompute)
+    packed.weights = weights
+    return packed, parts
 
 
 def load(model, parts, world, *, sharding=None, compiled=False):
@@ -163,40 +146,25 @@ def loss_report(sums, prefix):
             for name, total in zip(names, (loss, right, *parts))}
 
 
-def train_line(step, total_steps, values):
-    """One aligned line of the log, with units; metrics.jsonl has all numbers."""
-    left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-    return ("step {:>6}/{} | loss {train/loss:7.4f} acc {train/accuracy:6.1%} | "
-            "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
-            "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s | "
-            "eta {}").format(step, total_steps, left, **values)
-
-
-def layer_weights(model):
-    """Number of weights in the decoder layers that multiply a token, without adapters; of a mixture
-    of experts, those that a token is routed to. model: transformers'."""
-    total = sum(module.in_features * module.out_features for module in model.modules()
-                if hasattr(module, "nf4"))
-    for layer in causal_lm.decoder_layers(model):
-        for name, weight in layer.named_parameters():
-            if ".lora_" not in name and weight.ndim > 1:
-                routed, experts = 1, 1
-                if weight.ndim == 3:
-                    routed, experts = model.config.num_experts_per_tok, len(weight)
-                total += weight.numel() * routed // experts
-    return total
+def layer_weights(layers, config):
+    """Number of weights in transformers' layers that multiply a token; of a mixture of experts,
+    those that a token is routed to."""
+    matrices = [weight for layer in layers for weight in layer.parameters() if weight.ndim > 1]
+    return sum(weight.numel() if weight.ndim == 2
+               else weight.numel() * config.num_experts_per_tok // len(weight)
+               for weight in matrices)
 
 
 def step_work(table, samples, weights, config, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. weights: from
-    layer_weights. config: the student's; its FLOPs are counted, forward and backward, without
-    recomputation, adapters and sliding windows.
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks: the student's
+    FLOPs, forward and backward, without recomputation, adapters and sliding windows. weights: from
+    layer_weights.
 
     A matrix with N weights costs 2N per row forward, 2N for the input gradient and, if it is
     trained, 2N for its gradient. The head runs on trained rows only. A pair (query, key) costs
     4 * heads * head_dim forward, twice that backward."""
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
-    own = table.own[samples] if table.prompted else lengths
+    own = table.own[samples]        # without the teacher's version
     pairs = int((own * (own + 1) // 2).sum())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     products = int(own.sum()) * weights + targets * config.hidden_size * config.vocab_size

@@ -24,7 +24,7 @@ def loss(model, tokens, targets, kept=False):
 def step_of(model):
     """memory.Step of a PackedLM without its frozen models."""
     model = copy.copy(model)
-    model.frozen = {}
+    model.frozen, model.parts = {}, None    # slices of files cannot be copied
     return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
 
 
@@ -41,7 +41,7 @@ def memory(model, setup, lengths, targets, order, kept):
     # frozen models add their shards, and one forward each with the weights gathered for it
     from distill import frozen
     width, stored, peak = 2 if setup.bf16 else 4, 0, needed.peak
-    for _, other in frozen.models(model):
+    for other in frozen.models(model):
         gathered = 0
         if not setup.cpu_offload:
             stored += sum(p.nbytes for p in other.parameters()) / setup.shards

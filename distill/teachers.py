@@ -1,7 +1,7 @@
 """Teachers that answer conversations, the prompt that only the teacher reads, and labels.
 
-`answers = open_teacher(...)` returns a function that takes an iterable of Requests and yields
-(Request, Answer) in any order. The engines are vllm, openai (any server with OpenAI's
+`answers = open_ENGINE(name, Sampling, ...)` returns a function that takes an iterable of Requests
+and yields (Request, Answer) in any order. The engines are vllm, openai (any server with OpenAI's
 /chat/completions) and transformers. Each request has a seed, so up to rounding an answer does not
 depend on the other requests.
 """
@@ -60,12 +60,6 @@ class Sampling(NamedTuple):
     def template_flags(self):
         """Arguments of the chat template besides messages and tools."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking}
-
-
-def open_teacher(engine, name, draw, **options):
-    """`answers` of an engine's model. draw: Sampling. options: of its open_... UserError."""
-    return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
-        name, draw, **options)
 
 
 # ---- The teacher's prompt
@@ -218,12 +212,13 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
     import torch
 
     from core import chat
-    from distill import causal_lm
+    from distill.causal_lm import find_model
+    from distill.generation import load_whole
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # most CPUs are slow in bfloat16
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    folder = causal_lm.find_model(name, "--model_name")
-    return answers_of(causal_lm.load_whole(folder, dtype, device), chat.load_tokenizer(folder),
+    folder = find_model(name, "--model_name")
+    return answers_of(load_whole(folder, dtype, device), chat.load_tokenizer(folder),
                       draw, max_model_len, batch_size, chunk_size)
 
 
@@ -232,9 +227,9 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
     chunks of chunk_size, then answered batch_size at a time."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    from distill.causal_lm import end_ids
+    from distill.causal_lm import stop_at
     from distill.generation import Draw, generate
-    ends, warpers = end_ids(model) or [tokenizer.eos_token_id], []
+    ends, warpers = stop_at(model) or [tokenizer.eos_token_id], []
     if draw.temperature:
         warpers = [TemperatureLogitsWarper(draw.temperature)]
         warpers += [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
@@ -361,7 +356,7 @@ def address(base_url, flag):
     return base_url.rstrip("/")
 
 
-def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
+def open_openai(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     """`answers` of a server that serves the model as `name`. Others: flags of create_data.py."""
     server, refused = Server(base_url, request_timeout), set()
     models = server.wait(server.fetch("/models", read=lambda data: [

@@ -63,29 +63,31 @@ def check_same(tokenizer, teacher_tokenizer, rows, name):
             f"({len(differing)} ids differ), so learn its answers: distill/create_data.py")
 
 
-def open_teacher_inputs(args, config, tokenizer):
-    """Read and check what a teacher needs. Returns (Prompt, its chat.Encoder or None if it equals
-    the student's, the config with fewer positions). config, tokenizer: the student's. UserError."""
-    from core import chat
+def open_teacher_inputs(args, world, config, encoder):
+    """Read and check what a teacher needs. Returns (PairEncoder, the config with fewer positions).
+    config, encoder: the student's. Collective. UserError."""
+    from core import chat, dist
     from distill import causal_lm
     from distill.teachers import Prompt, read_prompt
+    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")    # downloads
     prompt = (read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file
               else Prompt("none", ""))
-    teacher_config, tokens, encoder = config, config.vocab_size, None
+    teacher_config, tokens, teacher = config, config.vocab_size, encoder
     if args.teacher_path != args.model_path or args.teacher_url:
         folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
         teacher_config = causal_lm.load_config(folder)
         teacher_tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
         causal_lm.check_vocabulary(teacher_tokenizer, teacher_config)
         tokens = min(config.vocab_size, teacher_config.vocab_size)
-        check_same(tokenizer, teacher_tokenizer, tokens, args.teacher_path)
-        encoder = chat.Encoder(teacher_tokenizer, args.train_turns,
+        check_same(encoder.tokenizer, teacher_tokenizer, tokens, args.teacher_path)
+        teacher = chat.Encoder(teacher_tokenizer, args.train_turns,
                                chat.THINKING[args.enable_thinking])
     require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have "
             f"{tokens:,} tokens; give a smaller number, or 0 for all of them")
     require(not args.on_policy or config.vocab_size <= teacher_config.vocab_size,
             f"--on_policy: the student may generate ids above the teacher's {tokens:,}")
-    return prompt, encoder, min(config, teacher_config, key=causal_lm.positions)
+    return (PairEncoder(encoder, teacher, prompt),
+            min(config, teacher_config, key=causal_lm.positions))
 
 
 def check_teacher_differs(args, table, numbers):
@@ -114,27 +116,24 @@ def teacher_context(record):
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages]
 
 
-def add_teachers_version(prompt, encoder, records, results):
-    """Append the teacher's version to each of the student's results of encode() -> [(ids, mask,
-    number of the student's ids) or ValueError]. Both must train exactly the same tokens."""
-    from core.chat import attempt
-    from distill.teachers import add_prompt
+class PairEncoder:
+    """chat.Encoders of student and teacher as one: the student's version, then the teacher's."""
 
-    def teacher_chat(record):
-        return [*add_prompt(prompt, teacher_context(record)), record["messages"][-1]]
-    chats = [attempt(teacher_chat, record) for record in records]
-    good = [i for i, chat in enumerate(chats) if isinstance(chat, list)]
-    encoded = dict(zip(good, encoder.encode([chats[i] for i in good],
-                                            [records[i].get("tools") for i in good])))
-    both = []
-    for i, own in enumerate(results):
-        teachers = encoded.get(i, chats[i])
-        errors = [result for result in (own, teachers) if isinstance(result, ValueError)]
+    def __init__(self, student, teacher, prompt):
+        """prompt: teachers.Prompt."""
+        self.student, self.teacher, self.prompt = student, teacher, prompt
+
+    def encode(self, record):
+        """[(ids, mask, number of the student's ids)] of a record. Both versions must train exactly
+        the same tokens. ValueError."""
+        from distill.teachers import add_prompt
+        (ids, mask), = self.student.encode(record | {"teacher_messages": None})
+        messages = [*add_prompt(self.prompt, teacher_context(record)), record["messages"][-1]]
+        (others, other_mask), = self.teacher.encode(
+            {"messages": messages, "tools": record.get("tools")})
         # compress(ids, mask) gives the trained ids
-        if not errors and list(compress(*own)) != list(compress(*teachers)):
+        if list(compress(ids, mask)) != list(compress(others, other_mask)):
             hint = "; with teacher_messages give --train_turns last"
-            errors = [ValueError("the teacher's template gives the answer other tokens"
-                                 + hint * ("teacher_messages" in records[i]))]
-        both.append(errors[0] if errors else (
-            own[0] + teachers[0], own[1] + teachers[1], len(own[0])))
-    return both
+            raise ValueError("the teacher's template gives the answer other tokens"
+                             + hint * ("teacher_messages" in record))
+        return [(ids + others, mask + other_mask, len(ids))]

@@ -22,7 +22,7 @@ from core.cli import require
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
-CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --drop_bad
+CHECKS = ("unreadable", "invalid", "template", "too_long")    # of --drop_bad
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")
@@ -131,21 +131,22 @@ tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
 causal_lm.check_vocabulary(tokenizer, config)
 encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking],
                        split=not args.teacher_path)
-prompt = teacher_encoder = kept = None
+prompt = kept = None
+both, collate, wrap = encoder, chat_data.collate, packed_lm.PackedLM
 if args.teacher_path or args.keep:
     from distill import frozen, teaching
+    wrap = partial(frozen.student, args)
 if args.teacher_path:
-    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
-    prompt, teacher_encoder, config = teaching.open_teacher_inputs(args, config, tokenizer)
+    both, config = teaching.open_teacher_inputs(args, world, config, encoder)
+    prompt, collate = both.prompt, frozen.collate_prompted
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc,
-                            teacher_encoder)
+settings = limit, args.drop_bad, args.preprocess_num_proc
 table, n_train = chat_data.prepare_table(
-    world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
-    None if dry else args.output_dir)
+    world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), both,
+    *settings, None if dry else args.output_dir)
 if args.keep:
-    kept, _ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
-                                       reading._replace(prompt=None, teacher=None))
+    kept, _ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep], encoder,
+                                      *settings)
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
 if args.teacher_path:
@@ -157,14 +158,8 @@ def empty_model(folder):
     """(PackedLM, parts) of packed_lm.build_empty: a frozen base in half precision, else fp32."""
     lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
             args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
-    prompted = args.teacher_path and (
-        args.distill_weight, args.divergence, args.js_beta, args.distill_topk)
-    model, parts = packed_lm.build_empty(
-        folder, lora and dtype or torch.float32, lora, args.gradient_checkpointing, prompted,
-        args.base_dtype == "nf4")
-    if prompted or args.keep:
-        frozen.add(model, args)
-    return model, parts
+    return packed_lm.build_empty(folder, lora and dtype or torch.float32, lora,
+                                 args.gradient_checkpointing, args.base_dtype == "nf4", wrap)
 
 
 model, parts = empty_model(folder)
@@ -244,7 +239,6 @@ if resume:
     checkpoint.restore(world, resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 sampler = frozen.Sampler(args, world) if args.base_url else None        # generates on a server
-weights = packed_lm.layer_weights(model.native)
 
 
 # ---- Validation and checkpoints
@@ -256,7 +250,7 @@ def validate():
     eval_order = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
                            samples_per_pack=args.per_device_eval_batch_size)
     packs = list(rank_packs(eval_order, world.rank, world.size, 1, epochs=1))
-    loader = chat_data.make_loader(table, packs, min(1, args.num_workers))
+    loader = packing.pack_loader(table, packs, collate, min(1, args.num_workers), 4)
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
@@ -267,7 +261,8 @@ def validate():
             total += torch.stack(model(batch.to(device))).double()
     model.train()
     values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
-    print0(packed_lm.EVAL_LINE.format(step, **values))
+    print0("eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
+        step, **values))
     if main_rank:
         log.write(step, values)
     if not values["eval/loss"] < best_loss:     # a non-finite loss is never best
@@ -306,8 +301,8 @@ sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-batches = packing.iterate(chat_data.make_loader(table, packs, args.num_workers, pad_to,
-                                                 table.ends[0]))
+batches = packing.iterate(packing.pack_loader(
+    table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers, 4))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
@@ -330,8 +325,8 @@ while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step), weights,
-                               model.native.config, args.use_lora)
+    work = packed_lm.step_work(table, order.window(epoch, first_pack, per_step),
+                               model.weights, model.native.config, args.use_lora)
     step_batches = (next_batch() for _ in range(accumulation))
     if args.on_policy:      # before the first loss, which is divided by the tokens of all answers
         step_batches, work["targets"] = frozen.replace_answers(
@@ -384,7 +379,11 @@ while step < total_steps and not stopping:
             values["train/loss_scale"] = scaler.get_scale()
         if main_rank:
             log.write(step, values)
-        print0(packed_lm.train_line(step, total_steps, values))
+        left = metrics.duration((total_steps - step) * values["train/step_seconds"])
+        print0(("step {:>6}/{} | loss {train/loss:7.4f} acc {train/accuracy:6.1%} | lr "
+                "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
+                "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s | "
+                "eta {}").format(step, total_steps, left, **values))
 
     # validate; a stop request takes effect one step late, so no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)

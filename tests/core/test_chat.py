@@ -65,7 +65,7 @@ def released(name):
 def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pattern):
     template = template if "{" in template else released(template)
     options = {} if thinking is None else {"enable_thinking": thinking}
-    (ids, mask), = encoder(tokenizer, template, turns, thinking).encode([messages])
+    ids, mask = chats.encode(encoder(tokenizer, template, turns, thinking), messages)
     wanted_ids, wanted = reference(tokenizer, messages, ANSWER[pattern], turns == "last", **options)
     tokens = tokenizer.convert_ids_to_tokens(ids)
     assert list(zip(tokens, ids, mask)) == list(zip(tokens, wanted_ids, wanted))
@@ -73,11 +73,6 @@ def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pa
     if messages == SINGLE:      # an evaluation gives the model all that precedes the first trained token
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **options)
         assert ids[:mask.index(True)] == prompt
-
-
-def test_a_batch_is_encoded_like_its_samples(tokenizer):
-    together = encoder(tokenizer, QWEN).encode(chats.conversations(9))
-    assert together == [result for c in chats.conversations(9) for result in encoder(tokenizer, QWEN).encode([c])]
 
 
 @pytest.mark.parametrize("template, messages, turns, thinking, message", [
@@ -93,16 +88,13 @@ def test_a_batch_is_encoded_like_its_samples(tokenizer):
     (QWEN + "{{ '<|endoftext|>' if not add_generation_prompt }}", MULTI, "all", None, "is not how the whole begins"),
 ])
 def test_refused(tokenizer, template, messages, turns, thinking, message):
-    good = ask("fine", "en")
-    refused, = encoder(tokenizer, template, turns, thinking).encode([messages])
+    refused = chats.encode(encoder(tokenizer, template, turns, thinking), messages)
     assert isinstance(refused, ValueError) and message in str(refused), refused
-    if template == QWEN:        # the other samples are still encoded
-        assert isinstance(encoder(tokenizer, template, turns).encode([messages, good])[1], tuple)
 
 
 def test_a_prompt_and_its_answer_share_a_token(tokenizer):
     """Two line feeds are one token. The prompt ends with the first of them."""
-    (ids, mask), = encoder(tokenizer, QWEN_OPEN).encode([SINGLE])
+    ids, mask = chats.encode(encoder(tokenizer, QWEN_OPEN), SINGLE)
     prompt = tokenizer.apply_chat_template(SINGLE[:-1], add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template(SINGLE, tokenize=False)
     assert whole.startswith(tokenizer.decode(prompt)) and tokenizer(whole)["input_ids"][:len(prompt)] != prompt
@@ -113,10 +105,10 @@ def test_a_prompt_and_its_answer_share_a_token(tokenizer):
 def test_answers_of_weight_0_are_context(tokenizer, tmp_path):
     talk = [message | ({"weight": weight} if message["role"] == "assistant" else {})
             for message, weight in zip(MULTI, (0, 0, 0, 1, 1, 0.0, 0.0))]
-    (ids, mask), (plain, _) = encoder(tokenizer, QWEN).encode([talk, MULTI])
+    (ids, mask), (plain, _) = (chats.encode(encoder(tokenizer, QWEN), each) for each in (talk, MULTI))
     assert tokenizer.decode([i for i, trained in zip(ids, mask) if trained]) == "Final Answer: en<|im_end|>"
     assert ids == plain[:len(ids)] and tokenizer.decode(ids).endswith("Final Answer: en<|im_end|>\n")
-    refused, = encoder(tokenizer, QWEN, "last").encode([talk])
+    refused = chats.encode(encoder(tokenizer, QWEN, "last"), talk)
     assert "no answer to train" in str(refused)
     problems, path = [], chats.write(tmp_path / "chats.jsonl", [talk, [SINGLE[0], SINGLE[1] | {"weight": 0.5}]])
     assert len(list(chat.read_records(path, problems))) == 1 and "has the weight 0.5" in str(problems[0])
@@ -133,18 +125,19 @@ def test_tools_and_calls_go_to_the_template(tokenizer, tmp_path):
     (_, record), = chat.read_records(path, [])
     call = '<tool_call>\n{"name": "lookup", "arguments": {"word": "Hund"}}\n</tool_call><|im_end|>'
     for turns, wanted in (("all", call + "de<|im_end|>"), ("last", "de<|im_end|>")):
-        (ids, mask), (plain, _) = encoder(tokenizer, chats.QWEN_TOOLS, turns).encode([record["messages"], SINGLE],
-                                                                               [record["tools"], None])
+        with_tools = encoder(tokenizer, chats.QWEN_TOOLS, turns)
+        ids, mask = chats.encode(with_tools, **record)
+        plain, _ = chats.encode(with_tools, SINGLE)
         assert tokenizer.decode([i for i, trained in zip(ids, mask) if trained]) == wanted
         assert '"word": {"type": "string"}' in tokenizer.decode(ids) and "lookup" not in tokenizer.decode(plain)
-    refused, = encoder(tokenizer, QWEN).encode([record["messages"][-2:]], [record["tools"]])
+    refused = chats.encode(encoder(tokenizer, QWEN), record["messages"][-2:], record["tools"])
     assert "leaves out the tool lookup" in str(refused)
     without = chats.QWEN_TOOLS.replace("m.tool_calls else", "none else")
     without_arguments = chats.QWEN_TOOLS.replace("[0].function |", "[0].function.name |")
     for template, turns in ((without, "all"), (without, "last"), (without_arguments, "all")):
-        refused, = encoder(tokenizer, template, turns).encode([record["messages"]], [record["tools"]])
+        refused = chats.encode(encoder(tokenizer, template, turns), **record)
         assert "leaves out a part of message 2 (assistant)" in str(refused)
-    refused, = encoder(tokenizer, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
+    refused = chats.encode(encoder(tokenizer, chats.QWEN_TOOLS), SINGLE, [{"name": "<|im_end|>"}])
     assert "contains the control token" in str(refused)
 
 

@@ -34,11 +34,10 @@ def test_several_processes_make_the_chats_of_one(tmp_path, monkeypatch):
     tables = []
     for processes in (0, 1, 2):
         encoder, folder = chat.Encoder(chats.tokenizer()), tmp_path / f"table{processes}"
-        counts = chat_data.write_table(folder, paths, chat_data.Reading(
-            encoder, 60, drop=("too_long",), processes=processes))
+        counts = chat_data.write_table(folder, paths, encoder, 60, ("too_long",), processes)
         tables.append(({path.name: path.read_bytes() for path in folder.iterdir()}, counts,
                        chat_data.ChatTable(folder).ends))
     files, (samples, dropped), ends = tables[0]
-    assert dropped == f"{71 - sum(samples)} too_long" and len(files) == 10
+    assert dropped == f"{71 - sum(samples)} too_long" and len(files) == 11
     assert ends == [chats.tokenizer().convert_tokens_to_ids("<|im_end|>")]
     assert tables[1] == tables[0] == tables[2]

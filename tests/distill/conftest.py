@@ -1,9 +1,8 @@
 """Tiny students and their training conversations."""
-import numpy as np
 import pytest
 
 from core import chat
-from distill.chat_data import ChatTable, Reading, split_groups, write_table
+from distill.chat_data import ChatTable, split_samples, write_table
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.students import HELD_OUT, SEED
 
@@ -26,8 +25,9 @@ def data(inputs, tmp_path_factory):
     def table(student):
         folder = tmp_path_factory.mktemp("table")
         encoder = chat.Encoder(chat.load_tokenizer(inputs / student))
-        write_table(folder, [inputs / "chats.jsonl"], Reading(encoder, 256))
-        return ChatTable(folder), *split_groups(np.arange(24), HELD_OUT, SEED)
+        write_table(folder, [inputs / "chats.jsonl"], encoder, 256)
+        table = ChatTable(folder)
+        return table, *split_samples(table, 24, 1, HELD_OUT, SEED)
     return table
 
 

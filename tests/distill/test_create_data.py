@@ -9,7 +9,6 @@ import sys
 import uuid
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from core.cli import UserError
@@ -293,12 +292,16 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     ids = [row["id"] for row in rows(tmp_path / "both.jsonl")]
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(texts[0] * 2)
-    reading = chat_data.Reading(chat.Encoder(chats.tokenizer()), 256)
-    assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)[0] == [9]
+    encoder = chat.Encoder(chats.tokenizer())
+    assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], encoder, 256)[0] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
-        chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)
-    groups = chat_data.group_numbers(np.array(ids), None, 2)
-    assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
+        chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], encoder, 256)
+    table, held_out = chat_data.ChatTable(tmp_path / "table"), set()
+    assert table.keys.tolist() == ids
+    for seed in range(40):      # neighbours by id of one file are held out together
+        _, out = chat_data.split_samples(table, 9, 2, 0.2, seed)
+        held_out.add(tuple(out))
+    assert held_out == {(0, 1), (2, 3), (4, 5), (6, 7), (8,)}
 
 
 def test_damaged_journal_is_named(server, tmp_path):

@@ -7,8 +7,7 @@ import pytest
 from core import chat
 from core.cli import UserError
 from core.dist import World
-from distill.chat_data import (ChatTable, Reading, group_numbers, prepare_table, split_groups,
-                               split_samples, write_held_out, write_table)
+from distill.chat_data import ChatTable, prepare_table, split_samples, write_held_out, write_table
 from tests.helpers import chats
 from tests.helpers.chats import QWEN, ask, encoder
 
@@ -36,14 +35,14 @@ def test_bad_lines_are_named(tokenizer, tmp_path, line, message):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
     path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
     with pytest.raises(UserError) as wrong:
-        write_table(tmp_path / "table", [path], Reading(encoder(tokenizer, QWEN), 100))
+        write_table(tmp_path / "table", [path], encoder(tokenizer, QWEN), 100)
     assert str(wrong.value).startswith(f"{path}:4: ") and message in str(wrong.value)
     assert "\n" not in str(wrong.value)
 
 
 def make_table(tokenizer, folder, conversations, limit=256, drop=()):
     path = chats.write(folder / "chats.jsonl", conversations)
-    counts = write_table(folder / "table", [path], Reading(encoder(tokenizer, QWEN), limit, drop=drop))
+    counts = write_table(folder / "table", [path], encoder(tokenizer, QWEN), limit, drop)
     return ChatTable(folder / "table"), counts
 
 
@@ -53,7 +52,7 @@ def samples_of(table):
 
 def test_the_table_holds_the_encoded_samples(tokenizer, tmp_path):
     table, counts = make_table(tokenizer, tmp_path, chats.conversations(7))
-    whole = encoder(tokenizer, QWEN).encode(chats.conversations(7))
+    whole = [chats.encode(encoder(tokenizer, QWEN), messages) for messages in chats.conversations(7)]
     assert samples_of(table) == whole and counts == ([7], "")
     assert table.lengths.tolist() == [len(ids) for ids, _ in whole]
     assert table.targets.tolist() == [sum(mask) for _, mask in whole]
@@ -69,7 +68,7 @@ def test_the_table_holds_the_encoded_samples(tokenizer, tmp_path):
 
 def test_too_long_samples(tokenizer, tmp_path):
     short, long = ask("a", "en"), ask("the quick brown fox " * 9, "de or fr")
-    (ids, _), = encoder(tokenizer, QWEN).encode([long])
+    ids, _ = chats.encode(encoder(tokenizer, QWEN), long)
     limit = len(ids) - 1
     with pytest.raises(UserError, match=rf"jsonl:2: {len(ids)} tokens, more than {limit}\nfix: shorten"):
         make_table(tokenizer, tmp_path, [short, long, short], limit)
@@ -77,20 +76,32 @@ def test_too_long_samples(tokenizer, tmp_path):
     assert table.lines.tolist() == [1, 3] and counts == ([2], "1 too_long")
 
 
+class Rows:
+    """The columns of a ChatTable that its split reads."""
+
+    def __init__(self, keys, lines):
+        self.keys, self.lines = keys, lines
+
+    def __len__(self):
+        return len(self.keys)
+
+
 def test_hold_out_takes_whole_groups():
     keys, lines = np.full(60, -1), np.delete(np.arange(1, 64), [5, 20, 21])     # three lines of the file were dropped
-    groups = group_numbers(keys, lines, 15)
-    assert groups.tolist() == [(line - 1) // 15 for line in lines]
-    train, out = split_groups(groups, 0.4, 7)
+    groups = (lines - 1) // 15
+
+    def split(share, seed, keys=keys, size=15):
+        return split_samples(Rows(keys, lines), 60, size, share, seed)
+    train, out = split(0.4, 7)
     assert sorted([*train, *out]) == list(range(60)) and len(set(groups[out])) == 2
     assert not set(groups[train]) & set(groups[out])
-    assert [list(numbers) for numbers in split_groups(groups, 0.4, 7)] == [list(train), list(out)]
-    assert list(split_groups(groups, 0.4, 8)[1]) != list(out)
-    by_id = group_numbers(lines[::-1] - 1, lines, 15)        # an id is the number of the source line
-    assert by_id.tolist() == groups[::-1].tolist()
-    assert [len(numbers) for numbers in split_groups(groups, 0, 7)] == [60, 0]
+    assert [list(numbers) for numbers in split(0.4, 7)] == [list(train), list(out)]
+    assert list(split(0.4, 8)[1]) != list(out)
+    _, by_id = split(0.4, 7, keys=lines[::-1] - 1)           # an id is the number of the source line
+    assert sorted(59 - by_id) == list(out)
+    assert [len(numbers) for numbers in split(0, 7)] == [60, 0]
     with pytest.raises(UserError, match="all samples are one group"):
-        split_groups(np.zeros(9), 0.5, 7)
+        split(0.5, 7, size=99)
 
 
 def test_all_forms_are_the_same_conversations(tokenizer, tmp_path):
@@ -110,7 +121,7 @@ def test_all_forms_are_the_same_conversations(tokenizer, tmp_path):
     (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     tables = []
     for name in ("plain.jsonl", "rows.parquet", "others.jsonl"):
-        write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(tokenizer), 256))
+        write_table(tmp_path / f"table-{name}", [tmp_path / name], chat.Encoder(tokenizer), 256)
         tables.append(ChatTable(tmp_path / f"table-{name}"))
         for column in ("tokens", "trained", "offsets", "asked"):
             assert getattr(tables[-1], column).tolist() == getattr(tables[0], column).tolist()
@@ -125,7 +136,7 @@ def test_each_answer_of_a_hybrid_template_is_a_sample(tokenizer, tmp_path):
         [talk, SINGLE, talk])))
     split = chat.Encoder(tokenizer, split=True)
     tokenizer.chat_template = chats.QWEN_THINK
-    table, n_train = prepare_table(World(), tmp_path, [path], Reading(split, 256))
+    table, n_train = prepare_table(World(), tmp_path, [path], split, 256)
     wanted = []
     for messages in (talk, SINGLE, talk):
         for i in range(1, len(messages), 2):

@@ -2,6 +2,7 @@
 import json
 import math
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core import adapters, chat, dist
 from core.cli import UserError
 from distill import causal_lm, evaluate, frozen, packed_lm
-from distill.chat_data import ChatTable, Reading, collate, write_table
-from distill.divergence import divergence
+from distill.chat_data import ChatTable, write_table
+from distill.divergence import divergence, teacher_sums
 from distill.losses import chunked_loss
 from distill.teachers import read_prompt, add_prompt
+from distill.teaching import PairEncoder
 from tests.helpers import chats, scripts, students
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.students import column
@@ -46,8 +48,8 @@ def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
     for chunk in (100, 4):
         for t in tensors:
             t.grad = None
-        loss, right, all_ce, all_apart = chunked_loss(tensors[0], tensors[1:], targets, chunk, (teacher_hidden,),
-                                                      (0.7, kind, beta, k))
+        loss, right, all_ce, all_apart = chunked_loss(tensors[0], tensors[1:], targets, chunk, teacher_sums(
+            (0.7, kind, beta, k), *tensors[1:]), (teacher_hidden,))
         (2 * loss).backward()
         assert (all_ce.item(), all_apart.item()) == pytest.approx((ce.sum().item(), sum(wanted).item()), rel=1e-5)
         assert loss.item() == pytest.approx(0.3 * ce.sum().item() + 0.7 * sum(wanted).item(), rel=1e-5)
@@ -83,14 +85,15 @@ def inputs(tmp_path_factory):
 def prompted_table(inputs, folder, student, role, turns="all"):
     encoder = chat.Encoder(chat.load_tokenizer(inputs / student), turns)
     prompt = read_prompt(inputs / f"{role}.txt", role)
-    write_table(folder, [inputs / "chats.jsonl"], Reading(encoder, 512, prompt=prompt))
+    write_table(folder, [inputs / "chats.jsonl"], PairEncoder(encoder, encoder, prompt), 512)
     return ChatTable(folder)
 
 
 def adapted(inputs, folder, student, prompted, recompute=None):
     """A PackedLM with an adapter whose B is not zero, saved to the folder."""
     lora = (5, 5, 0.0, "all-linear", str(inputs / student))
-    model, parts = packed_lm.build_empty(inputs / student, torch.float32, lora, recompute, prompted=prompted)
+    model, parts = packed_lm.build_empty(inputs / student, torch.float32, lora, recompute,
+                                         wrap=partial(frozen.Student, prompted=prompted))
     packed_lm.load(model, parts, WORLD)
     adapters.init_adapters(model.net, 3)
     generator = torch.Generator().manual_seed(3)
@@ -126,7 +129,7 @@ def test_packed_self_distillation_is_the_dense_one(inputs, tmp_path, student, ro
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     chosen = [3, 0, 7, 11]
     state = torch.get_rng_state()
-    batch = collate([table[n] for n in chosen], prompted=True)
+    batch = frozen.collate_prompted([table[n] for n in chosen])
     passes = []
     causal_lm.decoder_layers(model.native)[0].register_forward_pre_hook(
         lambda layer, _: passes.append((layer.training, torch.is_grad_enabled())))
@@ -207,7 +210,7 @@ def test_draws_depend_on_run_step_and_sample_alone(inputs, tmp_path):
     """The student samples answers after its prompt, with its adapters."""
     table = prompted_table(inputs, tmp_path / "table", "smollm2", "system")
     model, ends = adapted(inputs, tmp_path, "smollm2", (1.0, "forward", 0.5, 0)), [2]
-    batches = [collate([table[n] for n in numbers], prompted=True) for numbers in ((0, 1, 2, 3), (4, 5))]
+    batches = [frozen.collate_prompted([table[n] for n in numbers]) for numbers in ((0, 1, 2, 3), (4, 5))]
 
     def replace_answers(batches, share, step):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)

@@ -169,7 +169,8 @@ def test_prompts_equal_the_trained_ones(inputs, template, thinking, tools):
         args, script.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
         [{"messages": messages, "tools": tools} for messages in asked])
-    trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
+    trained = [ids[:mask.index(True)] for ids, mask in (
+        chats.encode(Encoder(tokenizer, thinking=thinking), messages, tools) for messages in asked)]
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id, "trained answers end with it"
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))

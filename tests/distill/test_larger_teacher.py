@@ -1,5 +1,6 @@
 """Another model as the teacher: packed scores equal loops over whole logits; whole runs, the student's draws."""
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core import chat, dist
 from core.cli import UserError
 from distill import frozen, packed_lm, teaching
-from distill.chat_data import ChatTable, Reading, collate, write_table
+from distill.chat_data import ChatTable, write_table
 from distill.teachers import Prompt
 from tests.helpers import chats, students
 from tests.helpers.lora_server import draw_answer
@@ -46,15 +47,16 @@ def test_scores_and_gradients_are_those_of_whole_logits(inputs, tmp_path, prompt
     """The teacher's larger vocabulary is padding. All weights of the student are trained, none of the teacher's."""
     own, other = (chat.load_tokenizer(inputs / name) for name in ("student", "teacher"))
     encoders = [chat.Encoder(tokenizer) for tokenizer in (own, other)]
-    write_table(tmp_path, [inputs / "chats.jsonl"], Reading(encoders[0], 512, prompt=prompt, teacher=encoders[1]))
+    write_table(tmp_path, [inputs / "chats.jsonl"], teaching.PairEncoder(*encoders, prompt), 512)
     table, chosen = ChatTable(tmp_path), [0, 3, 5, 7]
-    model, parts = packed_lm.build_empty(inputs / "student", torch.float32, prompted=(1.0, kind, 0.5, k))
+    model, parts = packed_lm.build_empty(inputs / "student", torch.float32, wrap=partial(
+        frozen.Student, prompted=(1.0, kind, 0.5, k)))
     model.frozen["teacher"] = frozen.build_empty(inputs / "teacher", torch.float32)
     packed_lm.load(model, parts, WORLD)
     frozen.load_all(model, WORLD, None)
     model.train()
     model.chunk = 7
-    loss, _, n, _, total = model(collate([table[i] for i in chosen], prompted=True))
+    loss, _, n, _, total = model(frozen.collate_prompted([table[i] for i in chosen]))
     loss.backward()
 
     student, teacher = (AutoModelForCausalLM.from_pretrained(inputs / name) for name in ("student", "teacher"))
@@ -103,9 +105,8 @@ def test_contexts_for_the_teacher(inputs):
     talk = chats.ask("the dog", "en")
 
     def context_of(**record):
-        record = {"messages": talk} | record
-        encoded = encoder.encode([record["messages"]])
-        return teaching.add_teachers_version(Prompt("none", ""), encoder, [record], encoded)[0]
+        pair = teaching.PairEncoder(encoder, encoder, Prompt("none", ""))
+        return chats.encode(pair, **{"messages": talk} | record)
     ids, mask, own = context_of(teacher_messages=[{"role": "system", "content": "fox"}, talk[0]])
     assert ids[own:] != ids[:own] and [t for t, m in zip(ids[own:], mask[own:]) if m] == [
         t for t, m in zip(ids[:own], mask[:own]) if m]

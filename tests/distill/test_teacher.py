@@ -13,7 +13,7 @@ from tests.helpers.lora_server import LoraServer
 def test_transformers_answers_as_generate_does(tiny_chat):
     folder, model, tokenizer = tiny_chat
     requests = [teachers.Request(i, [{"role": "user", "content": "a" * (3 * i + 1)}], i) for i in range(6)]
-    answers = teachers.open_teacher("transformers", str(folder), teachers.Sampling(4), batch_size=4)
+    answers = teachers.open_transformers(str(folder), teachers.Sampling(4), batch_size=4)
     by_id = {asked.id: answer for asked, answer in answers(requests)}
     for asked in requests:
         text = f"<|im_start|>user\n{asked.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
@@ -43,7 +43,7 @@ def test_redirections_are_refused(monkeypatch):
     with LoraServer(None) as first, LoraServer(None) as second:
         first.answer = lambda path, body: (307, "", ("Location", f"{second.url}/models"))
         with pytest.raises(UserError, match="HTTP 307 "):
-            teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=first.url)
+            teachers.open_openai("m", teachers.Sampling(1), base_url=first.url)
         assert not second.calls
 
 

@@ -212,8 +212,8 @@ def test_a_validation_interrupted_by_a_signal_is_repeated(pool, inputs, shared, 
     """It is interrupted twice. Log, best loss and final weights equal those of a run without signals."""
     name = "moe lora ddp 1x8x1"
     _, line = arguments(inputs, tmp_path, name)
-    for _ in range(2):      # the first loader is of training, the second of a validation
-        statuses, output = pool.run(1, ASKED_AT, students.SCRIPT, line, "distill.chat_data", "make_loader", 2)
+    for _ in range(2):      # the loaders are of data preparation, training and a validation
+        statuses, output = pool.run(1, ASKED_AT, students.SCRIPT, line, "core.packing", "pack_loader", 3)
         assert statuses == [0] and "at step 2 of 5; checkpoint saved" in output, output
     resumed = complete(pool, inputs, tmp_path, name)
     assert_same_bits(resumed, shared(name), 0, FORGOTTEN)
@@ -225,6 +225,12 @@ def test_a_validation_interrupted_by_a_signal_is_repeated(pool, inputs, shared, 
 def plan(inputs, output_dir, *flags, student="qwen"):
     _, line = arguments(inputs, output_dir, f"{student} full fsdp 1x8x1", *flags)
     students.plan_run(line)
+
+
+def test_a_frozen_base_is_planned(inputs, tmp_path, capsys):
+    """All weights are trained, so --keep needs a copy of the base."""
+    plan(inputs, tmp_path / "out", "--keep", inputs / "chats.jsonl")
+    assert "+ teacher " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -87,6 +87,15 @@ def ask(question, answer, **more):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
 
 
+def encode(encoder, messages, tools=None, **more):
+    """(ids, mask) of a conversation that is one sample, or the ValueError that refuses it."""
+    try:
+        sample, = encoder.encode({"messages": messages, "tools": tools, **more})
+        return sample
+    except ValueError as error:
+        return error
+
+
 def conversations(n):
     """n labelled sentences of different lengths, every third with a system message, every fourth with two answers."""
     words, talks = " ".join(TEXTS).split(), []
