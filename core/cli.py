@@ -411,6 +411,7 @@ def check_precision(args):
                 and not args.float8, "--base_dtype nf4 needs --use_lora, --bf16 or --fp16 and "
                 "--parallel ddp, and no --use_dora, --float8 or --compile")
         require_package("bitsandbytes", "--base_dtype nf4")
+        args.compile = False
 
 
 def packs_tokens(args):

@@ -186,11 +186,9 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def choose_compile(world, args, shapes_change=False):
-    """Resolve --compile to True or False, the same on all ranks. auto: on GPUs, unless shapes
-    change, or there are operations that a compiled layer cannot have. Collective."""
-    if args.compile == "auto" and (
-            world.device.type != "cuda" or shapes_change or args.base_dtype == "nf4"):
+def choose_compile(world, args):
+    """Resolve --compile to True or False, the same on all ranks. auto: on GPUs. Collective."""
+    if args.compile == "auto" and world.device.type != "cuda":
         return False
     return bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
 

@@ -1,8 +1,6 @@
-"""Layers on a GPU: norm, SwiGLU, attention inside packed documents, recomputation.
+"""Compiled functions, attention inside packed documents, recomputation of layers.
 
-torch.compile fuses layers. Where they run eagerly, a norm is torch's own kernel, one launch instead
-of transformers' eight, and kernel() compiles a short function: SwiGLU, cross-entropy. It keeps only
-its inputs for the backward pass. On a CPU, and in compiled layers, transformers' code runs.
+Layers are transformers' code. On a GPU torch.compile fuses their norms and activations.
 """
 import functools
 import importlib.util
@@ -17,17 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from core.cli import UserError, notice, one_line
 
-# A class of transformers is replaced only if its source code contains these lines
-NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)"""
-SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.loss_scaler
 RECOMPILE = 32      # shapes that a function is compiled for; then dynamo silently runs it eagerly
 
 
 def can_fuse(x):
-    """True if the kernels of this file apply to x."""
+    """True for a tensor on a GPU outside of compiled layers."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
@@ -78,7 +71,7 @@ def use_flash3():
 
 
 def kernel(function, *args):
-    """function(*args), on a GPU compiled, forward and backward."""
+    """function(*args), on a GPU compiled, forward and backward, where it keeps only its inputs."""
     compiled = can_fuse(args[0]) and has_triton() and compiles("cuda")
     return (_compiled(function) if compiled else function)(*args)
 
@@ -90,53 +83,6 @@ def stream_dtype(x):
     """dtype for hidden states x between layers: autocast's, which embeddings do not apply."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def rms_norm(x, weight, eps):
-    """x (..., H) over its root mean square, times weight (H,), in x's dtype. Sums are fp32."""
-    with torch.autocast(x.device.type, enabled=False):      # autocast would return fp32
-        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
-
-
-def swiglu(gate, up):
-    return F.silu(gate) * up
-
-
-# ---- transformers' models
-
-
-def use(model):
-    """Replace norms and MLPs of a transformers model whose code is known; returns it."""
-    use_flash3()
-    samples = torch.linspace(-1, 1, 9, device="cpu")
-    for layer in model.modules():
-        kind = type(layer)
-        if not kind.__module__.startswith("transformers."):
-            continue
-        if NORM in code_of(kind):
-            layer.__class__ = subclass_with(kind, norm_forward)
-        elif SWIGLU in code_of(kind) and torch.equal(layer.act_fn(samples), F.silu(samples)):
-            layer.__class__ = subclass_with(kind, mlp_forward)
-    return model
-
-
-code_of = functools.cache(inspect.getsource)
-
-
-def norm_forward(norm, x):
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
-
-
-def mlp_forward(mlp, x):
-    return mlp.down_proj(kernel(swiglu, mlp.gate_proj(x), mlp.up_proj(x)))
-
-
-@functools.cache
-def subclass_with(kind, forward):
-    """A subclass of `kind` with another forward where can_fuse(x)."""
-    def choose_forward(self, x):
-        return forward(self, x) if can_fuse(x) else kind.forward(self, x)
-    return type(kind.__name__, (kind,), {"forward": choose_forward, "__module__": kind.__module__})
 
 
 # ---- Attention inside each packed document

@@ -49,6 +49,7 @@ class Setup(NamedTuple):
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     shard_size: int = 0             # hsdp: GPUs that weights are sharded over
+    compile: object = "auto"        # False: layers run eagerly
 
     @property
     def fsdp(self):
@@ -141,6 +142,17 @@ def varlen(q, k, v, *_):
     return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0), **kernels.GROUPED)
 
 
+def fuse_layers(model, live):
+    """Let norms and MLPs of a transformers model keep the tensors that compiled ones keep."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = lambda x, norm=module: FakeKernel.apply(
+                None, x, norm.weight.to(x.dtype))
+        elif hasattr(module, "act_fn") and hasattr(module, "gate_proj"):
+            module.forward = lambda x, mlp=module: mlp.down_proj(live.kernel(
+                lambda gate, up: mlp.act_fn(gate) * up, mlp.gate_proj(x), mlp.up_proj(x)))
+
+
 @contextlib.contextmanager
 def gpu_kernels(live, more):
     """In this context a step keeps the tensors that a GPU's kernels keep. more: Step.kernels."""
@@ -149,8 +161,6 @@ def gpu_kernels(live, more):
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
                 (kernels, "can_fuse", lambda x: True), (kernels, "kernel", live.kernel),
-                (kernels, "rms_norm",
-                 lambda x, weight, _: FakeKernel.apply(None, x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
                 (kernels, "_attention_by_document", varlen), *more):
             stack.enter_context(mock.patch.object(owner, name, function))
@@ -171,6 +181,8 @@ def step_bytes(step, setup, pack):
             for p in trained:       # estimate() counts them; FSDP2 frees a layer's at once
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         live = LiveBytes(known)
+        if setup.compile:
+            fuse_layers(model, live)
         with live, gpu_kernels(live, step.kernels):
             with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
                 loss = step.loss(model, *pack)

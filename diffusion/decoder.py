@@ -96,7 +96,7 @@ class Decoder(dit.Network):
         self.config, self.backend = config, backend
         net = AutoModelForCausalLM.from_config(config.native, dtype=torch.float32,
                                                attn_implementation=ATTENTION)
-        self.model, self.lm_head = kernels.use(net).model, net.lm_head
+        self.model, self.lm_head = net.model, net.lm_head
         for layer in self.layers:
             for module in (layer.self_attn, layer.mlp):
                 module.register_forward_hook(functools.partial(drop_output, config.dropout))

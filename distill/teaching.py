@@ -37,8 +37,10 @@ def check_flags(args, parser):
             address(getattr(args, flag), f"--{flag}")
             require(0 < 2 * args.request_timeout < args.collective_timeout,
                     "--request_timeout must be above 0 and below half of --collective_timeout")
-    require(args.compile is not True or not (args.keep or args.teacher_path),
-            "--compile and a teacher exclude each other, as --keep does: shapes change")
+    if args.keep or args.teacher_path:
+        require(args.compile is not True,
+                "--compile and a teacher exclude each other, as --keep does: shapes change")
+        args.compile = False
     cli.above_zero(args, "distill_weight js_beta keep_weight")
     cli.share(args, "distill_weight on_policy")
     cli.at_least_one(args, "max_new_tokens keep_every")

@@ -169,7 +169,7 @@ if args.auto or dry:
         plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids],
                     kept)
         model, parts = empty_model(folder)      # with the chosen recomputation
-args.compile = dist.choose_compile(world, args, bool(args.keep or args.teacher_path))
+args.compile = dist.choose_compile(world, args)
 
 # ---- Resume
 identity = None     # must be equal in a checkpoint and the run that resumes it

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core import kernels, memory
+from core import memory
 from distill import plan as chat_plan
 from speech import plan as speech_plan
 from tests.distill.test_plan import built
@@ -18,7 +18,7 @@ from tests.helpers.small_speech import small_model
 FREE = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "split", "split_with_sizes", "select", "unsqueeze",
         "squeeze", "alias", "detach", "empty", "empty_like", "new_empty", "as_strided", "permute", "unbind", "reshape",
         "empty_strided", "new_empty_strided", "lift_fresh", "device"}
-LAUNCHES = {"V2": 128, "V2, all linear": 218, "chats": 142}       # of a layer, norms aside
+LAUNCHES = {"V2": 222, "V2, all linear": 312, "chats": 235}        # of a layer
 
 
 class Launches(TorchDispatchMode):
@@ -37,18 +37,17 @@ class Launches(TorchDispatchMode):
         return out
 
 
-def launches(step, pack, fused):
-    """Launches of a layer, forward and backward. fused: with kernels.py, else with transformers' code."""
+def launches(step, pack):
+    """Launches of a layer, forward and backward."""
     counts = []
     for count in (2, 4):
         live = Launches()
-        unfused = () if fused else ((kernels, "can_fuse", lambda x: False),)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = memory.fake_copy(step.model)
             for layers in model.modules():
                 if isinstance(layers, torch.nn.ModuleList):
                     del layers[count:]
-            with live, memory.gpu_kernels(live, (*step.kernels, *unfused)):
+            with live, memory.gpu_kernels(live, step.kernels):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = step.loss(model, *pack)
                 loss.backward()
@@ -64,6 +63,4 @@ def test_a_layer_launches_no_more_kernels_than_it_did(name):
         targets = "all-linear" if "all" in name else "attention"
         step = speech_plan.step_of(small_model(targets, torch.bfloat16, None)[1])
         pack = 160, 360, 120, 100
-    fused, plain = (launches(step, pack, which) for which in (True, False))
-    print(name, fused, plain)
-    assert fused <= LAUNCHES[name] < plain, (fused, plain)
+    assert launches(step, pack) <= LAUNCHES[name]
