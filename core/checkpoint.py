@@ -180,6 +180,12 @@ def wait():
         _writing.pop().result()
 
 
+def check():
+    """Raise UserError if the last write failed; ranks notice it within a step."""
+    if _writing and _writing[0].done():
+        wait()
+
+
 def save(world, args, step, model, optimizer, tensors, save_config, state,
          split=lambda name, tensor: {name: tensor}):
     """Copy everything off the device and start to write OUTPUT_DIR/checkpoint-STEP. Collective.

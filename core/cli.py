@@ -213,6 +213,7 @@ def read_config(parser, words):
     Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
     flags = parser._option_string_actions
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.error = parser.error
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
     if not file or "--config" not in flags:

@@ -1,8 +1,8 @@
 """Ranks, device, collectives, DDP and FSDP2 wrapping.
 
-One process without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs)
-for gradients, and a gloo group with a long time limit for waits that may take hours (encoding
-audio, slow disks), where NCCL's watchdog would fire.
+One process without torchrun is rank 0 of 1. The default group (NCCL on GPUs) is for gradients. A
+gloo group with a long time limit is for waits that may take hours (encoding audio, slow disks),
+where NCCL's watchdog would fire, another for the thread that writes checkpoints.
 """
 import contextlib
 import multiprocessing
@@ -35,7 +35,7 @@ disarmed = threading.Event()    # set at the end of a run: from then on no rank 
 
 @dataclass
 class World:
-    """Rank, device, groups of this process. store and slow_group are None in a single process."""
+    """Rank, device, groups of this process. store and gloo groups are None in a single process."""
     rank: int = 0           # rank 0 decides, logs and saves
     local_rank: int = 0     # only picks the GPU
     size: int = 1
@@ -53,7 +53,7 @@ class World:
 
 def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     """Join the process group that torchrun describes -> World. timeout_s, wait_timeout_s: limits of
-    the two groups. fsdp: a single process also gets a process group. cpu_offload: collectives also
+    the groups. fsdp: a single process also gets a process group. cpu_offload: collectives also
     take CPU tensors. UserError if ranks outnumber GPUs."""
     global _world
     world = _world = single_process()

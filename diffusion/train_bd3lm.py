@@ -376,6 +376,7 @@ while step < total_steps and not stopping and stale < patience:
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
     with timer.timed("paused"):
+        checkpoint.check()
         if eval_due and not stopping:
             improved = validate()
             # asked to stop during validation: the next start validates first

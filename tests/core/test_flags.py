@@ -32,7 +32,8 @@ def test_defaults():
 @pytest.mark.parametrize("words, message", [
     (["--learn", "1e-4"], "unrecognized arguments: --learn 1e-4"),
     (["--gradient_checkpointing", "selective"], "--gradient_checkpointing: invalid choice: 'selective'"),
-    (["--use_lora", "maybe"], "--use_lora: invalid choice: 'maybe'")])
+    (["--use_lora", "maybe"], "--use_lora: invalid choice: 'maybe'"),
+    (["--config"], "--config: expected one argument")])
 def test_refused_flags_in_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(*words)
