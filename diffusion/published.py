@@ -159,29 +159,28 @@ def read_chats(path, folder, tokens, bad):
     answers with the end token of `tokens`."""
     from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
-    problems, answers, unusable = [], [], []
+    problems, unusable = [], []
     for line, record in chat.read_records(path, unusable):
-        places = [i for i, message in enumerate(record["messages"])
+        name, messages = f"{path}:{line}", record["messages"]
+        places = [i for i, message in enumerate(messages)
                   if message["role"] == "assistant" and message.get("weight", 1)]
         # without a trained answer use the last message: the encoder gives the reason
-        answers += [(f"{path}:{line}", i, record)
-                    for i in places or [len(record["messages"]) - 1]]
+        for i in places or [len(messages) - 1]:
+            try:
+                (ids, mask), = encoder.encode(
+                    {"messages": messages[:i + 1], "tools": record.get("tools")})
+            except ValueError as error:
+                why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(error))}"
+                bad.append(problem(name, "invalid", why, path))
+                continue
+            # up to the last trained id, since the sampler fills the last block with end tokens
+            ids = ids[:len(mask) - mask[::-1].index(True)]
+            last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
+            require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
+                                 f"token is {end}; give --end_token '{last}'")
+            problems.append(Problem(name, chat.question(messages[:i]), "", "", ids=ids,
+                                    prompt_length=mask.index(True)))
     bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
-    results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
-                             [record.get("tools") for _, _, record in answers])
-    for (name, i, record), result in zip(answers, results):
-        if isinstance(result, ValueError):
-            why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
-            bad.append(problem(name, "invalid", why, path))
-            continue
-        ids, mask = result
-        # up to the last trained id, since the sampler fills the last block with end tokens
-        ids = ids[:len(mask) - mask[::-1].index(True)]
-        last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
-        require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
-                             f"token is {end}; give --end_token '{last}'")
-        problems.append(Problem(name, chat.question(record["messages"][:i]), "", "", ids=ids,
-                                prompt_length=mask.index(True)))
     require(problems or bad, f"{path}: holds no chats")
     return problems
 
