@@ -1,4 +1,4 @@
-"""Compiled functions, attention inside packed documents, recomputation of layers.
+"""Attention inside packed documents, recomputation of layers, and whether torch.compile works.
 
 Layers are transformers' code. On a GPU torch.compile fuses their norms and activations.
 """
@@ -10,26 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from core.cli import UserError, notice, one_line
 
 FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.loss_scaler
-RECOMPILE = 32      # shapes that a function is compiled for; then dynamo silently runs it eagerly
-
-
-def can_fuse(x):
-    """True for a tensor on a GPU outside of compiled layers."""
-    return x.is_cuda and not torch.compiler.is_compiling()
-
-
-@functools.cache
-def _compiled(function):
-    # only sizes that change become symbolic. With dynamic=True all would be, and Triton, unable to
-    # prove that rows are aligned, would read 2 bytes at a time, not 16 (tests/gpu/test_kernels.py)
-    torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
-    return torch.compile(function)
 
 
 @functools.cache
@@ -68,12 +53,6 @@ def use_flash3():
     except Exception as error:      # of a package that is too old for this torch, or for this GPU
         attention.restore_flash_attention_impl()
         notice(f"FlashAttention 3 is installed but fails ({one_line(error, 80)})")
-
-
-def kernel(function, *args):
-    """function(*args), on a GPU compiled, forward and backward, where it keeps only its inputs."""
-    compiled = can_fuse(args[0]) and has_triton() and compiles("cuda")
-    return (_compiled(function) if compiled else function)(*args)
 
 
 # ---- Functions

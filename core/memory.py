@@ -79,7 +79,8 @@ class Step(NamedTuple):
     model: nn.Module        # the module that training calls, on any device, also meta
     layers: Callable        # (model) -> its decoder layers
     loss: Callable          # (model, *pack) -> loss of a pack; the numbers in `pack` are its size
-    kernels: tuple = ()     # (module, name, function): functions to replace as a GPU would
+    # (LiveBytes) -> ((module, name, function), ...): functions to replace as a GPU would
+    kernels: Callable = lambda live: ()
     average: bool = False   # True if trained weights have a moving average
 
 
@@ -110,7 +111,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def kernel(self, function, *args):
-        """Replaces kernels.kernel: a compiled function allocates only its results."""
+        """function(*args), compiled: it allocates only its results."""
         def uncounted(*inputs):
             self.in_kernel = True
             out = function(*inputs)
@@ -160,9 +161,8 @@ def gpu_kernels(live, more):
         return torch.native_dropout(x, p, training)[0] if p and training else x
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
-                (kernels, "can_fuse", lambda x: True), (kernels, "kernel", live.kernel),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
-                (kernels, "_attention_by_document", varlen), *more):
+                (kernels, "_attention_by_document", varlen), *more(live)):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from core.cli import UserError, first_line, require
-from core.dist import error_names_file
+from core.dist import error_names_file, kill_loaders
 from core.run import BLOCKED_SIGNALS, init_loader
 
 # --group_by_length: the packs of a step have similar lengths, but steps come in random order. So
@@ -174,6 +174,9 @@ def iterate(loader):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # until loaders ignore them
     try:
         batches = iter(loader)
+    except BaseException:       # of map_chunks' items; the exit would wait for the processes
+        kill_loaders()
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -194,7 +197,7 @@ def iterate(loader):
 
 
 class Items:
-    """Data set whose items are their numbers."""
+    """Data set of map_chunks: a "number" is the item itself, a line of a file."""
 
     def __getitem__(self, item):
         return item

@@ -9,6 +9,7 @@ Unlike in torchao, a frozen weight is rounded once: a copy for the forward produ
 one for the backward, together as large as one bfloat16 weight. Each row of weights, inputs and
 gradients has a separate scale, so no result depends on the other samples of the pack.
 """
+import functools
 import math
 
 import torch
@@ -131,6 +132,8 @@ def rounded_kernel(rows):
     return (rows / scales).to(FLOAT8), scales
 
 
+compiled_kernel = functools.cache(lambda: torch.compile(rounded_kernel))     # late: it is slow
+
 # rows (n, width) -> (rows in float8, each divided by its scale; (n, 1) float32 scales, tiny for a
 # row of zeros). A separate operator: fused with earlier operators of a compiled layer, Inductor
 # cannot split its loops when the number of rows changes (CantSplit, pytorch issue 183696). A
@@ -138,7 +141,7 @@ def rounded_kernel(rows):
 if not hasattr(torch.ops.flat_trainers, "rounded"):     # a second copy of this file may be imported
     torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
     torch.library.impl("flat_trainers::rounded", ("cpu", "cuda"),
-                       lambda rows: kernels.kernel(rounded_kernel, rows))
+                       lambda rows: (compiled_kernel() if rows.is_cuda else rounded_kernel)(rows))
     torch.library.register_fake("flat_trainers::rounded", lambda rows: (
         torch.empty_like(rows, dtype=FLOAT8),
         rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))

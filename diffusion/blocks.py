@@ -28,6 +28,7 @@ from core import dist, packing
 from core.cli import require
 from core.json_files import problem as bad_problem
 from core.json_files import settle
+from diffusion import dit
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
 from diffusion.problems import read_problems
 
@@ -237,6 +238,7 @@ class Blocks(packing.Batch):
     rows: torch.Tensor = None       # (R,) int64     masked copies, in the flat (B * N) ones
     labels: torch.Tensor = None     # (R,) int64     their clean tokens
     weights: torch.Tensor = None    # (R,) float32   factor of their cross-entropy
+    tiles: torch.Tensor = None      # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
 
 
 def collate(items, batch_rows, rows):
@@ -261,7 +263,8 @@ def collate(items, batch_rows, rows):
             start, copies = clean[1].stop, noisy[1].stop
             groups += int(d.counts["groups"][document])
     halves = map(torch.from_numpy, (copied, target, group))
-    return Blocks(*map(torch.from_numpy, (tokens, position, doc, block)), n_noisy, *halves, groups)
+    return Blocks(*map(torch.from_numpy, (tokens, position, doc, block)), n_noisy, *halves, groups,
+                  tiles=dit.tile_states(doc, block, n_noisy))
 
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers

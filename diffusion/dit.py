@@ -12,10 +12,11 @@ import math
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from core import kernels
@@ -23,11 +24,13 @@ from core import kernels
 # hidden size, layers, heads, size of the condition; nano is for demos and tests
 SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128),
          "medium": (1024, 24, 16, 128)}
+RECOMPILE = 32          # shapes that dynamo compiles for; then it silently runs eagerly
 HEAD_ROWS = 8192        # rows of logits at a time; the backward pass recomputes them
 ROW_STEP = 128          # on a GPU the number of rows of logits is a multiple of this
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
 # the default of 4 warps spills 920 bytes per thread on sm_90, 8 warps spill none
 KERNEL = {"fwd_num_warps": 8}
+NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
 FREQUENCIES = 256       # sines and cosines of the noise level
 
@@ -68,15 +71,46 @@ def attends(doc, block, n_noisy):
     return rule
 
 
-def attention_masks(doc, block, n_noisy, sparse=False):
+def tile_states(doc, block, n_noisy):
+    """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: how many pairs of each tile may attend.
+    doc, block: (B, S) int arrays as in attends. Tests pairs of runs (tokens of one block, about 50
+    runs per row) instead of pairs of tokens as create_block_mask does, so a loader can do it."""
+    rows, length = doc.shape
+    edges = np.append(np.arange(0, length, TILE), length)
+    counts = np.zeros((rows, len(edges) - 1, len(edges) - 1), np.int64)
+    for r in range(rows):
+        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
+        starts = np.unique(np.concatenate([[0, n_noisy], changes]))
+        ends = np.append(starts[1:], length)[:, None]
+        runs, is_text = np.arange(len(starts)), doc[r, starts] >= 0
+        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts],
+                       np.searchsorted(starts, n_noisy))
+        seen = rule(0, 0, runs[:, None], runs) & is_text    # runs of padding do not attend
+        # (runs, tiles) tokens of each run in each tile
+        tokens = (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
+        counts[r] = tokens.T @ seen @ tokens
+        counts[r] += np.diag((tokens * ~is_text[:, None]).sum(0))   # each padding token to itself
+    states = np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING)
+    return torch.from_numpy(states.astype(np.int8))
+
+
+def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
-    sparse: two BlockMasks; the second has all queries and keys. Otherwise: two (B, 1, queries,
-    keys) bool; the second has clean queries and keys only."""
+    With states (tile_states, on the device of doc and block): two BlockMasks; the second has all
+    queries and keys. Otherwise: two (B, 1, queries, keys) bool; the second has clean ones only."""
     (rows, length), device = doc.shape, doc.device
     rule = attends(doc, block, n_noisy)
-    if sparse:
-        return [create_block_mask(rule, rows, None, queries, length, device, TILE)
-                for queries in (n_noisy, length)]
+
+    def block_mask(states, queries):
+        tiles = []      # number and indices of partial tiles, then of full ones
+        for state in (SOME, ALL):
+            chosen = (states[:, None] == state).int()
+            tiles += [chosen.sum(-1, dtype=torch.int32),
+                      chosen.argsort(dim=-1, descending=True, stable=True).int()]
+        return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=TILE, mask_mod=rule,
+                                        seq_lengths=(queries, length))
+    if states is not None:
+        return block_mask(states[:, :-(-n_noisy // TILE)], n_noisy), block_mask(states, length)
     b = torch.arange(rows, device=device)[:, None, None]
     tokens = torch.arange(length, device=device)
     noisy, clean = tokens[:n_noisy, None], tokens[n_noisy:]
@@ -87,9 +121,14 @@ def attention_masks(doc, block, n_noisy, sparse=False):
 compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 
+def on_gpu(x):
+    """True for a tensor on a GPU outside of compiled layers."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
 def sparse_attention(q, k, v, mask):
     """FlexAttention under a BlockMask; in the graph of a compiled layer. On a CPU forward only."""
-    flex = compiled_flex() if kernels.can_fuse(q) else flex_attention
+    flex = compiled_flex() if on_gpu(q) else flex_attention
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
@@ -109,6 +148,20 @@ def cross_entropies(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
+@functools.cache
+def compiled_losses():
+    # only sizes that change become symbolic. With dynamic=True all would be, and Triton, unable to
+    # prove that rows are aligned, would read 2 bytes at a time, not 16 (tests/gpu/test_kernels.py)
+    torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
+    return torch.compile(cross_entropies)
+
+
+def losses_of(logits, labels):
+    """cross_entropies(), on a GPU compiled, where it keeps only its inputs."""
+    compiled = on_gpu(logits) and kernels.compiles("cuda")
+    return (compiled_losses() if compiled else cross_entropies)(logits, labels)
+
+
 class Network(nn.Module):
     """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
@@ -117,7 +170,8 @@ class Network(nn.Module):
         copies than a tile get dense masks, as torch compiles FlexAttention of few queries without a
         backward pass."""
         n_noisy, flex = inputs.n_noisy, self.backend == "flex" and inputs.n_noisy >= TILE
-        noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy, flex)
+        noisy, others = attention_masks(inputs.doc, inputs.block, n_noisy,
+                                        inputs.tiles if flex else None)
         inner = (inputs.doc.shape[1], others, None) if flex else (n_noisy, noisy, others)
         # attend()'s (queries, mask, clean_mask); the last layer has only noisy queries
         return self.run(inputs.tokens, inputs.position, [inner, (n_noisy, noisy, None)])
@@ -129,7 +183,7 @@ class Network(nn.Module):
         size = len(weight)
         bias = torch.zeros(size, device=x.device) if bias is None else bias.clone()
         bias[self.config.mask_id] = -torch.inf
-        if kernels.can_fuse(x) and size % 8:
+        if on_gpu(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
         return F.linear(x, weight, bias.to(x.dtype))
@@ -140,12 +194,12 @@ class Network(nn.Module):
 
     def row_losses(self, hidden, labels):
         """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
-        return kernels.kernel(cross_entropies, self._logits(hidden), labels)
+        return losses_of(self._logits(hidden), labels)
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows, in chunks."""
         hidden, rows, labels = self.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-        if kernels.can_fuse(hidden):      # the number of masked tokens varies: allocate fewer sizes
+        if on_gpu(hidden):      # the number of masked tokens varies: allocate fewer sizes
             rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
                             for numbers in (rows, labels))
         hidden = hidden.index_select(0, rows)

@@ -1,6 +1,8 @@
 """Plans and choices of the trainer: memory (--dry_run, --auto), the range of noise levels
 (--clip_search_widths).
 """
+import functools
+
 import numpy as np
 import torch
 
@@ -27,15 +29,18 @@ def setups(args, setup, rows, row_tokens):
 def step_of(config, backend):
     """memory.Step of a network with a Config. backend: --attn_backend, None: the GPU's default."""
     def loss(model, rows, length, n_noisy, masked):
-        sizes = (rows, length + n_noisy), (masked,)
+        sizes, tiles = ((rows, length + n_noisy), (masked,)), -(-(length + n_noisy) // dit.TILE)
         dense, few = (torch.zeros(size, dtype=torch.int64) for size in sizes)
         inputs = blocks.Blocks(dense, dense.clone(), dense.int(), dense.int(), n_noisy, rows=few,
-                               labels=few.clone(), weights=torch.ones(masked))
+                               labels=few.clone(), weights=torch.ones(masked),
+                               tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
-    return memory.Step(model, lambda model: model.layers, loss, average=True, kernels=((
-        dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(None, q, k, v)),))
+    return memory.Step(model, lambda model: model.layers, loss, average=True, kernels=lambda live: (
+        (dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(None, q, k, v)),
+        (dit, "on_gpu", lambda x: True),
+        (dit, "losses_of", functools.partial(live.kernel, dit.cross_entropies))))
 
 
 def plan_memory(args, world, ranks, config, rows, order=None, left=0):

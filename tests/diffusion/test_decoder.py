@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config,
                           Qwen3Config)
 
-from core import dist, kernels, tensor_io
+from core import dist, tensor_io
 from core.cli import UserError
 from diffusion import choices, decoder, dit, elbo, make_problems, problems, published, sample_bd3lm
 from diffusion.problems import load_tokenizer, read_problems
@@ -80,7 +80,7 @@ def opened(folder):
 @torch.no_grad()
 def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
     """Packed documents with ragged blocks. The sampler's states of a block equal training's of its noisy copies."""
-    monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
+    monkeypatch.setattr(dit, "on_gpu", lambda x: for_gpus)
     model, tokens, reference = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)

@@ -2,10 +2,11 @@
 import dataclasses
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from core import kernels
 from diffusion import blocks, dit
 from tests.helpers.block_rows import (CONFIG, MASK, MIXED, assert_close, clean_half, document, gradients, loss_of,
                                       make_blocks, network, noised, sampled_hidden, seen_by)
@@ -59,6 +60,32 @@ def test_flex_and_sdpa_agree():
         torch.testing.assert_close(network(backend="flex")(inputs), network()(inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("system", ["gsm8k", "hdp", "random"])
+def test_tiles_are_those_of_create_block_mask(system):
+    """Ragged documents, padding, full and partial tiles; the last tile of noisy copies also serves clean queries."""
+    rng = np.random.default_rng(len(system))
+    for n_noisy, n_clean in [(384, 512), (80, 112), (256, 384), (208, 640), (512, 256)]:
+        doc, block = np.full((3, n_noisy + n_clean), -1), np.zeros((3, n_noisy + n_clean), np.int64)
+        for r in range(3):
+            for first, last in ((0, n_noisy), (n_noisy, n_noisy + n_clean)):
+                start = first
+                for number in range(rng.integers(0, 5)):
+                    sizes = {"gsm8k": [16] * rng.integers(1, 20),
+                             "hdp": [rng.integers(1, 130), *[16] * rng.integers(1, 8), *[32] * rng.integers(1, 4)],
+                             "random": rng.integers(1, 300, 4)}[system]
+                    own = np.repeat(np.arange(len(sizes)), sizes)[:last - start]
+                    doc[r, start:start + len(own)], block[r, start:start + len(own)] = number, own
+                    start = min(last, start + len(own) + rng.integers(0, 3))
+        states = dit.tile_states(doc, block, n_noisy)
+        doc, block = torch.from_numpy(doc), torch.from_numpy(block)
+        rule, both = dit.attends(doc, block, n_noisy), n_noisy + n_clean
+        references = [create_block_mask(rule, 3, None, queries, both, device="cpu") for queries in (n_noisy, both)]
+        masks = dit.attention_masks(doc, block, n_noisy, states)
+        for actual, expected in list(zip(masks, references, strict=True))[n_noisy % dit.TILE > 0:]:
+            for a, b in zip(actual.as_tuple(), expected.as_tuple(), strict=True):
+                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else callable(a) or a == b
+
+
 def slow_loss(model, batch, inputs, t_of_group):
     """The papers' SUBS loss, block by block: log-probabilities, one-hot at unmasked tokens, times -1/t."""
     total = 0
@@ -99,7 +126,7 @@ def test_padded_rows_pieces_and_recomputation_change_nothing(monkeypatch, pieces
     batch = dataclasses.replace(batch, tokens=batch.tokens.clamp(min=1))
     plain = dit.DiT.row_losses
     monkeypatch.setattr(dit.DiT, "row_losses", lambda model, x, labels: sizes.add(len(x)) or plain(model, x, labels))
-    monkeypatch.setattr(kernels, "can_fuse", lambda x: True)
+    monkeypatch.setattr(dit, "on_gpu", lambda x: True)
     for step, recompute in ((1, None), (16, "all")):
         sizes.clear()
         monkeypatch.setattr(dit, "ROW_STEP", step)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from core import kernels
 from core.cli import UserError
 from diffusion import blocks, dit, published
 from diffusion.problems import load_tokenizer
@@ -104,7 +103,7 @@ def logits_of(model, noisy, clean, size):
 @pytest.mark.parametrize("for_gpus", [False, True])
 def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
     """300 tokens are more than a matrix has columns, so gates go into weights. A GPU pads the 454 words."""
-    monkeypatch.setattr(kernels, "can_fuse", lambda x: for_gpus)
+    monkeypatch.setattr(dit, "on_gpu", lambda x: for_gpus)
     state = {name: tensor.requires_grad_("backbone" in name) for name, tensor in draw(3).items()}
     clean = torch.randint(V - 1, (150,), generator=torch.Generator().manual_seed(4))
     rows = torch.arange(0, 150, 3)

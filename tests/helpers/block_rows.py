@@ -38,8 +38,9 @@ def make_blocks(rows, length, width):
     places, is_copy = copied.clamp(min=0), copied >= 0
     ids, position, doc, block = (torch.cat([clean.gather(1, places), clean], 1) for clean in (ids, position, doc, block))
     doc[:, :width][~is_copy] = -1
+    tiles = dit.tile_states(doc.numpy(), block.numpy(), width)
     return blocks.Blocks(ids, position, doc.int(), block.int(), width, places, target.gather(1, places) & is_copy,
-                         group.gather(1, places).masked_fill(~is_copy, -1), groups)
+                         group.gather(1, places).masked_fill(~is_copy, -1), groups, tiles=tiles)
 
 
 def clean_half(batch):
