@@ -9,6 +9,7 @@ from core.checkpoint import sha256
 from launch import judge_demo
 from launch.judge_demo import FEWER
 from speech import speak, weights
+from speech.codes import load_codec
 from speech.labels import token_ids
 from tests.helpers.trainer import ROOT
 
@@ -23,7 +24,7 @@ def spoken():
     folder, config_dict = weights.find_model(VOICE / "model")
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids, cpu = token_ids(tokenizer, config), torch.device("cpu")
-    codec, bandwidth = weights.load_codec(VOICE / "codec", cpu, ids.num_codebooks)
+    codec, bandwidth = load_codec(VOICE / "codec", cpu, ids.num_codebooks)
     texts = judge_demo.draw(SENTENCES, 0)
     samples = speak.text_prompts([(text, text) for text in texts], True)
     prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
