@@ -171,7 +171,20 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=
 
 # ---- The checkpoints of a run
 
-_writing = []       # Future of the checkpoint that a thread writes; the exit waits for the thread
+# one thread for the whole run, whose end the exit awaits: a loader that is forked while a thread
+# starts or ends may hang (Python 3.11)
+_writer = ThreadPoolExecutor(1)
+_writing = []       # Future of the checkpoint that it writes
+
+
+def renew_writer():
+    """In a forked process, which has no threads."""
+    global _writer
+    _writer = ThreadPoolExecutor(1)
+    _writing.clear()
+
+
+os.register_at_fork(after_in_child=renew_writer)
 
 
 def wait():
@@ -253,7 +266,7 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
         records = on_all_ranks(lambda: write_files(building, share))
         on_all_ranks(lambda: world.is_main and complete(records))
 
-    _writing.append(ThreadPoolExecutor(1).submit(write))
+    _writing.append(_writer.submit(write))
 
 
 def restore(world, path, model, optimizer):
