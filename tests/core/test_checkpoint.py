@@ -128,6 +128,27 @@ def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, monkeyp
     assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")["weight"].unique().tolist() == [4]
 
 
+def test_one_thread_writes_all_checkpoints(tmp_path, monkeypatch):
+    """A loader that is forked while a thread ends may hang."""
+    threads, write_files = [], checkpoint.write_files
+    monkeypatch.setattr(checkpoint, "write_files", lambda *args: (
+        threads.append(threading.current_thread()), write_files(*args))[1])
+    for step in 4, 5:
+        save(tmp_path, step)
+    assert len(set(threads)) == 1 and threads[0] is not threading.current_thread() and threads[0].is_alive()
+
+
+def test_a_failed_write_is_noticed_at_the_next_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_files", lambda *args: 1 / 0)
+
+    def next_steps(model):
+        with pytest.raises(UserError, match="checkpoint-4 could not be written .* earlier checkpoints are intact"):
+            for _ in range(100):
+                checkpoint.check()
+                time.sleep(0.05)
+    save(tmp_path, 4, next_steps)
+
+
 def test_a_run_that_fails_completes_its_checkpoint_first(tmp_path, monkeypatch):
     write_files = checkpoint.write_files
     monkeypatch.setattr(checkpoint, "write_files", lambda *args: time.sleep(0.5) or write_files(*args))

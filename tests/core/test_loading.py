@@ -100,3 +100,14 @@ def test_a_killed_loader_process_ends_the_run(monkeypatch):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with pytest.raises(UserError, match="DataLoader worker"):
         list(packing.iterate(loader(range(9), killed_at_3, 3)))
+
+
+def test_a_file_that_breaks_while_loaders_start_leaves_no_process():
+    def lines():
+        yield from "abc"
+        raise UserError("the file breaks here")
+    with pytest.raises(UserError, match="the file breaks here") as caught:
+        list(packing.map_chunks(len, lines(), 1, 2))
+    for process in multiprocessing.active_children():
+        process.join(10)
+    assert not multiprocessing.active_children() and caught.tb       # the traceback keeps the loader
