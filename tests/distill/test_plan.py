@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from core import adapters, kernels
+from core import adapters, kernels, memory
 from core.memory import Setup
 from distill import causal_lm, chat_data, packed_lm, plan
 from tests.helpers.live_bytes import by_lengths, check_plan
@@ -49,3 +49,9 @@ def test_planned_memory_is_the_peak_of_a_real_step(kind, lora, bf16, recompute, 
     empty.chunk = model.chunk = 200
     check_plan(plan.step_of(empty), Setup(1, "ddp", bf16, recompute), (600, len(batch.rows)), model, batch,
                lambda model, batch: model(batch)[0])
+
+
+def test_compiled_layers_keep_less_than_eager_ones():
+    step = plan.step_of(built("qwen", True, True, False, None)[0])
+    compiled, eager = (memory.step_bytes(step, Setup(1, compile=way), (600, 480)) for way in ("auto", False))
+    assert compiled < 0.9 * eager
