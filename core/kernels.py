@@ -3,12 +3,10 @@
 Layers are transformers' code. On a GPU torch.compile fuses their norms and activations.
 """
 import functools
-import importlib.util
 import inspect
 
 import torch
 import torch.nn.functional as F
-from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,35 +25,6 @@ def compiles(kind):
         notice(f"torch.compile fails here ({one_line(why, 80)}); it needs gcc, g++ and Python.h")
         return False
     return True
-
-
-def grouped_attention():
-    """Output and gradients of packed attention with fewer key heads, on a GPU with fixed inputs."""
-    like = {"generator": torch.Generator("cuda").manual_seed(0), "dtype": torch.bfloat16,
-            "device": "cuda", "requires_grad": True}
-    q, k, v = (torch.randn(8, heads, 64, **like) for heads in (4, 2, 2))
-    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
-    out = varlen_attn(q, k, v, ends, ends, 5, 5, window_size=(-1, 0), **GROUPED)
-    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
-
-
-@functools.cache
-def use_flash3():
-    """Switch packed attention to FlashAttention 3 if its package is installed and a trial agrees
-    with torch's kernel. A notice says what happened. It has never been tested on a GPU."""
-    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
-        return
-    own = grouped_attention()
-    try:
-        attention.activate_flash_attention_impl("FA3")
-        torch.testing.assert_close(grouped_attention(), own, rtol=0.05, atol=0.05)
-        notice("FlashAttention 3 is used")
-    except Exception as error:      # of a package that is too old for this torch, or for this GPU
-        attention.restore_flash_attention_impl()
-        notice(f"FlashAttention 3 is installed but fails ({one_line(error, 80)})")
-
-
-# ---- Functions
 
 
 def stream_dtype(x):

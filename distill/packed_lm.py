@@ -65,7 +65,6 @@ class PackedLM(nn.Module):
     def __init__(self, net, recompute=None):
         super().__init__()
         self.net, self.lora, self.frozen = net, hasattr(net, "peft_config"), {}
-        kernels.use_flash3()
         kernels.recompute(causal_lm.decoder_layers(self.native), recompute)
         rows = LOGITS // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # whole tiles of matrix products

@@ -183,7 +183,6 @@ class PackedBase(torch.nn.Module):
         self.net = net
         # in a list, which torch does not search: else parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
-        kernels.use_flash3()
         kernels.recompute(self.layers(self.base_model), recompute)
 
     @property

@@ -2,7 +2,6 @@
 
 This needs triton: installed, or in the folder TRITON.
 """
-import functools
 import importlib.util
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from core import dist, kernels
+from core import dist
 from tests.helpers.trainer import ROOT
 
 HAVE_TRITON = bool(importlib.util.find_spec("triton") or os.environ.get("TRITON"))
@@ -22,27 +21,6 @@ def test_no_kernel_reduces_rows_and_columns_at_once():
     """With torch's default, an H200 left gradients of the DiT's modulations unwritten: norms of 1,333 instead of 14."""
     dist.compile_layers([])
     assert torch._inductor.config.triton.mix_order_reduction is False
-
-
-@pytest.mark.parametrize("trial, message", [(0.0, "is used"), (1.0, "fails"), (None, "fails (no kernel here)")])
-def test_flash_attention_3_is_tried_once_and_dropped_if_wrong(trial, message, monkeypatch, capsys):
-    """trial: the error of its results; None: it raises."""
-    state = []
-
-    def results():
-        if state and trial is None:
-            raise RuntimeError("no kernel here")
-        return torch.ones(3) + (trial if state else 0),
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
-    monkeypatch.setattr(kernels.attention, "activate_flash_attention_impl", state.append)
-    monkeypatch.setattr(kernels.attention, "restore_flash_attention_impl", state.clear)
-    monkeypatch.setattr(kernels, "grouped_attention", results)
-    monkeypatch.setattr(kernels, "use_flash3", functools.cache(kernels.use_flash3.__wrapped__))
-    for _ in range(2):
-        kernels.use_flash3()
-    output = capsys.readouterr().out
-    assert output.count("notice") == 1 and message in output and state == ["FA3"] * (trial == 0)
 
 
 @pytest.mark.slow
