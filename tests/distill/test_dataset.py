@@ -126,6 +126,9 @@ def test_all_forms_are_the_same_conversations(tokenizer, tmp_path):
         for column in ("tokens", "trained", "offsets", "asked"):
             assert getattr(tables[-1], column).tolist() == getattr(tables[0], column).tolist()
     assert len(tables[0]) == 6 and tables[1].keys.tolist() == list(range(6))
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"cut\.parquet: cannot be read as parquet \(\w+"):
+        write_table(tmp_path / "table-cut", [tmp_path / "cut.parquet"], chat.Encoder(tokenizer), 256)
 
 
 def test_each_answer_of_a_hybrid_template_is_a_sample(tokenizer, tmp_path):
