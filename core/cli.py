@@ -102,12 +102,11 @@ def plural(number, noun):
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
-def problem_text(lines, total=None):
-    """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
-    total = total or len(lines)
-    more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
-    shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
-    return str(lines[0]) if total == 1 else "\n  ".join(shown)
+def problem_text(lines):
+    """One message with the number of problems and the first SHOWN of them."""
+    more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    shown = [f"{len(lines)} problems:", *map(str, lines[:SHOWN]), *more]
+    return str(lines[0]) if len(lines) == 1 else "\n  ".join(shown)
 
 
 def require_package(name, purpose, install=None):

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from core.cli import (SHOWN, UserError, first_line, one_line, problem_text, require,
                       require_package)
@@ -72,28 +71,27 @@ read_object = partial(read_json, kind=dict, wanted="an object")
 
 
 def read_entries(path):
-    """(unit, read) of a file of JSONL, a JSON list or one sample. UserError with line and column.
-
-    read(wanted) yields (number from 0, value) of the numbers for which wanted(number) is true.
-    unit: "line" if numbers count lines of JSONL, which is read line by line, else "sample"."""
-    def read_lines(wanted):
-        with open_file(path) as file:
-            for number, line in enumerate(file):
-                if line.strip(BLANK) and wanted(number):
-                    try:
-                        yield number, loads(line)
-                    except ValueError as error:
-                        raise UserError(f"{path} line {number + 1}: {error}")
-
+    """Yield (place, value) of a file of JSONL, a JSON list or one sample. place: "line 1", or
+    "sample 1" in a list. JSONL is read line by line. UserError with line and column."""
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
-    if start[:1] == b"{" and start[-1:] == b"}":
-        return "line", read_lines
+        if not start:
+            return
+        if start[:1] == b"{" and start[-1:] == b"}":
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if line.strip(BLANK):
+                    try:
+                        yield f"line {number}", loads(line)
+                    except ValueError as error:
+                        raise UserError(f"{path} line {number}: {error}")
+            return
     data = read_json(path, (list, dict), "a list of samples")
     if isinstance(data, dict):
         require("messages" in data, f"{path}: is a JSON object without 'messages'")
         data = [data]
-    return "sample", lambda wanted: (entry for entry in enumerate(data) if wanted(entry[0]))
+    for number, value in enumerate(data, 1):
+        yield f"sample {number}", value
 
 
 # ---- Tables
@@ -120,38 +118,34 @@ def table_rows(path):
 # ---- Samples that cannot be used: some stop a run, others are dropped, and all are listed
 
 
-class Problem(NamedTuple):
+class Problem:
     """Why a sample cannot be used; str() is a line for its user."""
-    name: str           # its file and place in the file
-    check: str          # one of --drop_bad
-    reason: str
-    file: str
-    sample: int | None  # its number in a table
+
+    def __init__(self, name, check, reason, file="", sample=None):
+        """name: its file and place. check: one of --drop_bad. sample: its number in a table."""
+        self.name, self.check, self.reason = one_line(name), check, one_line(reason)
+        self.file, self.sample = str(file), sample
 
     def __str__(self):
         return f"{self.name}: {self.reason}"
 
 
-def problem(name, check, reason, file="", sample=None):
-    return Problem(one_line(name), check, one_line(reason), str(file), sample)
-
-
 class Problems:
     """Counts problems by check, appends them to a folder's LIST at once, as audio may be encoded
-    for hours, and keeps the first SHOWN of those that stop the run."""
+    for hours, and keeps those that stop the run."""
 
     def __init__(self, drop=(), folder=None):
         """drop: checks whose samples are dropped. folder: None writes no list."""
         self.drop, self.path = drop, Path(folder) / LIST if folder else None
-        self.counts, self.n_fatal, self.shown = Counter(), 0, []
+        self.counts, self.fatal = Counter(), []
 
     def add(self, problems):
+        """Returns self."""
         lines = []
         for p in problems:
             self.counts[p.check] += 1
             if p.check not in self.drop:
-                self.n_fatal += 1
-                self.shown = [*self.shown, p][:SHOWN]
+                self.fatal.append(p)
             entry = p.name.removeprefix(one_line(p.file)).strip(" :")
             row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
             lines.append(json.dumps(row) + "\n")
@@ -159,19 +153,13 @@ class Problems:
             from core.dist import error_names_file  # which imports torch
             with error_names_file(self.path), open(self.path, "a") as file:
                 file.writelines(lines)
+        return self
 
     def settle(self, hint=""):
         """Text with the number of samples that each check drops, or "". UserError with the problems
         that stop the run, if any, and then `hint`."""
-        if self.n_fatal:
-            where = f"; all are in {self.path}" if self.path and self.n_fatal > SHOWN else ""
-            raise UserError(problem_text(self.shown, self.n_fatal) + where + hint)
+        if self.fatal:
+            where = f"; all are in {self.path}" if self.path and len(self.fatal) > SHOWN else ""
+            raise UserError(problem_text(self.fatal) + where + hint)
         where = f"; see {self.path}" if self.path and self.counts else ""
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
-
-
-def settle(problems, drop=(), folder=None, hint=""):
-    """Problems.settle() of all `problems`; other arguments are those of Problems."""
-    collected = Problems(drop, folder)
-    collected.add(problems)
-    return collected.settle(hint)

@@ -5,10 +5,14 @@ import pytest
 
 from core import cli
 from core.cli import UserError
-from core.json_files import LIST, problem, settle
+from core.json_files import LIST, Problem, Problems
 
 CHECKS = ("invalid", "too_long")
-BAD = [problem(f"a.jsonl:{i}", "too_long" if i % 2 else "invalid", f"is bad {i}", "a.jsonl") for i in range(1, 31)]
+BAD = [Problem(f"a.jsonl:{i}", "too_long" if i % 2 else "invalid", f"is bad {i}", "a.jsonl") for i in range(1, 31)]
+
+
+def settle(problems, drop=(), folder=None, hint=""):
+    return Problems(drop, folder).add(problems).settle(hint)
 
 
 def listed(folder):
