@@ -359,7 +359,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, f
 batches = packing.iterate(make_loader(      # loader processes read ahead
     table, ids, packs, args.num_workers, args.max_tokens_per_batch))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
-log = run.open_log(args, world, step, eval_due)
+log = run.open_log(args, world, step)
 print0(metrics.model_text(model, args.use_lora), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:

@@ -3,7 +3,6 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -22,21 +21,15 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 SHOWN = 20              # problems in an error
+CPUS = len(os.sched_getaffinity(0))     # cores of this job, which may be a share of the node
 
-# {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
-# flag accepts the other name too, but --help does not show it.
+# {flag of Hugging Face's scripts or ms-swift: our name}. A script that has our flag accepts the
+# other name too, but --help does not show it.
 OLD_NAMES = {
     "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank", "--deepspeed": "--parallel",
-    "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
-    "--eval_data": "--eval_data_file", "--eval_data_dir": "--eval_data_file",
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
     "--torch_compile": "--compile"}
-# {flag that a trainer accepts without effect: its values, None = any}
-WITHOUT_EFFECT = {
-    "--optim": ("adamw_torch_fused", "adamw_torch"), "--dataloader_pin_memory": TRUE,
-    "--freeze_audio_tower": BOOLEAN, "--freeze_audio_encoder_proj": BOOLEAN,
-    "--enable_strategic_logging": BOOLEAN, "--strategic_logging_steps": None}
 # in http://user:password@host?api_key=...
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
                      r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*",
@@ -65,13 +58,9 @@ def one_line(text, limit=500):
 
 
 def print_error(text):
-    """Print why this process exits; later lines are indented. torchrun repeats the last line."""
+    """Print why this process exits; later lines are indented."""
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": report}))
 
 
 def report_error(kind, error, trace):
@@ -259,9 +248,9 @@ def alias(**names):
 def trainer_flags(p):
     """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
     flag, switch = p.flag, p.switch
-    for name, values in WITHOUT_EFFECT.items():
-        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=argparse.SUPPRESS,
-                       help=argparse.SUPPRESS)
+    # of Hugging Face's scripts; these values are what a trainer does anyway
+    flag("--optim", None, argparse.SUPPRESS, choices=("adamw_torch_fused", "adamw_torch"))
+    flag("--dataloader_pin_memory", None, argparse.SUPPRESS, type=str.lower, choices=TRUE)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
@@ -310,7 +299,7 @@ def packing_flags(p):
     """Add the flags that only the trainers of speech and chats share; defaults as above."""
     flag, switch = p.flag, p.switch
     flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("nf4",))
-    flag("--preprocess_num_proc", min(8, usable_cpus()), "processes per node that prepare data")
+    flag("--preprocess_num_proc", min(8, CPUS), "processes per node that prepare data")
     flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
     flag("--per_device_eval_batch_size", 1, "samples per validation batch")
@@ -329,14 +318,9 @@ def packing_flags(p):
          metavar="auto|true|false")
 
 
-def usable_cpus():
-    """Number of cores that this process may use: its job's share of the node."""
-    return len(os.sched_getaffinity(0))
-
-
 def cpus_per_rank():
-    """Usable cores per process of this node, at least 1."""
-    return max(1, usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Cores of this job per process of the node, at least 1."""
+    return max(1, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def count_ranks(args):
@@ -382,7 +366,7 @@ def check_trainer(args, world_size, parser):
         require(usual or args.use_lora, f"--{name} needs --use_lora")
     most = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > most and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {most} a rank, of {usable_cpus()} CPUs")
+        notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
         args.num_workers = most
     # --parallel; hsdp:N becomes parallel and shard_size
     if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2

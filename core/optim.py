@@ -16,7 +16,6 @@ def build_adamw(named_parameters, lr, weight_decay, beta2):
             is_embedding = any(word in name for word in ("embed", "wte", "wpe"))
             decays = parameter.ndim > 1 and not is_embedding
             groups[0 if decays else 1]["params"].append(parameter)
-    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
 
 
@@ -68,9 +67,7 @@ def take_step(optimizer, lr, norm):
 def loss_scaler(device, enabled, saved=None):
     """torch's GradScaler of --fp16. saved: its state_dict() in a checkpoint."""
     scaler = torch.amp.GradScaler(device.type, enabled=enabled)
-    if not enabled:
-        return scaler
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if enabled and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         kernels.FLASH = ()      # SDPA, sample by sample
     if isinstance(saved, list):     # of older checkpoints: scale, steps since it changed
         saved = scaler.state_dict() | {"scale": saved[0], "_growth_tracker": int(saved[1])}

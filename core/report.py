@@ -127,10 +127,8 @@ parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: 
          "Evaluation": evaluations and evaluation_table(evaluations)}
 body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
 page = PAGE.format(title=escape(run.resolve().name), body=body)
-temporary = run / ".report.html.tmp"
-temporary.unlink(missing_ok=True)       # it may be a link to another file
-temporary.write_text(page, encoding="utf-8", errors="replace")
-temporary.replace(output)
+output.unlink(missing_ok=True)      # it may be a link to another file
+output.write_text(page, encoding="utf-8", errors="replace")
 print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 if args.check_fell:     # compares the means of the first and the last fifth
     losses = [value for _, value in metrics.curve(rows, "train/loss")]

@@ -93,7 +93,7 @@ def start_line(step, total_steps, resume, base="base model"):
             + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps))
 
 
-def open_log(args, world, step, eval_due):
+def open_log(args, world, step):
     """MetricsLog on rank 0, else None. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
         return None
@@ -101,7 +101,7 @@ def open_log(args, world, step, eval_due):
     checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
     return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
                               args.report_to, cli.remove_secrets(vars(args)), step,
-                              args.wandb_project, eval_due)
+                              args.wandb_project)
 
 
 def end(args, log, step, total_steps, stopping, result):

@@ -520,10 +520,10 @@ def open_files(files, columns):
         return open_table(path, columns)
     whole = json_files.read_json(path) if path.suffix == ".json" else None
     if isinstance(whole, dict) and isinstance(whole.get("samples"), list):      # metadata.json
-        found = ((f"sample {number}", row) for number, row in enumerate(whole["samples"], 1))
+        numbered = ((f"sample {number}", row) for number, row in enumerate(whole["samples"], 1))
     else:
-        found = json_files.read_entries(path)
-    return rows_of(path, found, columns)
+        numbered = json_files.read_entries(path)
+    return rows_of(path, numbered, columns)
 
 
 def open_folder(folder, columns):

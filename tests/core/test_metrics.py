@@ -1,5 +1,4 @@
 """metrics.jsonl and the trackers that get its values."""
-import json
 import math
 from unittest import mock
 
@@ -49,14 +48,6 @@ def test_tensorboard_gets_numbers_and_speech(tmp_path):
     board = EventAccumulator(str(tmp_path / "logs"), size_guidance={"audio": 0}).Reload()
     losses = {event.step: event.value for event in board.Scalars("train/loss")}
     assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3}) and board.Tags()["audio"] == ["samples/0"]
-
-
-@pytest.mark.parametrize("eval_due, kept", [(False, 3), (True, 2)])
-def test_a_repeated_validation_is_logged_once(tmp_path, eval_due, kept):
-    rows = [{"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
 
 
 def test_a_full_disk_for_tensorboard_is_named(tmp_path):
