@@ -176,7 +176,7 @@ def load_tokenizer(folder, template=None):
     except Exception as error:      # of many kinds
         raise UserError(f"{folder}: no tokenizer can be loaded from it ({first_line(error)})")
     if template:
-        tokenizer.chat_template = json_files.read_text(template, "--chat_template ")
+        tokenizer.chat_template = json_files.read_text(template)
     require(isinstance(tokenizer.chat_template, str), f"{folder}: its tokenizer has no chat "
             "template; give one with --chat_template FILE")
     return tokenizer

@@ -161,10 +161,8 @@ def parse(parser, check=None, argv=None):
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
         sys.excepthook = report_error
     allocator = "PYTORCH_CUDA_ALLOC_CONF"
-    if "=" in (value := os.environ.get(allocator, "")):
-        # common launch lines write max_split_size_mb=128, but torch wants a colon
-        os.environ[allocator] = value.replace("=", ":")
-        notice(f"{allocator}={value} is read as {os.environ[allocator]}")
+    if allocator in os.environ:     # common launch lines write =, but torch wants a colon
+        os.environ[allocator] = os.environ[allocator].replace("=", ":")
     known = parser._option_string_actions
     for old, new in OLD_NAMES.items():
         if new in known:

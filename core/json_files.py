@@ -1,5 +1,4 @@
 """Read text, JSON, JSONL and parquet files, with errors of one line; list samples that are bad."""
-import contextlib
 import json
 import math
 import os
@@ -18,28 +17,22 @@ DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -m
 LIST = "problems.jsonl"     # in OUTPUT_DIR: samples that cannot be used
 
 
-@contextlib.contextmanager
-def open_file(path, flag=""):
-    """Context with a regular file opened to read bytes. UserError, also if reading fails later.
-    flag: text before the path in errors, such as "--x "."""
+def open_file(path):
+    """A regular file, opened to read bytes. UserError if there is none."""
     # files are read twice, a pipe only once
-    require(os.path.isfile(path), f"{flag}{path}: there is no file of this name")
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except OSError as error:
-        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
+    require(os.path.isfile(path), f"{path}: there is no file of this name")
+    return open(path, "rb")
 
 
-def read_text(path, flag=""):
+def read_text(path):
     """Text of a UTF-8 file without its byte order mark. UserError."""
-    with open_file(path, flag) as file:
+    with open_file(path) as file:
         data = file.read()
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{flag}{path}: line {line} {NOT_UTF8}")
+        raise UserError(f"{path}: line {line} {NOT_UTF8}")
 
 
 def loads(text):

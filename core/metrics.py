@@ -12,7 +12,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
-from core import json_files
+from core import cli, json_files
 
 # Peak FLOP/s of dense bf16 products, from NVIDIA's datasheets; SXM unless noted
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -75,23 +75,25 @@ class MetricsLog:
     """Writes a run's metrics, on rank 0. Lines of metrics.jsonl and TensorBoard points after
     resumed_step, which a crash has undone, are dropped first, so no step is there twice."""
 
-    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None):
-        """report_to: tensorboard, wandb or both. config, project: for W&B."""
+    def __init__(self, args, resumed_step=0):
+        """args: the flags of the trainer."""
         from core import checkpoint, dist  # which import torch
         self.error_names_file = dist.error_names_file
-        self.path = Path(output_dir) / "metrics.jsonl"
+        folder, name = Path(args.output_dir), Path(args.output_dir).resolve().name
+        self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path)
                 if resumed_step and row["step"] <= resumed_step]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.board = self.wandb = None
-        if "tensorboard" in report_to:
+        if "tensorboard" in args.report_to:
             from torch.utils.tensorboard import SummaryWriter
-            with self.error_names_file(logging_dir):
-                self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-        if "wandb" in report_to:
+            logs = Path(args.logging_dir) / name
+            with self.error_names_file(logs):
+                self.board = SummaryWriter(logs, purge_step=resumed_step + 1)
+        if "wandb" in args.report_to:
             import wandb
-            self.wandb = wandb.init(project=project, dir=str(output_dir), config=config,
-                                    name=Path(output_dir).resolve().name)
+            self.wandb = wandb.init(project=args.wandb_project, name=name, dir=str(folder),
+                                    config=cli.remove_secrets(vars(args)))
 
     def write(self, step, values):
         """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""

@@ -97,11 +97,8 @@ def open_log(args, world, step):
     """MetricsLog on rank 0, else None. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
         return None
-    folder = Path(args.output_dir)
-    checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
-                              args.report_to, cli.remove_secrets(vars(args)), step,
-                              args.wandb_project)
+    checkpoint.write_text(Path(args.output_dir) / cli.CONFIG, cli.config_text(args, sys.argv[0]))
+    return metrics.MetricsLog(args, step)
 
 
 def end(args, log, step, total_steps, stopping, result):

@@ -1,5 +1,6 @@
 """metrics.jsonl and the trackers that get its values."""
 import math
+from argparse import Namespace
 from unittest import mock
 
 import numpy as np
@@ -11,8 +12,8 @@ from core import dist, metrics
 from core.metrics import MetricsLog, read_metrics
 
 
-def log(folder, resumed_step=0):
-    return MetricsLog(folder, folder / "logs", "none", {}, resumed_step)
+def log(folder, resumed_step=0, report_to=()):
+    return MetricsLog(Namespace(output_dir=folder, logging_dir=folder / "logs", report_to=report_to), resumed_step)
 
 
 def steps(folder):
@@ -39,19 +40,19 @@ def test_resumed_log_drops_rows_after_the_checkpoint(tmp_path):
 
 def test_tensorboard_gets_numbers_and_speech(tmp_path):
     for start in (0, 2):
-        record = MetricsLog(tmp_path, tmp_path / "logs", ["tensorboard"], {"seed": 1}, start, "project")
+        record = log(tmp_path, start, ["tensorboard"])
         for step in (1, 2) if start == 0 else (3,):
             record.write(step, {"train/loss": 1 / step, "train/grad_norm": math.nan})
         record.write_speech(step, "samples/0", np.full(2400, 0.5, np.float32), 24000)
         record.write_speech(step, "samples/1", np.zeros(0, np.float32), 24000)
         record.close()
-    board = EventAccumulator(str(tmp_path / "logs"), size_guidance={"audio": 0}).Reload()
+    board = EventAccumulator(str(tmp_path / "logs" / tmp_path.name), size_guidance={"audio": 0}).Reload()
     losses = {event.step: event.value for event in board.Scalars("train/loss")}
     assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3}) and board.Tags()["audio"] == ["samples/0"]
 
 
 def test_a_full_disk_for_tensorboard_is_named(tmp_path):
-    record = MetricsLog(tmp_path, tmp_path, [], {})
+    record = log(tmp_path)
     record.board = mock.Mock(log_dir="logs", **{"add_scalar.side_effect": OSError(28, "No space left on device")})
     with pytest.raises(OSError) as error:
         record.write(1, {"train/loss": 1.0})

@@ -28,7 +28,7 @@ def make_run(folder):
     folder.mkdir()
     args = argparse.Namespace(given=cli.remove_secrets(FLAGS))
     (folder / cli.CONFIG).write_text(cli.config_text(args, "train.py"))
-    log = MetricsLog(folder, folder / "logs", "none", FLAGS)
+    log = MetricsLog(argparse.Namespace(output_dir=folder, report_to=[]))
     for step in range(1, STEPS + 1):
         log.write(step, {"train/loss": math.nan if step == 13 else 3 + 7 / step, "train/memory_gib": 1.5,
                          "train/audio_loss_codebook_0": 2 / step, "train/audio_loss_codebook_1": 3 / step})
