@@ -7,8 +7,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from core.cli import (SHOWN, UserError, first_line, one_line, problem_text, require,
-                      require_package)
+from core.cli import UserError, first_line, one_line, problem_text, require, require_package
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
@@ -51,9 +50,8 @@ def loads(text):
 
 def read_json(path, kind=object, wanted=""):
     """Value of a JSON file. UserError, also if it is no `kind`; wanted: that type in words."""
-    text = read_text(path)
     try:
-        value = loads(text)
+        value = loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: {error}")
     require(isinstance(value, kind), f"{path}: holds a JSON {type(value).__name__}, not {wanted}")
@@ -64,7 +62,7 @@ read_object = partial(read_json, kind=dict, wanted="an object")
 
 
 def read_entries(path):
-    """Yield (place, value) of a file of JSONL, a JSON list or one sample. place: "line 1", or
+    """Yield (location, value) of a file of JSONL, a JSON list or one sample. location: "line 1", or
     "sample 1" in a list. JSONL is read line by line. UserError with line and column."""
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
@@ -151,8 +149,7 @@ class Problems:
     def settle(self, hint=""):
         """Text with the number of samples that each check drops, or "". UserError with the problems
         that stop the run, if any, and then `hint`."""
-        if self.fatal:
-            where = f"; all are in {self.path}" if self.path and len(self.fatal) > SHOWN else ""
-            raise UserError(problem_text(self.fatal) + where + hint)
         where = f"; see {self.path}" if self.path and self.counts else ""
+        if self.fatal:
+            raise UserError(problem_text(self.fatal) + where + hint)
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where

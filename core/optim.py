@@ -114,8 +114,8 @@ class StepMonitor:
         bad, zero, stop = (bool(flag) for flag in host.tolist())
         self.stop |= stop
         if zero:
-            self.fail(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at "
-                      "the flags that choose the trained modules")
+            raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
+                            "look at the flags that choose the trained modules")
         if not bad:
             self.in_a_row = 0
             return
@@ -130,10 +130,5 @@ class StepMonitor:
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:
-            self.fail(f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")
-
-    def fail(self, message):
-        """Complete the checkpoint that is being written, then raise UserError. On every rank."""
-        from core import checkpoint  # which imports this file
-        checkpoint.wait()
-        raise UserError(message)
+            raise UserError(
+                f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")

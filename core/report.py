@@ -17,7 +17,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 
 BEFORE = "before", "base"   # folders and evaluations with these prefixes come first
-STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and most samples of a step
+STEPS, SAMPLES = 5, 8       # last steps whose samples are shown, and most samples of a step
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"  # of a sample
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -80,8 +80,7 @@ def charts(rows):
 def samples_html(run, folders):
     """HTML of a run's samples and of --samples, a row per prompt. UserError. Links are skipped: in
     a folder of somebody else they may lead to any file."""
-    rows, steps = {}, sorted((run / "samples").glob("step-*"), key=natural_key)
-    steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
+    rows, steps = {}, sorted((run / "samples").glob("step-*"), key=natural_key)[-STEPS:]
     for folder in folders:
         cli.require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):

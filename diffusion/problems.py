@@ -96,8 +96,8 @@ def read_entries(path, split):
             entries = ((f"sample {number}", row) for number, row in enumerate(rows, 1))
         else:
             entries = json_files.read_entries(file)
-        for place, entry in entries:
-            yield f"{file} {place}", entry
+        for location, entry in entries:
+            yield f"{file} {location}", entry
 
 
 @dataclass

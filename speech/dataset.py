@@ -111,12 +111,12 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
     paths = Paths(file.parent.resolve())
 
     def parse(entries):
-        for place, entry in entries:
+        for location, entry in entries:
             fields = entry if isinstance(entry, dict) else {}
             misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
             name, setting = misc.get("source"), fields.get("normalize_text")  # source: of convert
             if not isinstance(name, str):
-                name = sample_name(f"{file} {place}", entry)
+                name = sample_name(f"{file} {location}", entry)
             try:
                 if setting not in (None, "", "on", "off"):
                     raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")

@@ -24,7 +24,7 @@ def test_all_are_listed_and_twenty_shown(tmp_path):
         settle(BAD, (), tmp_path, "\nfix: it")
     lines = str(stopped.value).splitlines()
     assert lines[0] == "30 problems:" and lines[1] == "  a.jsonl:1: is bad 1" and len(lines) == 23
-    assert lines[-2:] == [f"  ... and 10 more; all are in {tmp_path / LIST}", "fix: it"]
+    assert lines[-2:] == [f"  ... and 10 more; see {tmp_path / LIST}", "fix: it"]
     assert len(listed(tmp_path)) == 30
     assert listed(tmp_path)[0] == {"file": "a.jsonl", "entry": "1", "check": "too_long", "problem": "is bad 1"}
 
