@@ -248,7 +248,8 @@ def trainer_flags(p):
     flag, switch = p.flag, p.switch
     # of Hugging Face's scripts; these values are what a trainer does anyway
     flag("--optim", None, argparse.SUPPRESS, choices=("adamw_torch_fused", "adamw_torch"))
-    flag("--dataloader_pin_memory", None, argparse.SUPPRESS, type=str.lower, choices=TRUE)
+    flag("--dataloader_pin_memory", None, argparse.SUPPRESS, nargs="?", type=str.lower,
+         choices=TRUE)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",

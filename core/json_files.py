@@ -66,8 +66,6 @@ def read_entries(path):
     "sample 1" in a list. JSONL is read line by line. UserError with line and column."""
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
-        if not start:
-            return
         if start[:1] == b"{" and start[-1:] == b"}":
             file.seek(0)
             for number, line in enumerate(file, 1):

@@ -127,7 +127,8 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
             else:
                 sample.notes.extend(map(tuple, misc.get("notes", ())))
                 yield sample
-    return partial(json_files.read_entries, file), parse
+    # a converted file is empty if all its rows were refused
+    return partial(json_files.read_entries, file) if file.stat().st_size else list, parse
 
 
 def read_samples(path, problems, make=canonical_sample, **reading):

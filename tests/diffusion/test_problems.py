@@ -94,7 +94,7 @@ GOOD = {"question": "q", "answer": "a #### 3"}
 
 
 @pytest.mark.parametrize("system, text, message", [
-    ("gsm8k", "", r"p.jsonl: holds no problems"),
+    ("gsm8k", "", r"p.jsonl: is not valid JSON"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "q", \n', r"p.jsonl line 2: is not valid JSON at column \d+"),
     ("gsm8k", "[" * 100_000, "p.jsonl: is nested too deeply"),
     ("gsm8k", json.dumps({"question": "q"}), r"p.jsonl line 1: has no 'answer' \(a text that is not empty\)"),
