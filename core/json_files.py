@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from core.cli import UserError, first_line, one_line, problem_text, require, require_package
+from core.cli import UserError, first_line, one_line, problem_text, require
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
@@ -95,7 +95,6 @@ def drop_nulls(value):
 
 def table_rows(path):
     """Yield the rows of a parquet file as dicts without null fields. UserError."""
-    require_package("pyarrow", path)
     import pyarrow.parquet
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):

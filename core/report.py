@@ -116,11 +116,8 @@ clauses = metrics.verdict(rows) + [
     f"{e['name']}: {metrics.speech_clause(e['metrics']['wer'])}" for e in evaluations
     if e["metrics"].get("wer") is not None]
 clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}." for clause in clauses)
-last = rows[-1]["step"] if rows else 0
-saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
-saved = ", ".join(sorted(saved, key=natural_key)) or "none yet"
 flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
-parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: {saved}",
+parts = {"Verdict": f"<ul>{clauses}</ul>",
          "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
          "Samples": samples_html(run, args.samples),
          "Evaluation": evaluations and evaluation_table(evaluations)}

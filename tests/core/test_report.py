@@ -36,8 +36,6 @@ def make_run(folder):
             log.write(step, {"eval/loss": 4 + abs(step - 20) / 100})
             make_samples(folder / "samples" / f"step-{step}")
     log.close()
-    (folder / "checkpoint-20").mkdir()
-    (folder / "checkpoint-20" / "manifest.json").touch()
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 41, "train/lo')
     return folder
@@ -76,7 +74,7 @@ def test_the_page(tmp_path):
     assert all(url.startswith("data:") for url in re.findall(r'(?:src|href|data)="([^"]*)"', page))
     for words in ("Validation loss was 4.1000 at first, best at step 20 (4.0000) and 5.0 % higher at step 40: "
                   "take checkpoint-20.", "ended_by length", "voice & <run>",
-                  "last logged step 40; checkpoints: checkpoint-20", 'base_url: "http://***@host/v1?***"', *TEXTS[:2]):
+                  'base_url: "http://***@host/v1?***"', *TEXTS[:2]):
         assert escape(words) in page, words
     assert "<td>wer<td>0.5<td>0.125<tr>" in page and "<td>similarity<td>0.75<td>–" in page
     lines = [points.split() for points in re.findall('points="([^"]*)"', page)]
