@@ -314,7 +314,7 @@ def validate():
                .format(step, **values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
-        values |= prompts.speak(world, model, step, log, autocast)
+        values |= prompts.speak(world, model, step, autocast)
     if values and main_rank:
         log.write(step, values)
     if not values.get("eval/loss", math.nan) < best_loss:       # nan, or not validated: not best

@@ -119,9 +119,9 @@ def remove_secrets(value):
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
-    def __init__(self, description):
+    def __init__(self, description, **options):
         usage = "%(prog)s [--flag value ...]"
-        super().__init__(description=description, usage=usage, allow_abbrev=False)
+        super().__init__(description=description, usage=usage, allow_abbrev=False, **options)
 
     def flag(self, name, default, help, **options):
         """add_argument() with the type of the default, and the default in the help."""
@@ -198,8 +198,7 @@ def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
     Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
     flags = parser._option_string_actions
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.error = parser.error
+    finder = Parser("", add_help=False)
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
     if not file or "--config" not in flags:

@@ -108,11 +108,6 @@ class MetricsLog:
         if self.wandb:
             self.wandb.log(values, step=step)
 
-    def write_speech(self, step, name, wave, rate):
-        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard."""
-        if self.board and len(wave):
-            self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
-
     def close(self):
         if self.board:
             self.board.close()
