@@ -108,12 +108,6 @@ class MetricsLog:
         if self.wandb:
             self.wandb.log(values, step=step)
 
-    def close(self):
-        if self.board:
-            self.board.close()
-        if self.wandb:
-            self.wandb.finish()
-
 
 def read_metrics(path):
     """Rows of a metrics.jsonl: JSON objects with an integer "step". Other lines, such as a last one

@@ -107,7 +107,6 @@ def end(args, log, step, total_steps, stopping, result):
     checkpoint.wait()
     disarm()       # from here on no rank waits for another
     if log:
-        log.close()
         if stopping:
             why = stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
             mark_stopped(args, f"{why} at step {step}", f" of {total_steps}; checkpoint saved; "

@@ -24,16 +24,14 @@ def test_resumed_log_drops_rows_after_the_checkpoint(tmp_path):
     for step in (1, 2, 3, 4):
         first.write(step, {"train/loss": 10.0 - step, "train/grad_norm": math.nan})
     first.write(4, {"eval/loss": 1.0})
-    first.close()
     resumed = log(tmp_path, resumed_step=2)         # the newest checkpoint was step 2
     assert steps(tmp_path) == [1, 2] and "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     resumed.write(3, {"train/loss": 5.0})
-    resumed.close()
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'\xff\n{"step": "3"}\n{"step": 4, "train/lo')       # the last line was cut by a kill
-    log(tmp_path, resumed_step=3).close()
+    log(tmp_path, resumed_step=3)
     assert [row["train/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [9.0, 8.0, 5.0]
-    log(tmp_path, resumed_step=0).close()           # a fresh start keeps no rows
+    log(tmp_path, resumed_step=0)           # a fresh start keeps no rows
     assert steps(tmp_path) == []
 
 
@@ -42,7 +40,6 @@ def test_tensorboard_gets_numbers(tmp_path):
         record = log(tmp_path, start, ["tensorboard"])
         for step in (1, 2) if start == 0 else (3,):
             record.write(step, {"train/loss": 1 / step, "train/grad_norm": math.nan})
-        record.close()
     board = EventAccumulator(str(tmp_path / "logs" / tmp_path.name)).Reload()
     losses = {event.step: event.value for event in board.Scalars("train/loss")}
     assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})

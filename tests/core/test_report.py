@@ -35,7 +35,6 @@ def make_run(folder):
         if step in EVALS:
             log.write(step, {"eval/loss": 4 + abs(step - 20) / 100})
             make_samples(folder / "samples" / f"step-{step}")
-    log.close()
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 41, "train/lo')
     return folder
