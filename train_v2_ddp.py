@@ -75,9 +75,7 @@ def check_flags(args, world_size):
             (args.train_audio_table and not args.use_lora, "--train_audio_table needs --use_lora"),
             (args.use_lora and args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm"),
             (args.keep and not args.use_lora, "--keep needs --use_lora"),
-            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table"),
-            (args.group_by_length and cli.packs_tokens(args),
-             "--group_by_length counts samples: not with packs of tokens")):
+            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table")):
         require(not wrong, why)
     cli.set_accumulation(args, world_size, p)
 

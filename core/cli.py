@@ -396,25 +396,24 @@ def check_precision(args):
         args.compile = False
 
 
-def packs_tokens(args):
-    """True if a pack is limited by tokens, not by samples; --auto prefers that."""
-    return args.max_tokens_per_batch > 0 or (
-        args.auto and "per_device_train_batch_size" not in args.named)
-
-
 def set_accumulation(args, world_size, parser, usual=0):
     """Derive --gradient_accumulation_steps, unless it is given, from --global_batch_size or `usual`
     samples per step. For packs of tokens only the plan of --auto can do so."""
+    # a pack is limited by tokens, not by samples; --auto prefers that
+    packs_tokens = args.max_tokens_per_batch > 0 or (
+        args.auto and "per_device_train_batch_size" not in args.named)
+    require(not packs_tokens or not getattr(args, "group_by_length", False),
+            "--group_by_length counts samples: not with packs of tokens")
     is_set = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
     require(not (is_set and args.global_batch_size),
             "give one of --global_batch_size and --gradient_accumulation_steps")
-    require(args.auto or not (args.global_batch_size and packs_tokens(args)),
+    require(args.auto or not (args.global_batch_size and packs_tokens),
             "--global_batch_size counts samples: not with packs of tokens, unless --auto is given")
     if is_set:
         return
     args.gradient_accumulation_steps = 1
     samples = args.global_batch_size or usual
-    if not packs_tokens(args):
+    if not packs_tokens:
         per_micro_step = args.per_device_train_batch_size * world_size
         require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
                 f"of {per_micro_step}, the samples of a micro-step on all ranks")
