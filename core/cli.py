@@ -58,9 +58,12 @@ def one_line(text, limit=500):
 
 
 def print_error(text):
-    """Print why this process exits; later lines are indented."""
+    """Print why this process exits; later lines are indented. torchrun repeats the last line."""
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": lines[-1].strip(), "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(report))
 
 
 def report_error(kind, error, trace):
