@@ -62,8 +62,11 @@ read_object = partial(read_json, kind=dict, wanted="an object")
 
 
 def read_entries(path):
-    """Yield (location, value) of a file of JSONL, a JSON list or one sample. location: "line 1", or
-    "sample 1" in a list. JSONL is read line by line. UserError with line and column."""
+    """Yield (location, value) of a file of JSONL, a JSON list, one sample, or parquet. UserError.
+    location: "line 1" in JSONL, which is read line by line, else "sample 1"."""
+    if Path(path).suffix == ".parquet":
+        yield from ((f"sample {number}", row) for number, row in enumerate(table_rows(path), 1))
+        return
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
         if start[:1] == b"{" and start[-1:] == b"}":

@@ -91,12 +91,7 @@ def read_entries(path, split):
         filter(None, (sorted(source.glob(pattern)) for pattern in patterns)), None)
     require(files, f"{source}: has none of {', '.join(patterns)}")
     for file in files:
-        if file.suffix == ".parquet":
-            rows = json_files.table_rows(file)
-            entries = ((f"sample {number}", row) for number, row in enumerate(rows, 1))
-        else:
-            entries = json_files.read_entries(file)
-        for location, entry in entries:
+        for location, entry in json_files.read_entries(file):
             yield f"{file} {location}", entry
 
 
