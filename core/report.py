@@ -30,11 +30,6 @@ td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886 }} pre {{ white-space
 """
 
 
-def natural_key(text):
-    """Sort key that orders numbers in a name by value."""
-    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", str(text))]
-
-
 def shown(value):
     """Text of a number, as in tables; of None a dash."""
     return "–" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
@@ -80,12 +75,13 @@ def charts(rows):
 def samples_html(run, folders):
     """HTML of a run's samples and of --samples, a row per prompt. UserError. Links are skipped: in
     a folder of somebody else they may lead to any file."""
-    rows, steps = {}, sorted((run / "samples").glob("step-*"), key=natural_key)[-STEPS:]
+    rows, steps = {}, list((run / "samples").glob("step-*"))
+    steps = sorted(steps, key=lambda path: (len(path.name), path.name))[-STEPS:]    # 9 before 10
     for folder in folders:
         cli.require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):
         sounds = [path for path in folder.glob("*.wav") if path.is_file() and not path.is_symlink()]
-        for path in sorted(sounds, key=natural_key)[:SAMPLES]:
+        for path in sorted(sounds)[:SAMPLES]:
             notes, sample = path.with_suffix(".json"), {}
             if notes.is_file() and not notes.is_symlink():
                 sample = cli.remove_secrets(json_files.read_object(notes))
@@ -97,7 +93,7 @@ def samples_html(run, folders):
                 f'src="data:audio/wav;base64,{sound}"></audio>{escape(facts)}</figure>')
     return "".join(f'<h3>{escape(name)}</h3><p>{escape(text)}</p>'
                    f'<div class="grid">{"".join(rows[name, text])}</div>'
-                   for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
+                   for name, text in sorted(rows))
 
 
 p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run.")

@@ -17,7 +17,7 @@ from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 STEPS, EVALS = 40, (10, 20, 30, 40)
-PROMPTS = ("prompt-1", "prompt-2", "prompt-10")
+PROMPTS = ("prompt-01", "prompt-02", "prompt-10")
 TEXTS = ["</script><script>window.broken = 1</script>", "\"It's\" {body} & <b>bold</b>", "héllo, 你好 \ud800"]
 FLAGS = {"model_path": "voices/big", "note": TEXTS[0], "learning_rate": 5e-5,
          "base_url": "http://anna:hush@host/v1?api_key=hush2"}
@@ -61,7 +61,7 @@ def test_the_page(tmp_path):
         (run / name[-3:] / "evaluation.json").write_text(json.dumps({"name": name, **more}))
     for name in ("after", "before"):
         make_samples(tmp_path / name)
-    os.symlink(run / "samples" / "step-10" / "prompt-1.wav", tmp_path / "after" / "link.wav")
+    os.symlink(run / "samples" / "step-10" / "prompt-01.wav", tmp_path / "after" / "link.wav")
     os.mkfifo(tmp_path / "after" / "pipe.wav")
     (tmp_path / "victim").write_text("whole")
     os.symlink(tmp_path / "victim", run / "report.html")
