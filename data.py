@@ -16,7 +16,7 @@ import torch
 from core import checkpoint, json_files, packing
 from core.cli import plural, require
 from core.dist import rank0
-from core.json_files import Problems, settle
+from core.json_files import Problems
 from speech.conversations import FRAME_RATE, Reading
 from speech.dataset import (PREPARED, CodeReader, audio_numbers, codec_fingerprint, ensure_codes,
                             find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
@@ -184,13 +184,13 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     train = train[~twice]
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
-    dropped = settle(
-        (problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
-                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}")
-         for numbers in (train, held_out)
-         for i in np.unique(numbers[table.lengths[numbers] > limit])),
-        ("too_long",) if drop else (), output_dir,
-        "\nfix: shorten them, raise the limit, or pass --drop_too_long")
+    too_long = Problems(("too_long",) if drop else (), output_dir)
+    too_long.add(problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
+                            f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} "
+                            f"{limit}")
+                 for numbers in (train, held_out)
+                 for i in np.unique(numbers[table.lengths[numbers] > limit]))
+    dropped = too_long.settle("\nfix: shorten them, raise the limit, or pass --drop_too_long")
     if say and dropped:
         print(f"data       dropped: {dropped}")
     train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))

@@ -75,9 +75,7 @@ def check_flags(args, world_size):
             (args.train_audio_table and not args.use_lora, "--train_audio_table needs --use_lora"),
             (args.use_lora and args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm"),
             (args.keep and not args.use_lora, "--keep needs --use_lora"),
-            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table"),
-            (args.group_by_length and cli.packs_tokens(args),
-             "--group_by_length counts samples: not with packs of tokens")):
+            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table")):
         require(not wrong, why)
     cli.set_accumulation(args, world_size, p)
 
@@ -314,7 +312,7 @@ def validate():
                .format(step, **values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
-        values |= prompts.speak(world, model, step, log, autocast)
+        values |= prompts.speak(world, model, step, autocast)
     if values and main_rank:
         log.write(step, values)
     if not values.get("eval/loss", math.nan) < best_loss:       # nan, or not validated: not best
@@ -359,7 +357,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, f
 batches = packing.iterate(make_loader(      # loader processes read ahead
     table, ids, packs, args.num_workers, args.max_tokens_per_batch))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
-log = run.open_log(args, world, step, eval_due)
+log = run.open_log(args, world, step)
 print0(metrics.model_text(model, args.use_lora), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:

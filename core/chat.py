@@ -19,7 +19,7 @@ from pathlib import Path
 from core import json_files
 from core.cli import UserError, first_line, require
 from core.packing import token_lists
-from core.json_files import problem
+from core.json_files import Problem
 
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
@@ -68,7 +68,7 @@ def read_records(path, problems, lines=None):
                 raise ValueError("has no message of the assistant, so there is no answer to "
                                  "train")
         except ValueError as error:
-            problems.append(problem(f"{path}:{number}", check, error, path))
+            problems.append(Problem(f"{path}:{number}", check, error, path))
         else:
             yield number, record
 
@@ -176,7 +176,7 @@ def load_tokenizer(folder, template=None):
     except Exception as error:      # of many kinds
         raise UserError(f"{folder}: no tokenizer can be loaded from it ({first_line(error)})")
     if template:
-        tokenizer.chat_template = json_files.read_text(template, "--chat_template ")
+        tokenizer.chat_template = json_files.read_text(template)
     require(isinstance(tokenizer.chat_template, str), f"{folder}: its tokenizer has no chat "
             "template; give one with --chat_template FILE")
     return tokenizer

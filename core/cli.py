@@ -3,7 +3,6 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -22,21 +21,15 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 SHOWN = 20              # problems in an error
+CPUS = len(os.sched_getaffinity(0))     # cores of this job, which may be a share of the node
 
-# {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
-# flag accepts the other name too, but --help does not show it.
+# {flag of Hugging Face's scripts or ms-swift: our name}. A script that has our flag accepts the
+# other name too, but --help does not show it.
 OLD_NAMES = {
     "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank", "--deepspeed": "--parallel",
-    "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
-    "--eval_data": "--eval_data_file", "--eval_data_dir": "--eval_data_file",
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
     "--torch_compile": "--compile"}
-# {flag that a trainer accepts without effect: its values, None = any}
-WITHOUT_EFFECT = {
-    "--optim": ("adamw_torch_fused", "adamw_torch"), "--dataloader_pin_memory": TRUE,
-    "--freeze_audio_tower": BOOLEAN, "--freeze_audio_encoder_proj": BOOLEAN,
-    "--enable_strategic_logging": BOOLEAN, "--strategic_logging_steps": None}
 # in http://user:password@host?api_key=...
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
                      r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*",
@@ -69,9 +62,8 @@ def print_error(text):
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": report}))
+        report = {"message": lines[-1].strip(), "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(report))
 
 
 def report_error(kind, error, trace):
@@ -102,12 +94,11 @@ def plural(number, noun):
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
-def problem_text(lines, total=None):
-    """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
-    total = total or len(lines)
-    more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
-    shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
-    return str(lines[0]) if total == 1 else "\n  ".join(shown)
+def problem_text(lines):
+    """One message with the number of problems and the first SHOWN of them."""
+    more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    shown = [f"{len(lines)} problems:", *map(str, lines[:SHOWN]), *more]
+    return str(lines[0]) if len(lines) == 1 else "\n  ".join(shown)
 
 
 def require_package(name, purpose, install=None):
@@ -131,9 +122,9 @@ def remove_secrets(value):
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
-    def __init__(self, description):
+    def __init__(self, description, **options):
         usage = "%(prog)s [--flag value ...]"
-        super().__init__(description=description, usage=usage, allow_abbrev=False)
+        super().__init__(description=description, usage=usage, allow_abbrev=False, **options)
 
     def flag(self, name, default, help, **options):
         """add_argument() with the type of the default, and the default in the help."""
@@ -173,10 +164,8 @@ def parse(parser, check=None, argv=None):
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
         sys.excepthook = report_error
     allocator = "PYTORCH_CUDA_ALLOC_CONF"
-    if "=" in (value := os.environ.get(allocator, "")):
-        # common launch lines write max_split_size_mb=128, but torch wants a colon
-        os.environ[allocator] = value.replace("=", ":")
-        notice(f"{allocator}={value} is read as {os.environ[allocator]}")
+    if allocator in os.environ:     # common launch lines write =, but torch wants a colon
+        os.environ[allocator] = os.environ[allocator].replace("=", ":")
     known = parser._option_string_actions
     for old, new in OLD_NAMES.items():
         if new in known:
@@ -212,8 +201,7 @@ def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
     Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
     flags = parser._option_string_actions
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.error = parser.error
+    finder = Parser("", add_help=False)
     finder.add_argument("--config")
     file = finder.parse_known_args(words)[0].config
     if not file or "--config" not in flags:
@@ -260,9 +248,10 @@ def alias(**names):
 def trainer_flags(p):
     """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
     flag, switch = p.flag, p.switch
-    for name, values in WITHOUT_EFFECT.items():
-        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=argparse.SUPPRESS,
-                       help=argparse.SUPPRESS)
+    # of Hugging Face's scripts; these values are what a trainer does anyway
+    flag("--optim", None, argparse.SUPPRESS, choices=("adamw_torch_fused", "adamw_torch"))
+    flag("--dataloader_pin_memory", None, argparse.SUPPRESS, nargs="?", type=str.lower,
+         choices=TRUE)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
@@ -311,7 +300,7 @@ def packing_flags(p):
     """Add the flags that only the trainers of speech and chats share; defaults as above."""
     flag, switch = p.flag, p.switch
     flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("nf4",))
-    flag("--preprocess_num_proc", min(8, usable_cpus()), "processes per node that prepare data")
+    flag("--preprocess_num_proc", min(8, CPUS), "processes per node that prepare data")
     flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
     flag("--per_device_eval_batch_size", 1, "samples per validation batch")
@@ -330,14 +319,9 @@ def packing_flags(p):
          metavar="auto|true|false")
 
 
-def usable_cpus():
-    """Number of cores that this process may use: its job's share of the node."""
-    return len(os.sched_getaffinity(0))
-
-
 def cpus_per_rank():
-    """Usable cores per process of this node, at least 1."""
-    return max(1, usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Cores of this job per process of the node, at least 1."""
+    return max(1, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def count_ranks(args):
@@ -383,7 +367,7 @@ def check_trainer(args, world_size, parser):
         require(usual or args.use_lora, f"--{name} needs --use_lora")
     most = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > most and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {most} a rank, of {usable_cpus()} CPUs")
+        notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
         args.num_workers = most
     # --parallel; hsdp:N becomes parallel and shard_size
     if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2
@@ -415,25 +399,24 @@ def check_precision(args):
         args.compile = False
 
 
-def packs_tokens(args):
-    """True if a pack is limited by tokens, not by samples; --auto prefers that."""
-    return args.max_tokens_per_batch > 0 or (
-        args.auto and "per_device_train_batch_size" not in args.named)
-
-
 def set_accumulation(args, world_size, parser, usual=0):
     """Derive --gradient_accumulation_steps, unless it is given, from --global_batch_size or `usual`
     samples per step. For packs of tokens only the plan of --auto can do so."""
+    # a pack is limited by tokens, not by samples; --auto prefers that
+    packs_tokens = args.max_tokens_per_batch > 0 or (
+        args.auto and "per_device_train_batch_size" not in args.named)
+    require(not packs_tokens or not getattr(args, "group_by_length", False),
+            "--group_by_length counts samples: not with packs of tokens")
     is_set = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
     require(not (is_set and args.global_batch_size),
             "give one of --global_batch_size and --gradient_accumulation_steps")
-    require(args.auto or not (args.global_batch_size and packs_tokens(args)),
+    require(args.auto or not (args.global_batch_size and packs_tokens),
             "--global_batch_size counts samples: not with packs of tokens, unless --auto is given")
     if is_set:
         return
     args.gradient_accumulation_steps = 1
     samples = args.global_batch_size or usual
-    if not packs_tokens(args):
+    if not packs_tokens:
         per_micro_step = args.per_device_train_batch_size * world_size
         require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
                 f"of {per_micro_step}, the samples of a micro-step on all ranks")

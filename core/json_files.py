@@ -1,5 +1,4 @@
 """Read text, JSON, JSONL and parquet files, with errors of one line; list samples that are bad."""
-import contextlib
 import json
 import math
 import os
@@ -7,10 +6,8 @@ import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from core.cli import (SHOWN, UserError, first_line, one_line, problem_text, require,
-                      require_package)
+from core.cli import UserError, first_line, one_line, problem_text, require
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
@@ -19,28 +16,22 @@ DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -m
 LIST = "problems.jsonl"     # in OUTPUT_DIR: samples that cannot be used
 
 
-@contextlib.contextmanager
-def open_file(path, flag=""):
-    """Context with a regular file opened to read bytes. UserError, also if reading fails later.
-    flag: text before the path in errors, such as "--x "."""
+def open_file(path):
+    """A regular file, opened to read bytes. UserError if there is none."""
     # files are read twice, a pipe only once
-    require(os.path.isfile(path), f"{flag}{path}: there is no file of this name")
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except OSError as error:
-        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
+    require(os.path.isfile(path), f"{path}: there is no file of this name")
+    return open(path, "rb")
 
 
-def read_text(path, flag=""):
+def read_text(path):
     """Text of a UTF-8 file without its byte order mark. UserError."""
-    with open_file(path, flag) as file:
+    with open_file(path) as file:
         data = file.read()
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{flag}{path}: line {line} {NOT_UTF8}")
+        raise UserError(f"{path}: line {line} {NOT_UTF8}")
 
 
 def loads(text):
@@ -59,9 +50,8 @@ def loads(text):
 
 def read_json(path, kind=object, wanted=""):
     """Value of a JSON file. UserError, also if it is no `kind`; wanted: that type in words."""
-    text = read_text(path)
     try:
-        value = loads(text)
+        value = loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: {error}")
     require(isinstance(value, kind), f"{path}: holds a JSON {type(value).__name__}, not {wanted}")
@@ -72,28 +62,28 @@ read_object = partial(read_json, kind=dict, wanted="an object")
 
 
 def read_entries(path):
-    """(unit, read) of a file of JSONL, a JSON list or one sample. UserError with line and column.
-
-    read(wanted) yields (number from 0, value) of the numbers for which wanted(number) is true.
-    unit: "line" if numbers count lines of JSONL, which is read line by line, else "sample"."""
-    def read_lines(wanted):
-        with open_file(path) as file:
-            for number, line in enumerate(file):
-                if line.strip(BLANK) and wanted(number):
-                    try:
-                        yield number, loads(line)
-                    except ValueError as error:
-                        raise UserError(f"{path} line {number + 1}: {error}")
-
+    """Yield (location, value) of a file of JSONL, a JSON list, one sample, or parquet. UserError.
+    location: "line 1" in JSONL, which is read line by line, else "sample 1"."""
+    if Path(path).suffix == ".parquet":
+        yield from ((f"sample {number}", row) for number, row in enumerate(table_rows(path), 1))
+        return
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
-    if start[:1] == b"{" and start[-1:] == b"}":
-        return "line", read_lines
+        if start[:1] == b"{" and start[-1:] == b"}":
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if line.strip(BLANK):
+                    try:
+                        yield f"line {number}", loads(line)
+                    except ValueError as error:
+                        raise UserError(f"{path} line {number}: {error}")
+            return
     data = read_json(path, (list, dict), "a list of samples")
     if isinstance(data, dict):
         require("messages" in data, f"{path}: is a JSON object without 'messages'")
         data = [data]
-    return "sample", lambda wanted: (entry for entry in enumerate(data) if wanted(entry[0]))
+    for number, value in enumerate(data, 1):
+        yield f"sample {number}", value
 
 
 # ---- Tables
@@ -108,7 +98,6 @@ def drop_nulls(value):
 
 def table_rows(path):
     """Yield the rows of a parquet file as dicts without null fields. UserError."""
-    require_package("pyarrow", path)
     import pyarrow.parquet
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
@@ -120,38 +109,34 @@ def table_rows(path):
 # ---- Samples that cannot be used: some stop a run, others are dropped, and all are listed
 
 
-class Problem(NamedTuple):
+class Problem:
     """Why a sample cannot be used; str() is a line for its user."""
-    name: str           # its file and place in the file
-    check: str          # one of --drop_bad
-    reason: str
-    file: str
-    sample: int | None  # its number in a table
+
+    def __init__(self, name, check, reason, file="", sample=None):
+        """name: its file and place. check: one of --drop_bad. sample: its number in a table."""
+        self.name, self.check, self.reason = one_line(name), check, one_line(reason)
+        self.file, self.sample = str(file), sample
 
     def __str__(self):
         return f"{self.name}: {self.reason}"
 
 
-def problem(name, check, reason, file="", sample=None):
-    return Problem(one_line(name), check, one_line(reason), str(file), sample)
-
-
 class Problems:
     """Counts problems by check, appends them to a folder's LIST at once, as audio may be encoded
-    for hours, and keeps the first SHOWN of those that stop the run."""
+    for hours, and keeps those that stop the run."""
 
     def __init__(self, drop=(), folder=None):
         """drop: checks whose samples are dropped. folder: None writes no list."""
         self.drop, self.path = drop, Path(folder) / LIST if folder else None
-        self.counts, self.n_fatal, self.shown = Counter(), 0, []
+        self.counts, self.fatal = Counter(), []
 
     def add(self, problems):
+        """Returns self."""
         lines = []
         for p in problems:
             self.counts[p.check] += 1
             if p.check not in self.drop:
-                self.n_fatal += 1
-                self.shown = [*self.shown, p][:SHOWN]
+                self.fatal.append(p)
             entry = p.name.removeprefix(one_line(p.file)).strip(" :")
             row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
             lines.append(json.dumps(row) + "\n")
@@ -159,19 +144,12 @@ class Problems:
             from core.dist import error_names_file  # which imports torch
             with error_names_file(self.path), open(self.path, "a") as file:
                 file.writelines(lines)
+        return self
 
     def settle(self, hint=""):
         """Text with the number of samples that each check drops, or "". UserError with the problems
         that stop the run, if any, and then `hint`."""
-        if self.n_fatal:
-            where = f"; all are in {self.path}" if self.path and self.n_fatal > SHOWN else ""
-            raise UserError(problem_text(self.shown, self.n_fatal) + where + hint)
         where = f"; see {self.path}" if self.path and self.counts else ""
+        if self.fatal:
+            raise UserError(problem_text(self.fatal) + where + hint)
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
-
-
-def settle(problems, drop=(), folder=None, hint=""):
-    """Problems.settle() of all `problems`; other arguments are those of Problems."""
-    collected = Problems(drop, folder)
-    collected.add(problems)
-    return collected.settle(hint)

@@ -5,16 +5,14 @@ Imports the standard library only, so that report.py runs without torch.
 import contextlib
 import json
 import math
-import os
 import re
 import resource
 import time
-import uuid
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
-from core import json_files
+from core import cli, json_files
 
 # Peak FLOP/s of dense bf16 products, from NVIDIA's datasheets; SXM unless noted
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -65,8 +63,7 @@ class StepTimer:
                    if name == "samples" or name.endswith("_seconds")}
         if world.device.type == "cuda":
             import torch
-            memory = torch.cuda.max_memory_allocated(world.device) / 2**30
-            values |= {"train/memory_gib": memory, "system/gpu_memory_allocated": memory}
+            values["train/memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
             name = torch.cuda.get_device_name(world.device)
             peaks = [peak for gpu, peak in PEAK_BF16.items() if re.search(rf"\b{gpu}\b", name)]
             if peaks:
@@ -78,38 +75,31 @@ class MetricsLog:
     """Writes a run's metrics, on rank 0. Lines of metrics.jsonl and TensorBoard points after
     resumed_step, which a crash has undone, are dropped first, so no step is there twice."""
 
-    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
-                 eval_due=False):
-        """report_to: tensorboard, wandb or both. config: flags, for W&B. eval_due: resumed_step
-        will be validated again, so its earlier validation is dropped."""
+    def __init__(self, args, resumed_step=0):
+        """args: the flags of the trainer."""
         from core import checkpoint, dist  # which import torch
         self.error_names_file = dist.error_names_file
-        self.path = Path(output_dir) / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if resumed_step and (
-            row["step"] < resumed_step or row["step"] == resumed_step
-            and not (eval_due and any(name.startswith("eval/") for name in row)))]
+        folder, name = Path(args.output_dir), Path(args.output_dir).resolve().name
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path)
+                if resumed_step and row["step"] <= resumed_step]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
-        if "tensorboard" in report_to:
+        if "tensorboard" in args.report_to:
             from torch.utils.tensorboard import SummaryWriter
-            with self.error_names_file(logging_dir):
-                self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-        if "wandb" in report_to:
-            # a resumed run continues the same W&B run, a new one does not
-            run_id = Path(output_dir) / "wandb_id"
-            if not (resumed_step and run_id.exists()):
-                checkpoint.write_text(run_id, uuid.uuid4().hex[:16])
+            logs = Path(args.logging_dir) / name
+            with self.error_names_file(logs):
+                self.board = SummaryWriter(logs, purge_step=resumed_step + 1)
+        if "wandb" in args.report_to:
             import wandb
-            self.wandb = wandb.init(
-                project=project, dir=str(output_dir), config=config, resume="allow",
-                name=Path(output_dir).resolve().name, id=json_files.read_text(run_id))
+            self.wandb = wandb.init(project=args.wandb_project, name=name, dir=str(folder),
+                                    config=cli.remove_secrets(vars(args)))
 
     def write(self, step, values):
         """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with self.error_names_file(self.path):
-            self.file.write(json.dumps({"step": step, **finite}) + "\n")
+        with self.error_names_file(self.path), open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
             with self.error_names_file(self.board.log_dir):
                 for name, value in values.items():
@@ -117,19 +107,6 @@ class MetricsLog:
                 self.board.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
-
-    def write_speech(self, step, name, wave, rate):
-        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard."""
-        if self.board and len(wave):
-            self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
-
-    def close(self):
-        os.fsync(self.file.fileno())
-        self.file.close()
-        if self.board:
-            self.board.close()
-        if self.wandb:
-            self.wandb.finish()
 
 
 def read_metrics(path):

@@ -16,7 +16,6 @@ def build_adamw(named_parameters, lr, weight_decay, beta2):
             is_embedding = any(word in name for word in ("embed", "wte", "wpe"))
             decays = parameter.ndim > 1 and not is_embedding
             groups[0 if decays else 1]["params"].append(parameter)
-    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
 
 
@@ -68,9 +67,7 @@ def take_step(optimizer, lr, norm):
 def loss_scaler(device, enabled, saved=None):
     """torch's GradScaler of --fp16. saved: its state_dict() in a checkpoint."""
     scaler = torch.amp.GradScaler(device.type, enabled=enabled)
-    if not enabled:
-        return scaler
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if enabled and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         kernels.FLASH = ()      # SDPA, sample by sample
     if isinstance(saved, list):     # of older checkpoints: scale, steps since it changed
         saved = scaler.state_dict() | {"scale": saved[0], "_growth_tracker": int(saved[1])}
@@ -81,7 +78,7 @@ def loss_scaler(device, enabled, saved=None):
 
 class StepMonitor:
     """Reports to the host if a step's gradient was not finite or exactly 0, and if a rank was asked
-    to stop. It fetches these flags one step late, so that the device never waits."""
+    to stop. It fetches both numbers one step late, so that the device never waits."""
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None):
         """sample_name(i): file and row of a sample. skipped: steps skipped before a resume."""
@@ -94,32 +91,31 @@ class StepMonitor:
         self.losses.append((torch.isfinite(loss.detach()), list(samples)))
 
     def push(self, step, norm, stop, trains=True):
-        """Evaluate the flags of the previous step and start to fetch those of the step just queued.
+        """Evaluate the numbers of the previous step, start to fetch those of the step just queued.
         norm: of its gradient, 0-d. stop: this rank was asked to stop. trains: False if a norm of
         exactly 0 is correct. Collective. UserError as poll()."""
         self.poll()
-        norm = norm.to(self.world.device)       # with CPU offload it is on the host
-        zero = (norm == 0).float() * trains
-        flags = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
+        # with CPU offload the norm is on the host
+        numbers = torch.stack([norm.to(self.world.device), all_max(self.world, stop)])
         # into pinned memory, which the host may read after the event
-        host = flags.to("cpu", non_blocking=True)
-        fetched = torch.cuda.current_stream().record_event() if flags.is_cuda else None
-        self.pending, self.losses = (step, self.losses, host, fetched), []
+        host = numbers.to("cpu", non_blocking=True)
+        fetched = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+        self.pending, self.losses = (step, trains, self.losses, host, fetched), []
 
     def poll(self):
-        """Evaluate the flags of the last push. Collective. UserError after max_bad_steps skipped
+        """Evaluate the numbers of the last push. Collective. UserError after max_bad_steps skipped
         steps in a row, or for a norm of exactly 0."""
         if self.pending is None:
             return
-        (step, losses, host, fetched), self.pending = self.pending, None
+        (step, trains, losses, host, fetched), self.pending = self.pending, None
         if fetched:
             fetched.synchronize()
-        bad, zero, stop = (bool(flag) for flag in host.tolist())
-        self.stop |= stop
-        if zero:
-            self.fail(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at "
-                      "the flags that choose the trained modules")
-        if not bad:
+        norm, stop = host.tolist()
+        self.stop |= bool(stop)
+        if norm == 0 and trains:
+            raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
+                            "look at the flags that choose the trained modules")
+        if math.isfinite(norm):
             self.in_a_row = 0
             return
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
@@ -133,10 +129,5 @@ class StepMonitor:
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:
-            self.fail(f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")
-
-    def fail(self, message):
-        """Complete the checkpoint that is being written, then raise UserError. On every rank."""
-        from core import checkpoint  # which imports this file
-        checkpoint.wait()
-        raise UserError(message)
+            raise UserError(
+                f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")

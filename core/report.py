@@ -17,7 +17,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 
 BEFORE = "before", "base"   # folders and evaluations with these prefixes come first
-STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and most samples of a step
+STEPS, SAMPLES = 5, 8       # last steps whose samples are shown, and most samples of a step
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"  # of a sample
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -28,11 +28,6 @@ figure {{ margin: 0 }} svg, audio {{ width: 100% }} svg {{ border: 1px solid #88
 td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886 }} pre {{ white-space: pre-wrap }}
 </style><h1>{title}</h1>{body}</html>
 """
-
-
-def natural_key(text):
-    """Sort key that orders numbers in a name by value."""
-    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", str(text))]
 
 
 def shown(value):
@@ -80,13 +75,13 @@ def charts(rows):
 def samples_html(run, folders):
     """HTML of a run's samples and of --samples, a row per prompt. UserError. Links are skipped: in
     a folder of somebody else they may lead to any file."""
-    rows, steps = {}, sorted((run / "samples").glob("step-*"), key=natural_key)
-    steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
+    rows, steps = {}, list((run / "samples").glob("step-*"))
+    steps = sorted(steps, key=lambda path: (len(path.name), path.name))[-STEPS:]    # 9 before 10
     for folder in folders:
         cli.require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):
         sounds = [path for path in folder.glob("*.wav") if path.is_file() and not path.is_symlink()]
-        for path in sorted(sounds, key=natural_key)[:SAMPLES]:
+        for path in sorted(sounds)[:SAMPLES]:
             notes, sample = path.with_suffix(".json"), {}
             if notes.is_file() and not notes.is_symlink():
                 sample = cli.remove_secrets(json_files.read_object(notes))
@@ -98,7 +93,7 @@ def samples_html(run, folders):
                 f'src="data:audio/wav;base64,{sound}"></audio>{escape(facts)}</figure>')
     return "".join(f'<h3>{escape(name)}</h3><p>{escape(text)}</p>'
                    f'<div class="grid">{"".join(rows[name, text])}</div>'
-                   for name, text in sorted(rows, key=lambda row: natural_key(row[0])))
+                   for name, text in sorted(rows))
 
 
 p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run.")
@@ -117,20 +112,15 @@ clauses = metrics.verdict(rows) + [
     f"{e['name']}: {metrics.speech_clause(e['metrics']['wer'])}" for e in evaluations
     if e["metrics"].get("wer") is not None]
 clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}." for clause in clauses)
-last = rows[-1]["step"] if rows else 0
-saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
-saved = ", ".join(sorted(saved, key=natural_key)) or "none yet"
 flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
-parts = {"Verdict": f"<ul>{clauses}</ul>last logged step {last:,}; checkpoints: {saved}",
+parts = {"Verdict": f"<ul>{clauses}</ul>",
          "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
          "Samples": samples_html(run, args.samples),
          "Evaluation": evaluations and evaluation_table(evaluations)}
 body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
 page = PAGE.format(title=escape(run.resolve().name), body=body)
-temporary = run / ".report.html.tmp"
-temporary.unlink(missing_ok=True)       # it may be a link to another file
-temporary.write_text(page, encoding="utf-8", errors="replace")
-temporary.replace(output)
+output.unlink(missing_ok=True)      # it may be a link to another file
+output.write_text(page, encoding="utf-8", errors="replace")
 print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 if args.check_fell:     # compares the means of the first and the last fifth
     losses = [value for _, value in metrics.curve(rows, "train/loss")]

@@ -93,15 +93,12 @@ def start_line(step, total_steps, resume, base="base model"):
             + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps))
 
 
-def open_log(args, world, step, eval_due):
+def open_log(args, world, step):
     """MetricsLog on rank 0, else None. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
         return None
-    folder = Path(args.output_dir)
-    checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
-                              args.report_to, cli.remove_secrets(vars(args)), step,
-                              args.wandb_project, eval_due)
+    checkpoint.write_text(Path(args.output_dir) / cli.CONFIG, cli.config_text(args, sys.argv[0]))
+    return metrics.MetricsLog(args, step)
 
 
 def end(args, log, step, total_steps, stopping, result):
@@ -110,7 +107,6 @@ def end(args, log, step, total_steps, stopping, result):
     checkpoint.wait()
     disarm()       # from here on no rank waits for another
     if log:
-        log.close()
         if stopping:
             why = stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
             mark_stopped(args, f"{why} at step {step}", f" of {total_steps}; checkpoint saved; "

@@ -26,8 +26,8 @@ from torch.distributions import Binomial
 
 from core import dist, packing
 from core.cli import require
-from core.json_files import problem as bad_problem
-from core.json_files import settle
+from core.json_files import Problem as BadProblem
+from core.json_files import Problems
 from diffusion import dit
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, enforced_limits
 from diffusion.problems import read_problems
@@ -121,7 +121,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
             fault = "control_token", f"its text holds the special token {token}; remove it"
         if fault:
-            bad.append(bad_problem(p.name, *fault, path))
+            bad.append(BadProblem(p.name, *fault, path))
             continue
         document, count = make_document(regions, tokens, layout)
         kept.append(p)
@@ -204,7 +204,8 @@ def prepare_rows(world, layout, tokens, args, output_dir):
     train = evaluation = read_documents(args.train_data_file, "train")
     if args.eval_data_file:
         evaluation = read_documents(args.eval_data_file, "test")
-    dropped = settle(bad, args.drop_bad, output_dir if world.is_main else None)
+    unusable = Problems(args.drop_bad, output_dir if world.is_main else None)
+    dropped = unusable.add(bad).settle()
     if dropped and world.is_main:
         print(f"data       dropped: {dropped}", flush=True)
     numbers, held_out = np.arange(len(train)), []

@@ -20,7 +20,7 @@ import torch
 
 from core import checkpoint, cli, dist
 from core.cli import UserError, require
-from core.json_files import settle
+from core.json_files import Problems
 from diffusion import blocks, choices, elbo
 from diffusion.problems import Problem
 from diffusion.sample_bd3lm import (Sampling, answer, answer_flags, check_flags, ids_state,
@@ -45,7 +45,7 @@ def continuations(solver, pairs):
     problems = [Problem(name, "", "", "", ids=[*context, *ids], prompt_length=len(context))
                 for name, context, ids in pairs]
     documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad := [])
-    settle(bad)
+    Problems().add(bad).settle()
     rest = documents.region == choices.FILL
     documents.ids[rest] = solver.tokens.mask
     # --loss_on_question also trains the context, which is given here
@@ -79,7 +79,7 @@ def bound_file(args, folder, solver):
     problems, bad = blocks.read_data(args.bound, "test", layout, folder, tokens)
     documents = blocks.make_documents(
         problems[:args.limit or len(problems)], tokens, layout, bad, args.bound)
-    if dropped := settle(bad, ("too_long",) * args.drop_too_long):
+    if dropped := Problems(("too_long",) * args.drop_too_long).add(bad).settle():
         print(f"data       dropped: {dropped}")
     n, longest = len(documents), int(documents.counts["clean"].max())
     rows = blocks.make_rows(documents, np.arange(n), longest, True)

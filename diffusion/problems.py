@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from core import json_files
 from core.cli import UserError, first_line, require
-from core.json_files import problem, settle
 
 END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",),
@@ -45,9 +44,9 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
         try:
             problems.append(parse_problem(name, entry, system, strip_calculator))
         except ValueError as error:
-            wrong.append(problem(name, "invalid", error, path))
+            wrong.append(json_files.Problem(name, "invalid", error, path))
     if bad is None:
-        settle(wrong)
+        json_files.Problems().add(wrong).settle()
     require(problems or wrong, f"{path}: holds no problems")
     return problems
 
@@ -92,12 +91,8 @@ def read_entries(path, split):
         filter(None, (sorted(source.glob(pattern)) for pattern in patterns)), None)
     require(files, f"{source}: has none of {', '.join(patterns)}")
     for file in files:
-        unit, entries = "sample", enumerate(json_files.table_rows(file))
-        if file.suffix != ".parquet":
-            unit, read = json_files.read_entries(file)
-            entries = read(lambda number: True)
-        for number, entry in entries:
-            yield f"{file} {unit} {number + (unit == 'line')}", entry
+        for location, entry in json_files.read_entries(file):
+            yield f"{file} {location}", entry
 
 
 @dataclass

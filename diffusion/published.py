@@ -42,7 +42,6 @@ import torch
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, first_line, require
-from core.json_files import problem
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
 
@@ -171,7 +170,7 @@ def read_chats(path, folder, tokens, bad):
                     {"messages": messages[:i + 1], "tools": record.get("tools")})
             except ValueError as error:
                 why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(error))}"
-                bad.append(problem(name, "invalid", why, path))
+                bad.append(json_files.Problem(name, "invalid", why, path))
                 continue
             # up to the last trained id, since the sampler fills the last block with end tokens
             ids = ids[:len(mask) - mask[::-1].index(True)]
@@ -180,7 +179,7 @@ def read_chats(path, folder, tokens, bad):
                                  f"token is {end}; give --end_token '{last}'")
             problems.append(Problem(name, chat.question(messages[:i]), "", "", ids=ids,
                                     prompt_length=mask.index(True)))
-    bad += [problem(p.name, "invalid", p.reason, path) for p in unusable]
+    bad += [json_files.Problem(p.name, "invalid", p.reason, path) for p in unusable]
     require(problems or bad, f"{path}: holds no chats")
     return problems
 

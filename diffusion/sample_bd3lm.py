@@ -72,7 +72,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from core import checkpoint, dist, kernels, metrics
-from core.json_files import settle
+from core.json_files import Problems
 from diffusion.blocks import prompt_ids, read_data
 from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout
 from diffusion.problems import Problem, load_tokenizer
@@ -351,7 +351,7 @@ def main(argv=None):
                 for n, text in enumerate(args.question or (), 1)]
     if args.test_file:
         problems, bad = read_data(args.test_file, "test", layout, folder, tokens)
-        settle(bad)
+        Problems().add(bad).settle()
         require(not args.min_accuracy or all(problem.answer for problem in problems),
                 f"--min_accuracy needs answers to compare with, and {args.test_file} has chats")
         output = output or folder.parent / f"answers-{folder.name}.json"

@@ -285,7 +285,7 @@ packs = packing.rank_packs(
     order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
 batches = packing.iterate(packing.pack_loader(rows.members, packs, partial(
     blocks.collate, batch_rows=batch_rows, rows=rows), args.num_workers, prefetch_factor=4))
-log = run.open_log(args, world, step, eval_due)
+log = run.open_log(args, world, step)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
     with timer.timed("paused"):

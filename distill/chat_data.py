@@ -16,7 +16,7 @@ from core import checkpoint, dist, json_files, packing
 from core.chat import numbered_lines, question, read_records, to_json
 from core.cli import UserError, require
 from core.packing import Column, map_chunks
-from core.json_files import Problems, problem
+from core.json_files import Problem, Problems
 
 PAD_LENGTH = 128        # length of padding documents: attention costs grow with its square
 CHUNK = 1024            # lines tokenised together
@@ -37,12 +37,12 @@ def encode_chunk(path, encoder, limit, lines):
         try:
             samples = encoder.encode(record)
         except ValueError as error:
-            problems.append(problem(f"{path}:{line}", "template", error, path))
+            problems.append(Problem(f"{path}:{line}", "template", error, path))
             continue
         for ids, mask, *own in samples:
             if len(ids) > limit:
                 why = f"{len(ids)} tokens, more than {limit}"
-                problems.append(problem(f"{path}:{line}", "too_long", why, path))
+                problems.append(Problem(f"{path}:{line}", "too_long", why, path))
                 continue
             own, key = own[0] if own else len(ids), record.get("id")
             values = {"tokens": ids, "trained": mask, "lengths": [len(ids)], "own": [own],
@@ -89,7 +89,7 @@ def write_table(folder, paths, encoder, limit, drop=(), processes=0, output_dir=
             same = line if key < 0 else first_lines.setdefault(key, line)
             require(same == line, f"{path}:{line}: has the same id {key} as {path}:{same}; give it "
                     "another id, or join files that create_data.py made of different inputs")
-        if not samples[-1] and not problems.n_fatal:
+        if not samples[-1] and not problems.fatal:
             raise UserError(f"{path}: holds no usable conversations; {problems.settle()}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     dropped = problems.settle(hint * bool(problems.counts["too_long"]))

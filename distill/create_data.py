@@ -127,7 +127,7 @@ def read_input(path, prompt):
     """Return ([(messages, tools or None)], [the same with the teacher's prompt]). UserError."""
     lines, asked, answered = [], [], 0
     # not splitlines: U+2028 does not end a line
-    texts = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
+    texts = json_files.read_text(path).removesuffix("\n").split("\n")
     for number, text in enumerate(texts, 1):
         record = {"messages": [{"role": "user", "content": text.strip()}]}
         try:

@@ -75,7 +75,7 @@ class Prompt(NamedTuple):
 
 def read_prompt(path, role="user"):
     """Read a Prompt from a file. Other braces than PLACE have no meaning. Raises UserError."""
-    parts = json_files.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
+    parts = json_files.read_text(path).rstrip("\n").split(PLACE)
     require("".join(parts).strip() or len(parts) > 1, f"--prompt_file {path}: is empty")
     require(len(parts) == (1 if role == "system" else 2), f"--prompt_file {path}: has {PLACE} "
             f"{len(parts) - 1} times; write it once, where the line goes, or remove it and give "

@@ -304,7 +304,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, f
 batches = packing.iterate(packing.pack_loader(
     table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers, 4))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
-log = run.open_log(args, world, step, eval_due)
+log = run.open_log(args, world, step)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
 eval_due = stopping = eval_due and validate() is None

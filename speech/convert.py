@@ -520,11 +520,10 @@ def open_files(files, columns):
         return open_table(path, columns)
     whole = json_files.read_json(path) if path.suffix == ".json" else None
     if isinstance(whole, dict) and isinstance(whole.get("samples"), list):      # metadata.json
-        unit, numbered = "sample", enumerate(whole["samples"])
+        numbered = ((f"sample {number}", row) for number, row in enumerate(whole["samples"], 1))
     else:
-        unit, read = json_files.read_entries(path)
-        numbered = read(lambda number: True)
-    return rows_of(path, ((f"{unit} {number + 1}", entry) for number, entry in numbered), columns)
+        numbered = json_files.read_entries(path)
+    return rows_of(path, numbered, columns)
 
 
 def open_folder(folder, columns):
@@ -719,7 +718,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     problems: a list that takes the Problems of rows that cannot be used. held_out: take the rows
     whose `split` says validation data, or all if none does. settings: of Reading."""
     from core import checkpoint         # late: these import torch, which --help does not need
-    from core.json_files import problem
+    from core.json_files import Problem
     out_path, reading = Path(out_path), Reading(**settings)
     files = Path(source).rglob("*") if os.path.isdir(source) else map(Path, glob.glob(str(source)))
     archives = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)
@@ -730,7 +729,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
         note = json_files.read_object(note_path)
         if note["origin"] == origin:
             print(f"converted  {one_line(source)}: as before, {out_path}", flush=True)
-            problems += [problem(*row, source) for row in note["refused"]]
+            problems += [Problem(*row, source) for row in note["refused"]]
             return
     out_path.parent.mkdir(parents=True, exist_ok=True)
     note_path.unlink(missing_ok=True)
@@ -748,7 +747,7 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
         try:
             return make(row, *more)
         except (BadSample, UserError) as error:
-            refused.append(problem(name, getattr(error, "check", "invalid"), error, source))
+            refused.append(Problem(name, getattr(error, "check", "invalid"), error, source))
 
     rows = [(name, attempt(name, check_row, row, paths)) for name, row in parts[wanted]]
     rows = [(name, row) for name, row in rows if row]

@@ -17,13 +17,13 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import uuid
 import weakref
 import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -35,13 +35,12 @@ from core import checkpoint, json_files
 from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, map_chunks, token_lists
-from core.json_files import Problem, problem
+from core.json_files import Problem
 from speech.conversations import (CHATML, FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading,
                                   Sample, canonical_sample, is_chatml, sample_name, sample_text,
                                   source_paths)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-ALL = range(sys.maxsize).__contains__       # `wanted` of open_source: every number
 PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
@@ -59,7 +58,7 @@ SHARD_COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures
 def problem_of(table, i, check, reason):
     """Problem of sample i of a Table or TableBuilder."""
     file = next((s["path"] for s in table.sources if s["first"] <= i < s["stop"]), "")
-    return problem(table.name(i), check, reason, file, i)
+    return Problem(table.name(i), check, reason, file, i)
 
 
 # ---- Reading: the files of a run -> Samples
@@ -91,15 +90,14 @@ def read_flags(args, ids, codec_dir):
 
 
 def open_source(path, reading, problems, folder, held_out=False, number=0, make=canonical_sample):
-    """(read, parse) of a path, the number-th source of the run: read(wanted) as in
-    json_files.read_entries; parse(entries) yields a Sample or Problem for each. Other formats than
-    ChatML are converted first, into a file in `folder`. problems: list to which unusable rows are
+    """(read, parse) of a path, the number-th source of the run: read() is json_files.read_entries
+    of it; parse(entries) yields a Sample or Problem for each. Other formats than ChatML are
+    converted first, into a file in `folder`. problems: list to which unusable rows are
     added. make: function from ChatML to Sample."""
     file, first = Path(path), None
     if file.suffix in CHATML and file.is_file():
         with contextlib.suppress(UserError):        # the converter says more
-            unit, read = json_files.read_entries(file)
-            _, first = next(read(ALL), (0, None))
+            _, first = next(json_files.read_entries(file), ("", None))
     if is_chatml(first):
         changed = [f"--{name}" for name, default in vars(Reading()).items()
                    if name in PROMPT_FLAGS and getattr(reading, name) != default]
@@ -110,28 +108,27 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
         from speech import convert
         file = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
         convert.to_chatml(path, file, problems, held_out=held_out, **vars(reading))
-        is_empty = not file.stat().st_size
-        unit, read = ("line", lambda wanted: ()) if is_empty else json_files.read_entries(file)
     paths = Paths(file.parent.resolve())
 
     def parse(entries):
-        for number, entry in entries:
+        for location, entry in entries:
             fields = entry if isinstance(entry, dict) else {}
             misc = fields["misc"] if isinstance(fields.get("misc"), dict) else {}
             name, setting = misc.get("source"), fields.get("normalize_text")  # source: of convert
             if not isinstance(name, str):
-                name = sample_name(f"{file} {unit} {number + 1}", entry)
+                name = sample_name(f"{file} {location}", entry)
             try:
                 if setting not in (None, "", "on", "off"):
                     raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
                 # off: this text was spoken without normalisation, by generate_tts.py
                 sample = make(name, entry, paths, reading.normalize and setting != "off")
             except BadSample as error:
-                yield problem(name, error.check, error, path)
+                yield Problem(name, error.check, error, path)
             else:
                 sample.notes.extend(map(tuple, misc.get("notes", ())))
                 yield sample
-    return read, parse
+    # a converted file is empty if all its rows were refused
+    return partial(json_files.read_entries, file) if file.stat().st_size else list, parse
 
 
 def read_samples(path, problems, make=canonical_sample, **reading):
@@ -140,7 +137,7 @@ def read_samples(path, problems, make=canonical_sample, **reading):
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
     read, parse = open_source(path, Reading(**reading), problems, folder, make=make)
-    for sample in parse(read(ALL)):
+    for sample in parse(read()):
         if isinstance(sample, Sample):
             yield sample
         else:
@@ -160,7 +157,7 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
         def encode(entries, parse=parse, path=path):
             return builder.chunk(parse(entries), path, sources.drop)
 
-        for chunk in map_chunks(encode, read(ALL), CHUNK, sources.processes):
+        for chunk in map_chunks(encode, read(), CHUNK, sources.processes):
             builder.append(chunk)
             problems.add(chunk["refused"])
             if warnings is not None:
@@ -168,10 +165,10 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
-        samples = parse(read(ALL))
+        samples = parse(read())
         if first := next((sample for sample in samples if isinstance(sample, Sample)), None):
             print(f"           first: {one_line(sample_text(first))}", flush=True)
-        if not kept and not problems.n_fatal:
+        if not kept and not problems.fatal:
             problems.settle()
             raise UserError(f"{path}: holds no samples{' that can be used' if lost else ''}")
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
@@ -269,14 +266,14 @@ class TableBuilder:
                     raise BadSample(f"text contains the control token {token}", "control_token")
                 streams, omissions = self.ids.streams(sample)
             except BadSample as error:
-                refused.append(problem(sample.name, error.check, error, file))
+                refused.append(Problem(sample.name, error.check, error, file))
                 continue
             good += streams
             facts += [facts_of(sample)] * len(streams)
             # tags in a text to speak that this model does not know
             tags = {tag for turn in marked if turn.role != "system"
                     for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
-            notes += [problem(sample.name, *note, file) for note in sample.notes]
+            notes += [Problem(sample.name, *note, file) for note in sample.notes]
             notices.update(omissions)
             notices.update(f"with {check}" for check, _ in sample.notes)
             notices.update(f"hold {tag}, which is not a control tag of this model: it is read "

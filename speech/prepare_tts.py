@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # the folder of core/
 
 from core import cli
-from core.cli import UserError, require, usable_cpus
+from core.cli import CPUS, UserError, require
 from speech.conversations import CHECKS, LONGEST_CLIP_S, check_data, data_flags
 
 SOUND_ERRORS = ("too_short", "silence")     # besides those of CHECKS
@@ -43,7 +43,7 @@ flag("--drop_bad", None, f"drop samples with errors ({', '.join(ERRORS)}) instea
 # output
 flag("--output_dir", "./prepared", "folder to write; shared by all nodes")
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
-flag("--preprocess_num_proc", min(8, usable_cpus()), "processes that read and tokenise, or decode "
+flag("--preprocess_num_proc", min(8, CPUS), "processes that read and tokenise, or decode "
      "audio, per node; 0 = in this one")
 flag("--wait_timeout", 21600, "seconds to wait for the other processes")
 

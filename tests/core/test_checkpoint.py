@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core import checkpoint, optim, tensor_io
+from core import checkpoint, tensor_io
 from core.cli import UserError
 from core.dist import World
 from tests.helpers.runs import steps_of
@@ -147,19 +147,6 @@ def test_a_failed_write_is_noticed_at_the_next_step(tmp_path, monkeypatch):
                 checkpoint.check()
                 time.sleep(0.05)
     save(tmp_path, 4, next_steps)
-
-
-def test_a_run_that_fails_completes_its_checkpoint_first(tmp_path, monkeypatch):
-    write_files = checkpoint.write_files
-    monkeypatch.setattr(checkpoint, "write_files", lambda *args: time.sleep(0.5) or write_files(*args))
-    monitor = optim.StepMonitor(World(device=torch.device("cpu")), str)
-    monitor.push(5, torch.zeros(()), False)
-
-    def fail(model):
-        with pytest.raises(UserError, match="step 5: the gradient norm is exactly 0"):
-            monitor.poll()
-        assert (tmp_path / "checkpoint-4").exists()
-    save(tmp_path, 4, fail)
 
 
 def test_files_are_synced_before_the_rename(tmp_path, monkeypatch):

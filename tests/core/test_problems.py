@@ -5,10 +5,14 @@ import pytest
 
 from core import cli
 from core.cli import UserError
-from core.json_files import LIST, problem, settle
+from core.json_files import LIST, Problem, Problems
 
 CHECKS = ("invalid", "too_long")
-BAD = [problem(f"a.jsonl:{i}", "too_long" if i % 2 else "invalid", f"is bad {i}", "a.jsonl") for i in range(1, 31)]
+BAD = [Problem(f"a.jsonl:{i}", "too_long" if i % 2 else "invalid", f"is bad {i}", "a.jsonl") for i in range(1, 31)]
+
+
+def settle(problems, drop=(), folder=None, hint=""):
+    return Problems(drop, folder).add(problems).settle(hint)
 
 
 def listed(folder):
@@ -20,7 +24,7 @@ def test_all_are_listed_and_twenty_shown(tmp_path):
         settle(BAD, (), tmp_path, "\nfix: it")
     lines = str(stopped.value).splitlines()
     assert lines[0] == "30 problems:" and lines[1] == "  a.jsonl:1: is bad 1" and len(lines) == 23
-    assert lines[-2:] == [f"  ... and 10 more; all are in {tmp_path / LIST}", "fix: it"]
+    assert lines[-2:] == [f"  ... and 10 more; see {tmp_path / LIST}", "fix: it"]
     assert len(listed(tmp_path)) == 30
     assert listed(tmp_path)[0] == {"file": "a.jsonl", "entry": "1", "check": "too_long", "problem": "is bad 1"}
 

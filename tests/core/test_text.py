@@ -1,7 +1,7 @@
 """Printed and saved texts of users have no passwords, no control characters and a bounded length."""
 import pytest
 
-from core import cli, json_files
+from core import cli
 
 
 def test_passwords_and_keys_of_addresses_are_not_kept():
@@ -15,9 +15,3 @@ def test_passwords_and_keys_of_addresses_are_not_kept():
     ("x" * 30, "x" * 5 + "[... 20 characters ...]" + "x" * 5), ("http://" + "p" * 30 + "@h", "http://***@h")])
 def test_printed_texts(text, shown):
     assert cli.one_line(text, 20 if "@" in text else 10) == shown
-
-
-def test_a_disk_that_fails_while_it_is_read_is_named():
-    """/proc/self/mem opens as a regular file, but reading it fails with an input/output error, as on a bad disk."""
-    with pytest.raises(cli.UserError, match="--x /proc/self/mem: cannot be read .Input/output error."):
-        json_files.read_text("/proc/self/mem", "--x ")

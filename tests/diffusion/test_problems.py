@@ -84,7 +84,7 @@ def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
     assert [replace(p, name="") for p in as_lines] == [replace(p, name="") for p in as_json]
     assert as_lines == read_problems(demo, "train", "gsm8k") and len(as_lines) == 60
     assert read_problems(tmp_path, "train", "gsm8k")[1].name == f"{tmp_path}/train.jsonl line 3"
-    assert as_json[2].name == f"{tmp_path}/train.json sample 2"
+    assert as_json[2].name == f"{tmp_path}/train.json sample 3"
     hdp = read_problems(demo / "train_hdp.json", "any", "hdp")
     assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in as_lines]
     assert all(p.plan and "<<" not in p.solution for p in hdp)
@@ -101,7 +101,7 @@ GOOD = {"question": "q", "answer": "a #### 3"}
     ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
-    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0: has no 'plan' .*; make plans with make_problems.py"),
+    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 1: has no 'plan' .*; make plans with make_problems.py"),
 ])
 def test_bad_files_are_one_line_naming_file_and_sample(tmp_path, system, text, message):
     (tmp_path / "p.jsonl").write_text(text)

@@ -1,5 +1,5 @@
 """Layouts of all kinds, and the demo's problems in them, for the tests of block diffusion."""
-from core.json_files import settle
+from core.json_files import Problems
 from diffusion import blocks
 from diffusion.choices import Layout
 from diffusion.problems import load_tokenizer, read_problems
@@ -25,5 +25,5 @@ def load(demo, layout):
 def documents_of(problems, tokens, layout):
     """Documents of problems; UserError names all unusable ones."""
     documents = blocks.make_documents(problems, tokens, layout, bad := [])
-    settle(bad)
+    Problems().add(bad).settle()
     return documents
