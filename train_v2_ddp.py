@@ -312,7 +312,7 @@ def validate():
                .format(step, **values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
-        values |= prompts.speak(world, model, step, autocast)
+        values |= prompts.speak(world, model, step, log, autocast)
     if values and main_rank:
         log.write(step, values)
     if not values.get("eval/loss", math.nan) < best_loss:       # nan, or not validated: not best
@@ -357,7 +357,7 @@ packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, f
 batches = packing.iterate(make_loader(      # loader processes read ahead
     table, ids, packs, args.num_workers, args.max_tokens_per_batch))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
-log = run.open_log(args, world, step)
+log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:

@@ -19,10 +19,8 @@ MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's magnitudes
 # Fields of PEFT's LoraConfig that this code supports, or that only matter in training. An adapter
 # that sets another one (modules_to_save, bias, a field of a newer PEFT) would be computed wrongly.
 FIELDS = set("""r lora_alpha target_modules exclude_modules use_rslora use_dora rank_pattern
-    alpha_pattern layers_to_transform layers_pattern init_lora_weights lora_dropout eva_config
-    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
-    runtime_config""".split())
-INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change the base as well
+    alpha_pattern layers_to_transform layers_pattern lora_dropout task_type auto_mapping
+    peft_version base_model_name_or_path revision inference_mode runtime_config""".split())
 
 
 class AddingLinear(Linear):
@@ -55,9 +53,8 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
     linear = {name for layer in layers for name, module in layer.named_modules()
               if isinstance(module, torch.nn.Linear)}
     endings = sorted({name.rpartition(".")[2] for name in linear})
-    names = endings if targets == "all-linear" else list(
-        filter(None, map(str.strip, targets.split(","))))
-    for name in names or [targets]:     # targets may be only commas
+    names = endings if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    for name in names:
         require(any(f".{other}".endswith(f".{name}") for other in linear),
                 f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out "
                 f"of: {', '.join(endings)}")
@@ -68,9 +65,9 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 def attach(model, config, base_name=None, autocast=True):
     """Wrap a model in fp32 adapters, by a LoraConfig. autocast: the model runs under autocast."""
-    with warnings.catch_warnings():     # PEFT calls transformers in a deprecated way
-        warnings.simplefilter("ignore", FutureWarning)
-        wrapped = get_peft_model(model, config)     # which overwrites the base's name
+    # PEFT calls transformers in a deprecated way
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+    wrapped = get_peft_model(model, config)     # which overwrites the base's name
     is_folder = base_name and os.path.isdir(base_name)
     config.base_model_name_or_path = os.path.abspath(base_name) if is_folder else base_name
     for module in wrapped.modules():
@@ -87,18 +84,14 @@ def add_saved_lora(model, folder, whole=()):
     path = Path(folder).absolute() / "adapter_config.json"
     require(path.is_file(), f"--adapter {folder}: no such folder, or no {path.name} in it")
     saved, usual = json_files.read_object(path), LoraConfig()
-    unsupported = [name for name, value in saved.items()
-                   if name not in FIELDS and value and value != getattr(usual, name, None)]
-    if set(map(str, saved.get("modules_to_save") or ())) <= set(whole):
-        unsupported = [name for name in unsupported if name != "modules_to_save"]
-    if saved.get("init_lora_weights") not in INITS:
-        unsupported.append(f"init_lora_weights {saved['init_lora_weights']!r}")
+    unsupported = [f"{name} {value!r}" for name, value in saved.items()
+                   if name not in FIELDS and value and value != getattr(usual, name, None)
+                   and not (name == "modules_to_save" and set(value) <= set(whole))]
     require(not unsupported, f"{path}: the adapter has {', '.join(unsupported)}, which is not "
             "supported; merge it into its base with PEFT")
     try:
         config = LoraConfig.from_pretrained(folder)
         config.base_model_name_or_path = None   # else PEFT warns if this base has another name
-        config.init_lora_weights = True         # the weights come from the file
         return attach(model, config, autocast=False)
     except Exception as error:      # PEFT's checks raise a dozen types
         raise UserError(f"{path}: is not a LoRA configuration for this model ({error!r:.200})")
@@ -107,15 +100,14 @@ def add_saved_lora(model, folder, whole=()):
 @contextlib.contextmanager
 def disable(model):
     """Compute as the base in this context. PEFT's disable_adapter() also changes requires_grad."""
-    layers = [(module, module._disable_adapters) for module in model.modules()
-              if isinstance(module, BaseTunerLayer)]
-    for layer, _ in layers:
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer, before in layers:
-            layer._disable_adapters = before
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 # ---- Weights
@@ -164,12 +156,9 @@ def save_config(model, folder):
 
 def load_adapters(model, folder):
     """Load a saved adapter into a wrapped model, sharded or not. UserError for other settings."""
-    saved = json_files.read_object(Path(folder) / "adapter_config.json")
-    config = model.peft_config["default"]
+    saved, config = LoraConfig.from_pretrained(folder), model.peft_config["default"]
     for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):
-        value, stored = getattr(config, key), saved.get(key, False)
-        if key in ("target_modules", "modules_to_save"):     # lists, in any order
-            value, stored = set(value or ()), set(stored or ())
+        value, stored = getattr(config, key), getattr(saved, key)
         require(stored == value, f"{folder}: adapter has {key} {stored}, this run {value}; give "
                 "the same LoRA flags or another --output_dir")
     tensor_io.load(dist.World(), folder, "adapter_model", adapter_weights(model))

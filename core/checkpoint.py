@@ -27,8 +27,7 @@ from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
-# whole names of files and folders that a killed process leaves; no others are deleted
-TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
+# whole names of folders that a killed process leaves; no others are deleted
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 
 # ---- Files and folders
@@ -51,16 +50,14 @@ def sha256(path):
 def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        with error_names_file(path):
-            write(temporary)
-            # before the rename: else a crash of the machine may leave an empty file of that name
-            fsync(temporary)
-            os.replace(temporary, path)
-            fsync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with error_names_file(path):
+        temporary.unlink(missing_ok=True)       # of a killed process, or a link to another file
+        write(temporary)
+        # before the rename: else a crash of the machine may leave an empty file of that name
+        fsync(temporary)
+        os.replace(temporary, path)
+        fsync(path.parent)
 
 
 def write_text(path, text):
@@ -94,7 +91,7 @@ def claim_output(output_dir):
     """Prepare and lock a run's output folder, and remove what a killed run left in it."""
     prepare_folder(output_dir)
     lock_folder(output_dir)
-    remove_named(output_dir, f"{TEMPORARY}|{UNFINISHED}")
+    remove_named(output_dir, UNFINISHED)
 
 
 @contextlib.contextmanager
@@ -175,16 +172,6 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=
 # starts or ends may hang (Python 3.11)
 _writer = ThreadPoolExecutor(1)
 _writing = []       # Future of the checkpoint that it writes
-
-
-def renew_writer():
-    """In a forked process, which has no threads."""
-    global _writer
-    _writer = ThreadPoolExecutor(1)
-    _writing.clear()
-
-
-os.register_at_fork(after_in_child=renew_writer)
 
 
 def wait():
@@ -303,8 +290,7 @@ def find_newest(output_dir, resume, identity=None):
         for name, value in (identity or {}).items():
             before = state["identity"].get(name)
             # a dry run, which encodes no audio, knows only the first part of the data's fingerprint
-            short, long = sorted((str(before), str(value)), key=len)
-            require(before == value or long.startswith(f"{short} audio "),
+            require(before == value or str(before).startswith(f"{value} audio "),
                     f"{path}: was made with another {name} ({before}, this run {value}); give the "
                     "same flags and files, or another --output_dir")
         return path, state
@@ -342,9 +328,9 @@ def find_damage(path):
     try:
         listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
     except (ValueError, TypeError, KeyError):
-        return f"unreadable {MANIFEST}"
+        listed = {}
     if f"{STATE}/state.json" not in listed:     # an empty list would match any folder
-        return f"{MANIFEST} does not list {STATE}/state.json"
+        return f"unreadable {MANIFEST}"
     with ThreadPoolExecutor(16) as pool:        # hashing releases the GIL
         for name, present in zip(listed, pool.map(lambda name: file_record(path / name), listed)):
             if present != listed[name]:

@@ -23,13 +23,20 @@ CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 SHOWN = 20              # problems in an error
 CPUS = len(os.sched_getaffinity(0))     # cores of this job, which may be a share of the node
 
-# {flag of Hugging Face's scripts or ms-swift: our name}. A script that has our flag accepts the
-# other name too, but --help does not show it.
+# {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
+# flag accepts the other name too, but --help does not show it.
 OLD_NAMES = {
     "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank", "--deepspeed": "--parallel",
+    "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
+    "--eval_data": "--eval_data_file", "--eval_data_dir": "--eval_data_file",
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
     "--torch_compile": "--compile"}
+# {flag that a trainer accepts without effect: its values, None = any}
+WITHOUT_EFFECT = {
+    "--optim": ("adamw_torch_fused", "adamw_torch"), "--dataloader_pin_memory": TRUE,
+    "--freeze_audio_tower": BOOLEAN, "--freeze_audio_encoder_proj": BOOLEAN,
+    "--enable_strategic_logging": BOOLEAN, "--strategic_logging_steps": None}
 # in http://user:password@host?api_key=...
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
                      r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*",
@@ -94,11 +101,12 @@ def plural(number, noun):
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
-def problem_text(lines):
-    """One message with the number of problems and the first SHOWN of them."""
-    more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    shown = [f"{len(lines)} problems:", *map(str, lines[:SHOWN]), *more]
-    return str(lines[0]) if len(lines) == 1 else "\n  ".join(shown)
+def problem_text(lines, total=None):
+    """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
+    total = total or len(lines)
+    more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
+    shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
+    return str(lines[0]) if total == 1 else "\n  ".join(shown)
 
 
 def require_package(name, purpose, install=None):
@@ -248,10 +256,9 @@ def alias(**names):
 def trainer_flags(p):
     """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
     flag, switch = p.flag, p.switch
-    # of Hugging Face's scripts; these values are what a trainer does anyway
-    flag("--optim", None, argparse.SUPPRESS, choices=("adamw_torch_fused", "adamw_torch"))
-    flag("--dataloader_pin_memory", None, argparse.SUPPRESS, nargs="?", type=str.lower,
-         choices=TRUE)
+    for name, values in WITHOUT_EFFECT.items():
+        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=argparse.SUPPRESS,
+                       help=argparse.SUPPRESS)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",

@@ -166,16 +166,11 @@ def barrier(world):
         dist.barrier(group=world.slow_group)
 
 
-def all_reduce(world, tensor, op=dist.ReduceOp.SUM):
+def all_reduce(world, tensor):
     """Sum a tensor over all ranks, in place; returns it. No host sync."""
     if world.size > 1:
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor)
     return tensor
-
-
-def all_max(world, number):
-    """0-d float tensor on the device: the largest of all ranks' numbers. No host sync."""
-    return all_reduce(world, torch.full((), float(number), device=world.device), dist.ReduceOp.MAX)
 
 
 # ---- Model

@@ -8,6 +8,7 @@ import math
 import re
 import resource
 import time
+import uuid
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -63,7 +64,8 @@ class StepTimer:
                    if name == "samples" or name.endswith("_seconds")}
         if world.device.type == "cuda":
             import torch
-            values["train/memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
+            memory = torch.cuda.max_memory_allocated(world.device) / 2**30
+            values |= {"train/memory_gib": memory, "system/gpu_memory_allocated": memory}
             name = torch.cuda.get_device_name(world.device)
             peaks = [peak for gpu, peak in PEAK_BF16.items() if re.search(rf"\b{gpu}\b", name)]
             if peaks:
@@ -75,14 +77,16 @@ class MetricsLog:
     """Writes a run's metrics, on rank 0. Lines of metrics.jsonl and TensorBoard points after
     resumed_step, which a crash has undone, are dropped first, so no step is there twice."""
 
-    def __init__(self, args, resumed_step=0):
-        """args: the flags of the trainer."""
+    def __init__(self, args, resumed_step=0, eval_due=False):
+        """args: flags of the trainer. eval_due: resumed_step will be validated again, so its
+        earlier validation is dropped."""
         from core import checkpoint, dist  # which import torch
         self.error_names_file = dist.error_names_file
         folder, name = Path(args.output_dir), Path(args.output_dir).resolve().name
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path)
-                if resumed_step and row["step"] <= resumed_step]
+        kept = [row for row in read_metrics(self.path) if resumed_step and (
+            row["step"] < resumed_step or row["step"] == resumed_step
+            and not (eval_due and any(name.startswith("eval/") for name in row)))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.board = self.wandb = None
         if "tensorboard" in args.report_to:
@@ -91,9 +95,14 @@ class MetricsLog:
             with self.error_names_file(logs):
                 self.board = SummaryWriter(logs, purge_step=resumed_step + 1)
         if "wandb" in args.report_to:
+            # a resumed run continues the same W&B run, a new one does not
+            run_id = folder / "wandb_id"
+            if not (resumed_step and run_id.exists()):
+                checkpoint.write_text(run_id, uuid.uuid4().hex[:16])
             import wandb
-            self.wandb = wandb.init(project=args.wandb_project, name=name, dir=str(folder),
-                                    config=cli.remove_secrets(vars(args)))
+            self.wandb = wandb.init(
+                project=args.wandb_project, dir=str(folder), name=name, resume="allow",
+                id=json_files.read_text(run_id), config=cli.remove_secrets(vars(args)))
 
     def write(self, step, values):
         """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""
@@ -107,6 +116,11 @@ class MetricsLog:
                 self.board.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
+
+    def write_speech(self, step, name, wave, rate):
+        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard."""
+        if self.board and len(wave):
+            self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
 
 
 def read_metrics(path):

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from core import kernels
 from core.cli import UserError
-from core.dist import all_gather, all_max
+from core.dist import all_gather, all_reduce
 
 def build_adamw(named_parameters, lr, weight_decay, beta2):
     """Fused AdamW for take_step. Only matrices decay, but no embeddings (wte, wpe: GPT-2's)."""
@@ -95,8 +95,9 @@ class StepMonitor:
         norm: of its gradient, 0-d. stop: this rank was asked to stop. trains: False if a norm of
         exactly 0 is correct. Collective. UserError as poll()."""
         self.poll()
+        asked = all_reduce(self.world, torch.full((), float(stop), device=self.world.device))
         # with CPU offload the norm is on the host
-        numbers = torch.stack([norm.to(self.world.device), all_max(self.world, stop)])
+        numbers = torch.stack([norm.to(self.world.device), asked])
         # into pinned memory, which the host may read after the event
         host = numbers.to("cpu", non_blocking=True)
         fetched = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
@@ -113,8 +114,8 @@ class StepMonitor:
         norm, stop = host.tolist()
         self.stop |= bool(stop)
         if norm == 0 and trains:
-            raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; "
-                            "look at the flags that choose the trained modules")
+            self.fail(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at "
+                      "the flags that choose the trained modules")
         if math.isfinite(norm):
             self.in_a_row = 0
             return
@@ -129,5 +130,10 @@ class StepMonitor:
         if self.world.is_main:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:
-            raise UserError(
-                f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")
+            self.fail(f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")
+
+    def fail(self, message):
+        """Complete the checkpoint that is being written, then raise UserError. On every rank."""
+        from core import checkpoint  # which imports this file
+        checkpoint.wait()
+        raise UserError(message)

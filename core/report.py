@@ -17,7 +17,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 from core import cli, json_files, metrics
 
 BEFORE = "before", "base"   # folders and evaluations with these prefixes come first
-STEPS, SAMPLES = 5, 8       # last steps whose samples are shown, and most samples of a step
+STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and most samples of a step
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = "seconds", "seed", "ended_by", "heard", "wer", "speaker_similarity", "dnsmos"  # of a sample
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -76,7 +76,8 @@ def samples_html(run, folders):
     """HTML of a run's samples and of --samples, a row per prompt. UserError. Links are skipped: in
     a folder of somebody else they may lead to any file."""
     rows, steps = {}, list((run / "samples").glob("step-*"))
-    steps = sorted(steps, key=lambda path: (len(path.name), path.name))[-STEPS:]    # 9 before 10
+    steps.sort(key=lambda path: (len(path.name), path.name))        # 9 before 10
+    steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
         cli.require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):
@@ -119,8 +120,10 @@ parts = {"Verdict": f"<ul>{clauses}</ul>",
          "Evaluation": evaluations and evaluation_table(evaluations)}
 body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
 page = PAGE.format(title=escape(run.resolve().name), body=body)
-output.unlink(missing_ok=True)      # it may be a link to another file
-output.write_text(page, encoding="utf-8", errors="replace")
+temporary = run / ".report.html.tmp"
+temporary.unlink(missing_ok=True)       # it may be a link to another file
+temporary.write_text(page, encoding="utf-8", errors="replace")
+temporary.replace(output)
 print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 if args.check_fell:     # compares the means of the first and the last fifth
     losses = [value for _, value in metrics.curve(rows, "train/loss")]

@@ -93,12 +93,12 @@ def start_line(step, total_steps, resume, base="base model"):
             + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps))
 
 
-def open_log(args, world, step):
+def open_log(args, world, step, eval_due=False):
     """MetricsLog on rank 0, else None. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
         return None
     checkpoint.write_text(Path(args.output_dir) / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    return metrics.MetricsLog(args, step)
+    return metrics.MetricsLog(args, step, eval_due)
 
 
 def end(args, log, step, total_steps, stopping, result):
@@ -128,8 +128,8 @@ def stop_asked(output_dir):
 
 
 def any_stop(world, output_dir):
-    """True if any rank was asked to stop. Collective; waits for the device."""
-    return bool(dist.all_max(world, bool(stop_asked(output_dir))).item())
+    """True if any rank was asked to stop. Collective."""
+    return any(dist.all_gather(world, stop_asked(output_dir)))
 
 
 def mark_stopped(args, why, more=""):

@@ -523,7 +523,7 @@ class Speaker:
         self.prompts = prepare_file(args.sample_prompts, args, tokenizer, ids, codec_dir, room,
                                     world)
 
-    def speak(self, world, model, step, autocast):
+    def speak(self, world, model, step, log, autocast):
         """{eval/...: float} of the prompts; {} after a stop request, or if memory is too small."""
         def speak_all():
             try:
@@ -540,7 +540,8 @@ class Speaker:
                 return {}
             folder = f"{self.args.output_dir}/samples/step-{step}"
             for i, (prompt, (codes, ended_by), wave) in enumerate(zip(self.prompts, spoken, waves)):
-                write_sample(folder, i, prompt, codes, ended_by, wave, step=step)
+                name = write_sample(folder, i, prompt, codes, ended_by, wave, step=step)["name"]
+                log.write_speech(step, f"samples/{name}", wave, SAMPLE_RATE)
             stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
             print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')}, {stopped:.1%} ended")
             return {"eval/stop_rate": stopped}

@@ -1,8 +1,10 @@
 """metrics.jsonl and the trackers that get its values."""
+import json
 import math
 from argparse import Namespace
 from unittest import mock
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -11,8 +13,9 @@ from core import dist, metrics
 from core.metrics import MetricsLog, read_metrics
 
 
-def log(folder, resumed_step=0, report_to=()):
-    return MetricsLog(Namespace(output_dir=folder, logging_dir=folder / "logs", report_to=report_to), resumed_step)
+def log(folder, resumed_step=0, report_to=(), **options):
+    args = Namespace(output_dir=folder, logging_dir=folder / "logs", report_to=report_to)
+    return MetricsLog(args, resumed_step, **options)
 
 
 def steps(folder):
@@ -35,14 +38,24 @@ def test_resumed_log_drops_rows_after_the_checkpoint(tmp_path):
     assert steps(tmp_path) == []
 
 
-def test_tensorboard_gets_numbers(tmp_path):
+def test_tensorboard_gets_numbers_and_speech(tmp_path):
     for start in (0, 2):
         record = log(tmp_path, start, ["tensorboard"])
+        record.write_speech(start, "samples/0", np.full(2400, 0.5, np.float32), 24000)
+        record.write_speech(start, "samples/1", np.zeros(0, np.float32), 24000)
         for step in (1, 2) if start == 0 else (3,):
             record.write(step, {"train/loss": 1 / step, "train/grad_norm": math.nan})
-    board = EventAccumulator(str(tmp_path / "logs" / tmp_path.name)).Reload()
+    board = EventAccumulator(str(tmp_path / "logs" / tmp_path.name), size_guidance={"audio": 0}).Reload()
     losses = {event.step: event.value for event in board.Scalars("train/loss")}
-    assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
+    assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3}) and board.Tags()["audio"] == ["samples/0"]
+
+
+@pytest.mark.parametrize("eval_due, kept", [(False, 3), (True, 2)])
+def test_a_repeated_validation_is_logged_once(tmp_path, eval_due, kept):
+    rows = [{"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log(tmp_path, 2, eval_due=eval_due)
+    assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
 
 
 def test_a_full_disk_for_tensorboard_is_named(tmp_path):

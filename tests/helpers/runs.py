@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from core import checkpoint
 
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
-         "train/data_wait_seconds", "train/memory_gib", "train/mfu"}
+         "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
 CUTS = {"train/epoch", "train/padding"}     # an epoch's last step depends on the split into packs
 
 

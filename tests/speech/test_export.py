@@ -197,7 +197,7 @@ def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind, words", [({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
+@pytest.mark.parametrize("kind, words", [({"modules_to_save": ["audio_lm_head"]}, r"modules_to_save \['audio_lm_head'\]"),
                                          ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
 def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, words):
     """The merge would be wrong or incomplete."""
