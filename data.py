@@ -7,20 +7,19 @@ delay pattern, labels (shifted by one) and every index the GPU needs. No worker 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from core import checkpoint, json_files, packing
+from core import packing
 from core.cli import plural, require
 from core.dist import rank0
 from core.json_files import Problems, settle
-from speech.conversations import FRAME_RATE, Reading
-from speech.dataset import (PREPARED, CodeReader, audio_numbers, codec_fingerprint, ensure_codes,
-                            find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
-                            read_all, tokenizer_fingerprint)
+from speech.conversations import FRAME_RATE
+from speech.dataset import (CodeReader, audio_numbers, ensure_codes, find_bad_audio, is_prepared,
+                            last_clips, new_builder, problem_of, read_all)
 from speech.labels import IGNORE
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
@@ -66,27 +65,28 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     """Table of the samples of Sources, on every rank. Rank 0 reads them, all ranks encode new
     clips, rank 0 writes the table, and all map it. A folder of prepare_tts.py is only mapped. dry:
     file headers give the frames of new clips, and output_dir gets no list of bad samples."""
-    if any(is_prepared(path) for path, *_ in sources.all()):
-        return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir)
+    if any(is_prepared(path) for path, *_ in sources.files):
+        from speech.prepare_tts import check_prepared   # an option that is off imports nothing
+        table = Table(rank0(world, check_prepared, sources, tokenizer, ids, encoding.codec_dir))
+        for source in table.sources:
+            source["weight"] *= sources.files[0][1]
+        return table
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one")
-    listed = None if dry else output_dir
-    of_rows = Problems(sources.drop, listed)
-    # a dry run lists bad rows and bad audio together; a run stops before it encodes
-    of_audio = of_rows if dry else Problems(sources.drop, listed)
+    problems = Problems(sources.drop, None if dry else output_dir)
 
-    def finish(problems):
+    def report():
         if dropped := problems.settle():
             print(f"data       dropped: {dropped}", flush=True)
 
     def read():
-        read_all(builder, sources, of_rows, Path(output_dir) / "data")
-        if not dry:
-            finish(of_rows)
+        read_all(builder, sources, problems, Path(output_dir) / "data")
+        if not dry:     # which lists bad rows and bad audio together
+            report()
 
     def write():
-        of_audio.add(find_bad_audio(builder, codes))
-        finish(of_audio)
+        problems.add(find_bad_audio(builder, codes))
+        report()
         # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder
@@ -99,37 +99,6 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         else:
             codes = ensure_codes(world, clips, encoding)
         return Table(rank0(world, write))
-
-
-def open_prepared(world, sources, tokenizer, ids, codec_dir):
-    """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
-    sources (Sources) are defaults or equal those of the preparation."""
-    (path, weight, _), *others = sources.all()
-    folder = Path(path)
-
-    def check():
-        require(not others, f"{path}: a prepared folder is given alone; prepare all data together")
-        contents = json_files.read_object(folder / PREPARED)
-        for name, digest in contents["sha256"].items():
-            fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
-            require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
-                    "it again")
-        for name, fingerprint, flag in (
-                ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
-                ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
-            require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
-                    f"that of {flag}; prepare it again")
-        for name, default in asdict(Reading()).items():
-            value, expected = getattr(sources.reading, name), contents["reading"][name]
-            # a default fits any value, except for the text setting, which checkpoints keep
-            fits = value == expected or value == default and name != "normalize"
-            require(fits or name in ("seed", "lone_reference"),
-                    f"{path}: was prepared with {name} {expected}, not {value}; prepare it again")
-        return folder / contents["table"]
-
-    table = Table(rank0(world, check))
-    table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
-    return table
 
 
 # ---- Split into training and validation samples

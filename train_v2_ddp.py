@@ -66,7 +66,7 @@ def check_flags(args, world_size):
     cli.check_precision(args)
     check_data(args)
     cli.check_drop_bad(args, CHECKS)
-    for path, _ in source_paths(args)[0] if args.code_cache else ():
+    for path, *_ in source_paths(args) if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
                 f"--code_cache: {path} has its codes already; drop the flag")
     cli.above_zero(args, "sample_seconds keep_weight")

@@ -26,8 +26,6 @@ MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for t
     "If no speaker tag is present, select a suitable voice on your own.")
 TAG = re.compile(r"\[(SPEAKER\d+)\]")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
-               ".w64", ".rf64")     # what libsndfile reads
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
 CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
@@ -153,18 +151,19 @@ def check_data(args):
     cli.share(args, "reference_share")
     require(args.reference != "none" or args.reference_share == 1,
             "--reference none: drop --reference_share")
-    for path, weight in source_paths(args)[0]:
+    for path, weight, _ in source_paths(args):
         require(0 < weight <= 1000, f"{path}:{weight:g}: a weight is above 0 and at most 1000")
 
 
 def source_paths(args):
-    """([(training file or folder, weight)], validation file or folder or None)."""
+    """[(file or folder, weight, True for validation data)]."""
     paths = []
     for word in args.train_data_file or args.train_data_dir:
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
         weighted = match and not os.path.exists(word)
-        paths.append((match[1], float(match[2])) if weighted else (word, 1.0))
-    return paths, args.eval_data_file or args.eval_data_dir
+        paths.append((*((match[1], float(match[2])) if weighted else (word, 1.0)), False))
+    held_out = args.eval_data_file or args.eval_data_dir
+    return [*paths, (held_out, 1.0, True)] if held_out else paths
 
 
 # ---- Audio files by name
@@ -228,14 +227,6 @@ def sample_name(location, entry):
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
     label = misc.get("sample_id") or entry.get("id") or os.path.basename((clips or [""])[-1])
     return f"{location} ({one_line(label, 80)})" if label else location
-
-
-def sample_text(sample):
-    """One line that shows how a sample was read: texts and clips in order, and the labels."""
-    parts = [f"text {piece[:60]!r}" if isinstance(piece, str) else f"audio {piece.path}"
-             for turn in sample.turns if turn.role != "system" for piece in turn.parts]
-    labels = {"speaker": sample.speaker, "language": sample.language}
-    return ", ".join(parts + [f"{name} {value}" for name, value in labels.items() if value])
 
 
 def message_parts(message, paths):

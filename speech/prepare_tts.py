@@ -9,6 +9,8 @@ Training on the folder starts at once and needs neither the audio nor torchaudio
 command to resume; codes that are already encoded are kept. OUTPUT_DIR/problems.jsonl lists all
 problems of the data. OUTPUT_DIR/prepared.json describes the data.
 """
+import hashlib
+import itertools
 import json
 import os
 import sys
@@ -71,26 +73,45 @@ if ARGS and ARGS.device == "cpu":
 
 import numpy as np
 
-from core import checkpoint, dist, run
-from core.json_files import LIST, Problems
+from core import checkpoint, dist, json_files, run
+from core.json_files import LIST, Problems, problem
 from speech import weights
-from speech.conversations import FRAME_RATE
+from speech.conversations import FRAME_RATE, Reading
 from speech.dataset import (PREPARED, audio_numbers, codec_fingerprint, ensure_codes,
-                            find_bad_audio, last_clips, new_builder, problem_of, read_all,
-                            read_flags, sums, tokenizer_fingerprint)
+                            find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
+                            read_all, read_flags, sums)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
 DC = 0.02                   # mean of the samples; full scale is 1
+# per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
+FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 SPREAD = 1.5                # Tukey's fences: interquartile ranges beyond the quartiles, in logs
 ENOUGH = 20                 # least samples of a language, for quartiles
 
 
-def find_problems(builder, codes, least, most):
+def facts_of(sample):
+    """FACTS of a Sample, from the text of its last clip."""
+    def short_hash(text):
+        data = text.encode("utf-8", "backslashreplace")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+    spoken = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
+    spoken = " ".join(spoken.split()).casefold()
+    return (short_hash(f"{sample.speaker}\0{spoken}"), sum(map(str.isalnum, spoken)),
+            short_hash(sample.language))
+
+
+def inspect(samples, file):
+    """(FACTS of each Sample of a file, [Problem] of their notes)."""
+    return np.array(list(map(facts_of, samples)), FACTS), [
+        problem(sample.name, *note, file) for sample in samples for note in sample.notes]
+
+
+def find_problems(builder, facts, codes, least, most):
     """[Problem] of samples; samples with an unencoded clip are skipped. builder: TableBuilder.
-    codes: ClipCodes. least, most: seconds of a clip."""
+    facts: FACTS of its samples. codes: ClipCodes. least, most: seconds of a clip."""
     where = codes.where
-    clips, offsets, facts = map(builder.array, ("clips", "clip_offsets", "facts"))
+    clips, offsets = map(builder.array, ("clips", "clip_offsets"))
     target = last_clips(clips, offsets)
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
@@ -145,7 +166,8 @@ def find_problems(builder, codes, least, most):
             for i, check, text in sorted(failures, key=lambda failure: failure[0])]
 
 
-# ---- The folder
+# ---- The folder: a table, the codes of its audio, and prepared.json, with the checksums of all
+# files and the fingerprints of the tokenizer and codec
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
@@ -153,13 +175,14 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
     lists all errors in the data, unless they are dropped."""
-    out, warnings, drop = Path(output_dir), [], sources.drop
+    out, drop = Path(output_dir), sources.drop
     problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
 
     def write():
         refused = problems.counts.total()
-        of_samples = [*find_bad_audio(builder, codes), *warnings,
-                      *find_problems(builder, codes, least, most)]
+        facts, noted = zip((np.empty(0, FACTS), []), *builder.inspected)
+        of_samples = [*find_bad_audio(builder, codes), *itertools.chain(*noted), *find_problems(
+            builder, np.concatenate(facts), codes, least, most)]
         problems.add(of_samples)
         problems.settle("\nfix: correct them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
@@ -188,9 +211,41 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         return report
 
     with new_builder(world, tokenizer, ids, out) as (builder, clips):
-        dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
+        dist.rank0(world, read_all, builder, sources, problems, out / "data", inspect)
         codes = ensure_codes(world, clips, encoding)
         return dist.rank0(world, write)
+
+
+def check_prepared(sources, tokenizer, ids, codec_dir):
+    """Folder of the table of a prepared folder. UserError unless it is complete, given alone, and
+    the flags in Sources are defaults or equal those of the preparation."""
+    path = next(path for path, *_ in sources.files if is_prepared(path))
+    require(len(sources.files) == 1,
+            f"{path}: a prepared folder is given alone; prepare all data together")
+    folder = Path(path)
+    contents = json_files.read_object(folder / PREPARED)
+    for name, digest in contents["sha256"].items():
+        fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
+        require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy it "
+                "again")
+    for name, fingerprint, flag in (
+            ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
+            ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
+        require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
+                f"that of {flag}; prepare it again")
+    for name, default in asdict(Reading()).items():
+        value, expected = getattr(sources.reading, name), contents["reading"][name]
+        # a default fits any value, except for the text setting, which checkpoints keep
+        fits = value == expected or value == default and name != "normalize"
+        require(fits or name in ("seed", "lone_reference"),
+                f"{path}: was prepared with {name} {expected}, not {value}; prepare it again")
+    return folder / contents["table"]
+
+
+def tokenizer_fingerprint(tokenizer, ids):
+    """16 hex digits: hash of a tokenizer's vocabulary and of the ids that the trainer uses."""
+    text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def main():

@@ -3,10 +3,14 @@
 The trainer's code tokenises a prompt, which ends where speech begins, so the model gets inputs as
 in training. Generation uses the native class (V2) or v3.generate.
 """
+import atexit
 import contextlib
 import io
+import itertools
 import os
 import re
+import shutil
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +27,10 @@ from core.cli import UserError, plural, problem_text, require, stop_requested
 from core.json_files import read_text
 from speech import judges, weights
 from speech.codes import SAVED, decode_clips, encode_clip, load_codec
-from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, BadSample, Clip, Sample, Turn,
-                                  canonical_turns, mark_trained, normalise, normalise_requests,
-                                  saved_setting, system_parts, trim_turn)
-from speech.dataset import TableBuilder, read_samples
+from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, BadSample, Clip, Reading, Sample,
+                                  Turn, canonical_sample, canonical_turns, mark_trained, normalise,
+                                  normalise_requests, saved_setting, system_parts, trim_turn)
+from speech.dataset import ALL, open_source, tokenise
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 BATCH = 8               # prompts that generate_all speaks together
@@ -58,6 +62,19 @@ class Prompt:
     def row(self, ids):
         """Layout.assemble's dict: each row of codes is a token, nothing is trained."""
         return ids.assemble(self.tokens, np.zeros(len(self.tokens), bool), self.codes)
+
+
+def read_samples(path, problems, make=canonical_sample, **reading):
+    """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
+    make: as in open_source. reading: fields of Reading."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
+    read, parse = open_source(path, Reading(**reading), problems, folder, make=make)
+    for sample in parse(read(ALL)):
+        if isinstance(sample, Sample):
+            yield sample
+        else:
+            problems.append(sample)
 
 
 def read_prompts(path, normalize, *voice):
@@ -131,18 +148,17 @@ def spoken_text(sample):
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
     """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. known: {path of a
     Clip: its codes}. UserError lists every prompt that is too long or has bad audio."""
-    builder, prompts, codes = TableBuilder(tokenizer, ids), [], {}
+    prompts, codes = [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
-    chunk = builder.chunk(samples)
-    builder.append(chunk)
-    problems = chunk["refused"]
-    for omission, count in sorted(builder.notices.items()):
+    table = tokenise(samples, tokenizer, ids)
+    problems, all_clips = table["refused"], iter(table["clips"])
+    for omission, count in sorted(table["notices"].items()):
         print(f"notice     {count} prompts {omission}")
     require(not problems, problem_text(problems))
-    for i, sample in enumerate(samples):
-        *clips, target = (builder.clips[clip] for clip in builder.row("clips", i))
-        tokens = builder.row("tokens", i).astype(np.int64)
+    streams = np.split(table["tokens"].astype(np.int64), np.cumsum(table["token_offsets"])[:-1])
+    for sample, tokens, n_clips in zip(samples, streams, table["clip_offsets"]):
+        *clips, target = itertools.islice(all_clips, n_clips)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
             for clip in clips:

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from speech import convert
-from speech.dataset import read_samples
+from speech.speak import read_samples
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from speech.dataset import read_samples
+from speech.speak import read_samples
 from tests.helpers.trainer import train_forked
 
 

@@ -15,7 +15,7 @@ import soundfile
 from core.cli import UserError
 from speech import convert, v3
 from speech.conversations import MULTISPEAKER_SYSTEM
-from speech.dataset import read_samples
+from speech.speak import read_samples
 from speech.speak import text_prompts
 from tests.helpers.trainer import ROOT
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from speech.conversations import Sample
-from speech.dataset import TableBuilder, read_samples
+from speech.dataset import tokenise
 from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_labels, delay_rows, flops_per_pack,
                            total_loss)
+from speech.speak import read_samples
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 E, _ = 901, IGNORE
@@ -59,11 +60,9 @@ BY_HAND = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGener
 
 def stream(sample, tokenizer, ids):
     """(token ids, labelled) of one sample before its clips are expanded."""
-    builder = TableBuilder(tokenizer, ids)
-    chunk = builder.chunk([sample])
-    assert not chunk["refused"]
-    builder.append(chunk)
-    return builder.row("tokens", 0).tolist(), builder.array("labelled").tolist()
+    table = tokenise([sample], tokenizer, ids)
+    assert not table["refused"]
+    return table["tokens"].tolist(), table["labelled"].tolist()
 
 
 def native_text(tiny, conversation):
