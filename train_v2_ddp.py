@@ -18,7 +18,7 @@ import sys
 
 from core import cli
 from core.cli import require
-from speech.conversations import CHECKS, check_data, data_flags, source_paths
+from speech.conversations import CHECKS, SETTINGS, check_data, data_flags, source_paths
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. Flags of speech/prepare_tts.py work too.")
@@ -95,7 +95,7 @@ from core import (adapters, checkpoint, dist, json_files, metrics, optim, packin
                   tensor_io)
 from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
-from speech import conversations, weights
+from speech import weights
 from speech.dataset import read_flags
 from speech.labels import N_EXTRA, batch_sums, step_work, total_loss
 
@@ -127,7 +127,7 @@ def empty_model(source, config_dict):
     """(model on the meta device, {weight name: its slices in the files of folder `source`}). Only
     trained weights require gradients. UserError if the folder has other weights than the model."""
     base_dtype = dtype if args.use_lora and dtype else torch.float32    # frozen: half is enough
-    native = net = module.empty_model(config_dict, base_dtype, source)
+    native = net = module.empty_model(config_dict, base_dtype)
     parts = module.weight_parts(source, config_dict)
     weights.check_weights(native, parts, source)
     if args.use_lora:
@@ -333,8 +333,8 @@ def save():
 
     def save_config(path):
         # speech from this checkpoint must normalise texts as training did
-        conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
-                                   args.base_dtype)
+        checkpoint.write_json(path / SETTINGS, {"normalize_text": args.normalize_text,
+                                                "base_dtype": args.base_dtype})
         if args.use_lora:
             adapters.save_config(net, path)
         else:

@@ -6,7 +6,6 @@ assistant turn with its clip, then the target text answered by the target clip. 
 The text to speak is normalised if the caller asks for it; a reference's transcript never is.
 Imports no torch.
 """
-import json
 import os
 import re
 import unicodedata
@@ -15,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from core import cli
-from core.cli import UserError, one_line, require
-from core.json_files import HALF_CHARACTER, read_object
+from core.cli import one_line, require
+from core.json_files import HALF_CHARACTER
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
@@ -36,7 +35,7 @@ FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 LONGEST_CLIP_S = 600    # the codec encodes a clip at once, and a second takes 25 positions
 MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
 CACHE_SIZE = 100_000         # audio files that are remembered: references come again
-SETTINGS = "text_settings.json"     # in a checkpoint: its run's --normalize_text, for speaking
+SETTINGS = "text_settings.json"     # in a checkpoint: --normalize_text and --base_dtype of its run
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
 MARKS = str.maketrans({
@@ -463,30 +462,3 @@ def target_text(asked, answer):
                     if not letters(asked[i - 1])):      # not inside a word
         return answer, "shortened"
     return bare, None
-
-
-# ---- The setting of a checkpoint
-
-
-def save_setting(path, value, base_dtype=None):
-    """Write a checkpoint's file SETTINGS: "on" if its run normalised its texts, else "off"; and
-    "nf4" as base_dtype if its adapter was trained on such a base."""
-    settings = {"normalize_text": value} | ({"base_dtype": "nf4"} if base_dtype == "nf4" else {})
-    Path(path).write_text(json.dumps(settings) + "\n")
-
-
-def saved_setting(folder, name="normalize_text", known=("on", "off")):
-    """A setting of a checkpoint folder, None if it has none."""
-    try:
-        value = read_object(Path(folder) / SETTINGS)[name]
-    except (UserError, KeyError):
-        return None
-    return value if value in known else None
-
-
-def check_base_dtype(args):
-    """Make args.base_dtype "nf4" or None. It is that of --adapter if the flag is not given."""
-    saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
-    args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
-    if args.base_dtype:
-        cli.require_package("bitsandbytes", "--base_dtype nf4")

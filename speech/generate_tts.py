@@ -77,7 +77,6 @@ def check_flags(args, world_size):
     cli.above_zero(args, "max_seconds")
     cli.at_least_one(args, "batch_size best_of")
     cli.share(args, "max_cer")
-    conversations.check_base_dtype(args)
     judges.check_judges(args)
     listens = args.asr_model or args.asr_command
     require(args.best_of > 1 or not (listens or args.speaker_model),
@@ -121,6 +120,7 @@ def earlier_results():
     return old
 
 
+speak.check_base_dtype(args)
 world = dist.init()
 require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device != "auto":

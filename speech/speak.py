@@ -23,13 +23,15 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist
 from core.checkpoint import write_atomically, write_json
-from core.cli import UserError, plural, problem_text, require, stop_requested
-from core.json_files import read_text
+from core.cli import (UserError, plural, problem_text, require, require_package,
+                      stop_requested)
+from core.json_files import read_object, read_text
 from speech import judges, weights
 from speech.codes import SAVED, decode_clips, encode_clip, load_codec
-from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, BadSample, Clip, Reading, Sample,
-                                  Turn, canonical_sample, canonical_turns, mark_trained, normalise,
-                                  normalise_requests, saved_setting, system_parts, trim_turn)
+from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, SETTINGS, BadSample, Clip,
+                                  Reading, Sample, Turn, canonical_sample, canonical_turns,
+                                  mark_trained, normalise, normalise_requests, system_parts,
+                                  trim_turn)
 from speech.dataset import ALL, open_source, tokenise
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
@@ -38,6 +40,23 @@ STRIDE = 1_000_003      # step of the seed from take to take; from batch to batc
 PAUSE_S = 0.12          # silence between chunks of a long text
 
 # ---- Prompts
+
+
+def saved_setting(folder, name="normalize_text", known=("on", "off")):
+    """A setting of a checkpoint folder, None if it has none."""
+    try:
+        value = read_object(Path(folder) / SETTINGS)[name]
+    except (UserError, KeyError):
+        return None
+    return value if value in known else None
+
+
+def check_base_dtype(args):
+    """Make args.base_dtype "nf4" or None. It is that of --adapter if the flag is not given."""
+    saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
+    args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
+    if args.base_dtype:
+        require_package("bitsandbytes", "--base_dtype nf4")
 
 
 def setting_to_speak(wanted, model, adapter=None):
@@ -204,7 +223,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     """Native model on the device, in eval mode. adapter: a PEFT folder or None; it stays unmerged,
     in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
-    native = net = module.empty_model(config, dtype, folder)
+    native = net = module.empty_model(config, dtype)
     parts, load = module.weight_parts(folder, config), weights.load_weights
     weights.check_weights(native, parts, folder)
     if adapter:

@@ -282,7 +282,7 @@ loss_report = partial(labels.loss_report, all_ends=True)
 # ---- Files
 
 
-def empty_model(config_dict, dtype, folder=None):
+def empty_model(config_dict, dtype):
     """Higgs3 on the meta device, of a config.json dict. Call reset_buffers later."""
     config = read_config(config_dict)
     with torch.device("meta"):
