@@ -18,8 +18,8 @@ from core.cli import plural, require
 from core.dist import rank0
 from core.json_files import Problems, settle
 from speech.conversations import FRAME_RATE
-from speech.dataset import (CodeReader, audio_numbers, ensure_codes, find_bad_audio, is_prepared,
-                            last_clips, new_builder, problem_of, read_all)
+from speech.dataset import (CodeReader, audio_numbers, ensure_codes, is_prepared, last_clips,
+                            new_builder, problem_of, read_all)
 from speech.labels import IGNORE
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
@@ -85,8 +85,11 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
             report()
 
     def write():
-        problems.add(find_bad_audio(builder, codes))
-        report()
+        if codes.errors or ids.min_frames > 1:      # of TTS 3, any clip may be too short
+            from speech.codes import find_bad_audio
+            problems.add(find_bad_audio(builder, codes))
+        if dry or codes.errors:
+            report()
         # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder

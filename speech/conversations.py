@@ -33,7 +33,6 @@ CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 LONGEST_CLIP_S = 600    # the codec encodes a clip at once, and a second takes 25 positions
-MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
 CACHE_SIZE = 100_000         # audio files that are remembered: references come again
 SETTINGS = "text_settings.json"     # in a checkpoint: --normalize_text and --base_dtype of its run
 
@@ -67,7 +66,7 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Part of an audio file. filled: zeros pad it to MIN_REFERENCE_S seconds before encoding."""
+    """Part of an audio file. filled: zeros pad it to codes.MIN_REFERENCE_S seconds."""
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end

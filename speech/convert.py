@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder 
 
 from core import cli, json_files
 from core.cli import UserError, plural, first_line, one_line, require
-from speech.conversations import (SCENE, TASK_TYPES, BadSample, Paths, Reading, canonical_sample,
-                                  content_items, is_chatml, sample_name, system_parts)
+from speech.conversations import (SCENE, TASK_TYPES, BadSample, Paths, Reading, content_items,
+                                  is_chatml, sample_name, system_parts)
 
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
@@ -715,15 +715,6 @@ def find_candidates(rows, reading):
     return {speaker: sorted(clips, key=rank)[:CANDIDATES] for speaker, clips in candidates.items()}
 
 
-def sample_text(entry, paths):
-    """One line that shows how a row was read: texts and clips in order, and the labels."""
-    sample = canonical_sample("", entry, paths)
-    parts = [f"text {piece[:60]!r}" if isinstance(piece, str) else f"audio {piece.path}"
-             for turn in sample.turns if turn.role != "system" for piece in turn.parts]
-    labels = {"speaker": sample.speaker, "language": sample.language}
-    return ", ".join(parts + [f"{name} {value}" for name, value in labels.items() if value])
-
-
 def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
@@ -788,8 +779,10 @@ def to_chatml(source, out_path, problems, *, held_out=False, **settings):
     print(f"converted  {one_line(path)}: {plural(len(lines) + len(refused), 'row')} = "
           f"{len(lines)} kept + {len(refused)} refused; {out_path}"
           + (f"; {others} are of another split" if others else ""))
-    with contextlib.suppress(BadSample, IndexError):        # read_all() lists such a sample
-        print(f"           first sample: {one_line(sample_text(json.loads(lines[0]), paths))}")
+    for row in table[:1]:
+        shown = {name: row[name] for name in ("text", "audio", "speaker", "language")
+                 if name in row}
+        print(f"           first sample: {one_line(shown)}")
     unusual = [row["text"] for row in table if ODD_TEXT.search(row["text"])]
     outside = [row["audio"] for row in table if not os.path.isabs(row["name"])
                and not Path(row["audio"]).is_relative_to(paths.base)]

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sys
 import uuid
 import zlib
@@ -33,7 +32,7 @@ from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, map_chunks, token_lists
 from core.json_files import Problem, problem
-from speech.conversations import (CHATML, FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading,
+from speech.conversations import (CHATML, SHORTENED, BadSample, Clip, Paths, Reading,
                                   canonical_sample, is_chatml, sample_name, source_paths)
 
 CHUNK = 2048    # entries of a file that are tokenised together
@@ -156,20 +155,16 @@ def read_all(builder, sources, problems, folder=None, inspect=None):
 
 @contextlib.contextmanager
 def new_builder(world, tokenizer, ids, output_dir):
-    """Context with (TableBuilder, list of its clips); None, [] on ranks > 0. At its end earlier
-    tables are deleted, after an error the new one, unless prepared.json names it."""
+    """Context with (TableBuilder, list of its clips); None, [] on ranks > 0. At its end the tables
+    of earlier starts are deleted, also those of failed ones."""
     if not world.is_main:
         yield None, []
         return
-    out, name = Path(output_dir), f"table-{uuid.uuid4().hex[:8]}"
-    try:
-        builder = TableBuilder(tokenizer, ids, out / name)
-        yield builder, builder.clips
-    except BaseException:
-        if not is_prepared(out) or name not in (out / PREPARED).read_text():
-            shutil.rmtree(out / name, ignore_errors=True)
-        raise
-    checkpoint.remove_named(out, rf"(?!{name})table-[0-9a-f]{{8}}")     # a job keeps mapped files
+    name = f"table-{uuid.uuid4().hex[:8]}"
+    builder = TableBuilder(tokenizer, ids, Path(output_dir) / name)
+    yield builder, builder.clips
+    # a job keeps mapped files
+    checkpoint.remove_named(output_dir, rf"(?!{name})table-[0-9a-f]{{8}}")
 
 
 def sums(values, offsets):
@@ -268,13 +263,6 @@ class TableBuilder:
             column.append(values[name])
         self.notices.update(chunk["notices"])
 
-    def samples_with(self, clips):
-        """[(sample number, the first of `clips` in it)] of the samples that use one of `clips`."""
-        used, offsets = self.array("clips"), self.array("clip_offsets")
-        uses = np.flatnonzero(np.isin(used, clips))
-        samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
-        return list(zip(samples.tolist(), used[uses[first]].tolist()))
-
     def write(self, cache_folder, shards, where, left_out=False):
         """Write the table to `folder` and end the builder. left_out: (n,) bool, samples not to use.
 
@@ -294,20 +282,6 @@ class TableBuilder:
             for name, values in columns.items():
                 np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
-
-
-def find_bad_audio(builder, codes):
-    """[Problem] of samples with a clip without codes in ClipCodes. A trained clip that is too short
-    for the model loses its codes."""
-    errors, where, least = codes.errors, codes.where, builder.ids.min_frames
-    for clip in np.unique(builder.array("clips")[builder.array("trained")]).tolist():
-        if 0 < where[clip, 2] < least:
-            errors[clip] = (
-                f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
-                f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
-            where[clip, 2] = 0
-    return [problem_of(builder, i, "audio", f"its audio {errors[clip]}")
-            for i, clip in builder.samples_with(list(errors))]
 
 
 def last_clips(clips, offsets):

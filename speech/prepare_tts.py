@@ -76,10 +76,11 @@ import numpy as np
 from core import checkpoint, dist, json_files, run
 from core.json_files import LIST, Problems, problem
 from speech import weights
+from speech.codes import find_bad_audio, samples_with
 from speech.conversations import FRAME_RATE, Reading
 from speech.dataset import (PREPARED, audio_numbers, codec_fingerprint, ensure_codes,
-                            find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
-                            read_all, read_flags, sums)
+                            is_prepared, last_clips, new_builder, problem_of, read_all,
+                            read_flags, sums)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -159,7 +160,7 @@ def find_problems(builder, facts, codes, least, most):
     failures = []       # (sample, check, text)
     for check, wrong, text, value in of_clips:
         failures += [(i, check, f"{text.format(value[clip])}: {builder.clips[clip].path}")
-                     for i, clip in builder.samples_with(np.flatnonzero(wrong)) if usable[i]]
+                     for i, clip in samples_with(builder, np.flatnonzero(wrong)) if usable[i]]
     for check, wrong, text in of_samples:
         failures += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
     return [problem_of(builder, i, check, text)

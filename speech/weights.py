@@ -67,10 +67,8 @@ def find_checkpoint(name, flag):
                 "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
         raise UserError(f"{flag} {name}: has no readable config.json ({error})")
     kind = config.get("model_type")
-    swapped = kind in sum(KINDS.values(), ())
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, KINDS[flag]))}"
-            + "; --model_path and --audio_tokenizer_path are swapped" * swapped)
+            f"{' or '.join(map(repr, KINDS[flag]))}")
     return folder, config
 
 

@@ -228,7 +228,7 @@ def test_a_failed_start_keeps_the_prepared_table(tiny, tokenizer, ids, speech, f
             raise OSError("killed")
         patch.setattr(prepare_tts, "tokenizer_fingerprint", write_prepared)      # for prepared.json
         prepared(tiny, tokenizer, ids, speech, out)
-    assert list(out.glob("table-*")) == [table]
+    assert table.exists()
     prepared(tiny, tokenizer, ids, speech, out)
     (new,) = out.glob("table-*")
     assert new.name == json.loads((out / "prepared.json").read_text())["table"] != table.name
