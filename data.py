@@ -141,36 +141,33 @@ def split_samples(table, share, seed):
     return np.sort(np.concatenate(mixed)), held_out
 
 
-def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=print,
                    output_dir=None):
     """(training, validation) numbers of usable samples: short enough, and no audio in both parts.
 
     max_length: --max_length, or by default the model's positions. max_tokens:
     --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out; otherwise raise UserError.
-    say: print how many are used and dropped. output_dir: where to list them; None: nowhere."""
+    say: prints how many are used and dropped. output_dir: where to list them; None: nowhere."""
     audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
     twice = np.isin(audio[train], audio[held_out])
-    if say and twice.any():
-        print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
-              "in the validation data")
+    if twice.any():
+        say(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is in "
+            "the validation data")
     train = train[~twice]
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
-    dropped = settle(
-        (problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
-                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}")
-         for numbers in (train, held_out)
-         for i in np.unique(numbers[table.lengths[numbers] > limit])),
-        ("too_long",) if drop else (), output_dir,
-        "\nfix: shorten them, raise the limit, or pass --drop_too_long")
-    if say and dropped:
-        print(f"data       dropped: {dropped}")
+    numbers = np.union1d(train, held_out)
+    problems = (problem_of(
+        table, i, "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s "
+        f"of audio), more than {flag} {limit}") for i in numbers[table.lengths[numbers] > limit])
+    if dropped := settle(problems, ("too_long",) if drop else (), output_dir,
+                         "\nfix: shorten them, raise the limit, or pass --drop_too_long"):
+        say(f"data       dropped: {dropped}")
     train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     require(len(train), "no training samples are left that can be used")
     lengths, hours = table.lengths[train], table.frames[train].sum() / FRAME_RATE / 3600
-    if say:
-        print(f"samples    {len(train)} to train, {len(held_out)} to validate; tokens mean "
-              f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
+    say(f"samples    {len(train)} to train, {len(held_out)} to validate; tokens mean "
+        f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
     return train, held_out
 
 

@@ -46,6 +46,14 @@ from core import adapters, checkpoint, tensor_io
 from speech import layout_2025, speak, weights
 from speech.conversations import SETTINGS
 
+# for the model card
+TERMS_V2 = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built
+on the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
+licensed from Boson AI USA, Inc. ...")."""
+TERMS_TTS3 = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3
+Research and Non-Commercial License, which goes with derived models. No voice may be cloned
+without its owner's consent."""
+
 # ---- Export. Memory holds at most one output file and the largest tensor in fp32. The folder
 # appears only when it is complete.
 
@@ -115,7 +123,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         (building / "README.md").write_text(        # a model card, which the hub requires
             "---\nlicense: other\npipeline_tag: text-to-speech\n---\n\n"
             f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
-            f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
+            f"`train_v2_ddp.py`.\n\n{TERMS_TTS3 if tts3 else TERMS_V2}\n", encoding="utf-8")
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
             f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE]),
             f"to publish: hf upload OWNER/NAME {output_dir}"]

@@ -161,7 +161,7 @@ if args.keep:
 table = make_table(world, tokenizer, ids, *read_flags(args, ids, codec_dir), work_dir, dry)
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
-    max_length=args.max_length or config.max_position_embeddings, say=main_rank,
+    max_length=args.max_length or config.max_position_embeddings, say=print0,
     max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
     output_dir=None if dry or not main_rank else args.output_dir)
 if args.tf32:       # only now: codes in the cache must not depend on it
@@ -409,9 +409,7 @@ while step < total_steps and not stopping:
 
     # log: the host waits for the device here
     last = step == total_steps
-    # packs of one padding token, which fill an epoch's last step; other packs have no padding
-    empty = max(0, first_pack - order.packs_per_epoch)
-    timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"] + empty)
+    timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"])
     if last or step % args.logging_steps == 0:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()

@@ -13,22 +13,17 @@ from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeli
 from core import kernels
 from speech import labels
 # for weights.module(), with the code below
-from speech.labels import IGNORE, token_ids  # noqa: F401
-from speech.weights import (empty_model, load_tokenizer, native_config,  # noqa: F401
+from speech.labels import IGNORE, loss_report, token_ids  # noqa: F401
+from speech.weights import (empty_model, load_tokenizer, read_config,  # noqa: F401
                             reset_buffers, weight_parts)
 
 LICENCE = None          # no notice needed
-TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
-the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
-licensed from Boson AI USA, Inc. ...")."""       # for the model card
 LORA_TARGETS = "attention"      # default of --lora_target_modules: four linear layers
 WHOLE_MODULES = ()      # modules that an adapter may contain in full
 # sampling settings of the released model
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7}
 
 # ---- The interface of weights.module(), with the imported names
-
-read_config = native_config
 
 
 def text_setting(wanted):
@@ -143,7 +138,6 @@ class PackedHiggs(labels.PackedBase):
 
 
 packed = PackedHiggs        # of module()
-loss_report = labels.loss_report
 
 
 def freeze_unreachable(model, text_loss_weight):

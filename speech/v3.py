@@ -40,9 +40,6 @@ SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 MODEL_TYPE = "higgs_multimodal_qwen3"
 LICENCE = ("Higgs TTS 3 weights and models fine-tuned from them: research and non-commercial use "
            "(see their LICENSE)")
-TERMS = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3
-Research and Non-Commercial License, which goes with derived models. No voice may be cloned
-without its owner's consent."""       # of a model card
 LORA_TARGETS = "all-linear"     # default of --lora_target_modules: seven linear layers
 # defaults of sglang-omni's speech endpoint
 DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}
@@ -322,7 +319,9 @@ def whole_files(tensors, folder, codec=None):
     for head, table in HEADS.items():
         slices, dtype, fold = tensors[table]
         tensors[head] = (slices, dtype, fold or torch.clone)    # a copy, as both are written
-    source, prefix = (weights.find_codec(codec)[0], "") if codec else (folder, CODEC)
+    source, prefix = folder, CODEC
+    if codec:
+        source, prefix = weights.find_model(codec, weights.CODEC_FLAG)[0], ""
     stored = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
     require(any(name.startswith(prefix) for name in stored),
             f"{folder}: holds no codec, which servers need; give --audio_tokenizer_path")

@@ -16,8 +16,9 @@ from core.cli import UserError, first_line, require
 
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
+CODEC_FLAG = "--audio_tokenizer_path"
 KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-         "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
+         CODEC_FLAG: ("higgs_audio_v2_tokenizer",)}     # {flag: model_types}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA_TARGETS = {        # endings of module names
     "attention": ATTENTION,
@@ -46,18 +47,18 @@ def module(config):
 def find_files(world, model_path, codec_path):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective."""
     require(codec_path, "give --audio_tokenizer_path, such as bosonai/higgs-audio-v2-tokenizer")
-    for find, path in ((find_model, model_path), (find_codec, codec_path)):
-        dist.rank0(world, find, path)       # rank 0 downloads hub names before the others look
+    for path, flag in ((model_path, "--model_path"), (codec_path, CODEC_FLAG)):
+        dist.rank0(world, find_model, path, flag)   # downloads hub names before other ranks look
     folder, config = find_model(model_path)
     if world.is_main and module(config).LICENCE:
         print(f"licence    {module(config).LICENCE}", flush=True)
-    return folder, config, find_codec(codec_path)[0]
+    return folder, config, find_model(codec_path, CODEC_FLAG)[0]
 
 
 # ---- Folders and configuration
 
 
-def find_checkpoint(name, flag):
+def find_model(name, flag="--model_path"):
     """(folder, config.json as a dict) of a folder or hub name given by a flag. Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
     try:
@@ -72,11 +73,7 @@ def find_checkpoint(name, flag):
     return folder, config
 
 
-find_model = partial(find_checkpoint, flag="--model_path")
-find_codec = partial(find_checkpoint, flag="--audio_tokenizer_path")
-
-
-def native_config(config):
+def read_config(config):
     """HiggsAudioV2Config of a config.json dict in the native or the 2025 layout. UserError."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
@@ -102,7 +99,7 @@ def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remot
 
 def empty_model(config_dict, dtype):
     """Native model with its text head on the meta device, of a config.json dict."""
-    config = native_config(config_dict)
+    config = read_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
