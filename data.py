@@ -122,22 +122,20 @@ def split_samples(table, share, seed):
     """(train, validation) sample numbers, sorted. share, seed: as in split_validation, which is
     used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
     draws that share of them by the seed."""
-    def numbers(held_out):
-        samples = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
-                                  for s in table.sources if s["held_out"] == held_out)])
-        return samples[table.audible[samples]]
-
-    train, held_out = numbers(False), numbers(True)
+    is_held_out = np.zeros(len(table), bool)
+    for source in table.sources:
+        is_held_out[source["first"]:source["stop"]] = source["held_out"]
+    train, held_out = (np.flatnonzero(table.audible & (is_held_out == wanted))
+                       for wanted in (False, True))
     if not len(held_out):
         of_train, of_held_out = split_validation(len(train), share, seed)
         train, held_out = train[of_train], train[of_held_out]
     mixed = []
     for i, source in enumerate(table.sources):
-        if not source["held_out"]:
-            samples = train[(train >= source["first"]) & (train < source["stop"])]
-            whole, fraction = divmod(source["weight"], 1)
-            order = np.random.default_rng((seed, 3, i)).permutation(samples)
-            mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
+        samples = train[(train >= source["first"]) & (train < source["stop"])]
+        whole, fraction = divmod(source["weight"], 1)
+        order = np.random.default_rng((seed, 3, i)).permutation(samples)
+        mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
     return np.sort(np.concatenate(mixed)), held_out
 
 
@@ -202,9 +200,6 @@ class SpeechSamples:
 
     def __init__(self, table, ids):
         self.table, self.ids = table, ids
-
-    def __len__(self):
-        return len(self.table)
 
     def __getitem__(self, i):
         t = self.table

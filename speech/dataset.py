@@ -142,7 +142,6 @@ def read_all(builder, sources, problems, folder=None, inspect=None):
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
         if not kept and not problems.n_fatal:
-            problems.settle()
             raise UserError(f"{path}: holds no samples{' that can be used' if lost else ''}")
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
                                 "first": start, "stop": len(builder)})

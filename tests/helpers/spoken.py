@@ -66,7 +66,7 @@ def samples_of(model_folder, conversations, folder):
     tokenizer, config = AutoTokenizer.from_pretrained(model_folder), read_object(model_folder / "config.json")
     ids = token_ids(tokenizer, read_config(config))
     data = SpeechSamples(dialogues.table_of(conversations, tokenizer, ids, folder, codes_of), ids)
-    return ids, [data[i] for i in range(len(data))]
+    return ids, [data[i] for i in range(len(data.table))]
 
 
 def audio_labels(sample):

@@ -8,7 +8,7 @@ import torch
 
 from speech.conversations import Sample
 from speech.dataset import tokenise
-from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_labels, delay_rows, flops_per_pack,
+from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_rows, flops_per_pack,
                            total_loss)
 from speech.speak import read_samples
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
@@ -19,7 +19,7 @@ CODES = np.array([[A0, B0, C0, D0], [A1, B1, C1, D1], [A2, B2, C2, D2]])        
 
 
 def test_golden_labels():
-    assert delay_labels(CODES, E).tolist() == [
+    assert delay_rows(CODES, IGNORE, E, IGNORE).tolist() == [
         [_, _, _, _], [A0, _, _, _], [A1, B0, _, _], [A2, B1, C0, _],
         [E, B2, C1, D0], [_, E, C2, D1], [_, _, E, D2], [_, _, _, E]]
 
@@ -36,7 +36,7 @@ def test_counts_are_those_of_the_rows(frames):
         assert len(positions) == trained * ids.predictions(frames)
         assert (rows != IGNORE).sum() == trained * ids.targets(frames)
         # position p predicts audio row p, since audio rows begin at position 1
-        assert (delay_labels(codes, EOS)[positions] == rows).all()
+        assert (delay_rows(codes, IGNORE, EOS, IGNORE)[positions] == rows).all()
         assert sample["input_ids"][sample["is_audio"]].tolist() == [1] * (frames + 2) + [2] * (BOOKS - 1)
 
 
@@ -47,7 +47,7 @@ def test_rows_equal_transformers_delay_pattern(frames, books):
     framed = torch.tensor(np.concatenate([np.full((1, books), BOS), codes, np.full((1, books), EOS)]).T)[None]
     special = SimpleNamespace(audio_stream_bos_id=BOS, audio_stream_eos_id=EOS)
     native = HiggsAudioV2Processor.build_delay_pattern(special, framed)[0].T
-    assert delay_rows(codes, BOS, EOS).tolist() == native.tolist()
+    assert delay_rows(codes, BOS, EOS, EOS).tolist() == native.tolist()
 
 
 BY_HAND = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following instruction.\n\n"

@@ -95,7 +95,7 @@ def test_the_prompt_of_each_part_has_the_codes_of_the_part_before(voice):
     codes, ended_by, wave, _ = first
     audio_ids = seen[1][0].row(ids)["audio_ids"]
     heard = len(audio_ids) - 9       # frames of the first part
-    assert np.array_equal(audio_ids, delay_rows(codes[:heard], ids.stream_bos, ids.stream_eos))
+    assert np.array_equal(audio_ids, delay_rows(codes[:heard], ids.stream_bos, ids.stream_eos, ids.stream_eos))
     assert 8 <= heard < len(codes) and ended_by == "eos"
     assert len(wave) == 960 * len(codes) + round(speak.PAUSE_S * 24000) and len(second[0])
     assert seen[1][0].voice is None
