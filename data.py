@@ -18,8 +18,8 @@ from core.cli import plural, require
 from core.dist import rank0
 from core.json_files import Problems, settle
 from speech.conversations import FRAME_RATE
-from speech.dataset import (CodeReader, audio_numbers, ensure_codes, is_prepared, last_clips,
-                            new_builder, problem_of, read_all)
+from speech.dataset import (CodeReader, ensure_codes, is_prepared, last_clips, new_builder,
+                            problem_of, read_all)
 from speech.labels import IGNORE
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
@@ -146,7 +146,7 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     max_length: --max_length, or by default the model's positions. max_tokens:
     --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out; otherwise raise UserError.
     say: prints how many are used and dropped. output_dir: where to list them; None: nowhere."""
-    audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
+    _, audio = last_clips(table.clips, table.clip_offsets, table.where)
     twice = np.isin(audio[train], audio[held_out])
     if twice.any():
         say(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is in "

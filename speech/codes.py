@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader
 from core import checkpoint, packing, run, tensor_io
 from core.cli import UserError, first_line, require, require_package, stop_requested
 from core.dist import all_gather, rank0
-from speech.conversations import FRAME_RATE, LONGEST_CLIP_S, SAMPLE_RATE
+from speech.conversations import FRAME_RATE, LONGEST_CLIP_S
 from speech.dataset import digest_columns, file_key, key_of, look_up, problem_of, read_index
 
+SAMPLE_RATE = 24_000
 MIN_REFERENCE_S = 1.0           # shorter references of TTS 3 are padded, as by its servers
 MIN_SAMPLES = 960               # one codec frame
 SHORTEST_REFERENCE = round(MIN_REFERENCE_S * SAMPLE_RATE)

@@ -24,14 +24,12 @@ MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for t
     "for the following text, using the specified voice.\n"
     "If no speaker tag is present, select a suitable voice on your own.")
 TAG = re.compile(r"\[(SPEAKER\d+)\]")
-SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
 CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
 # checks of samples, for --drop_bad
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")
-SAMPLE_RATE = 24_000
-FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
+FRAME_RATE = 25         # codec frames per second: 24 kHz / hop 960
 LONGEST_CLIP_S = 600    # the codec encodes a clip at once, and a second takes 25 positions
 CACHE_SIZE = 100_000         # audio files that are remembered: references come again
 SETTINGS = "text_settings.json"     # in a checkpoint: --normalize_text and --base_dtype of its run
@@ -159,7 +157,8 @@ def source_paths(args):
     for word in args.train_data_file or args.train_data_dir:
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
         weighted = match and not os.path.exists(word)
-        paths.append((*((match[1], float(match[2])) if weighted else (word, 1.0)), False))
+        path, weight = (match[1], float(match[2])) if weighted else (word, 1.0)
+        paths.append((path, weight, False))
     held_out = args.eval_data_file or args.eval_data_dir
     return [*paths, (held_out, 1.0, True)] if held_out else paths
 

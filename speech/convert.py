@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder 
 
 from core import cli, json_files
 from core.cli import UserError, plural, first_line, one_line, require
-from speech.conversations import (SCENE, TASK_TYPES, BadSample, Paths, Reading, content_items,
-                                  is_chatml, sample_name, system_parts)
+from speech.conversations import (TASK_TYPES, BadSample, Paths, Reading, content_items, is_chatml,
+                                  sample_name, system_parts)
 
+SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
                ".w64", ".rf64")     # what libsndfile reads
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile

@@ -37,7 +37,6 @@ from speech.conversations import (CHATML, SHORTENED, BadSample, Clip, Paths, Rea
 
 CHUNK = 2048    # entries of a file that are tokenised together
 ALL = range(sys.maxsize).__contains__       # `wanted` of open_source: every number
-PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
 # columns that TableBuilder fills, and those of lists: {values: where each list begins}
 LISTS = {"tokens": "token_offsets", "names": "name_offsets", "clips": "clip_offsets"}
@@ -87,8 +86,8 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
             unit, read = json_files.read_entries(file)
             _, first = next(read(ALL), (0, None))
     if is_chatml(first):
-        changed = [f"--{name}" for name, default in vars(Reading()).items()
-                   if name in PROMPT_FLAGS and getattr(reading, name) != default]
+        changed = [f"--{name}" for name in ("task_type", "columns", "reference", "reference_share")
+                   if getattr(reading, name) != getattr(Reading, name)]
         if changed:
             print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
                   f"{', '.join(changed)} does not change", flush=True)
@@ -283,15 +282,12 @@ class TableBuilder:
             (self.folder / "codes.json").write_text(json.dumps(codes))
 
 
-def last_clips(clips, offsets):
-    """(n,) the value in `clips` of each sample's last clip. offsets: (n + 1,) of the first ones."""
-    return clips[np.maximum(offsets[1:], 1) - 1]
-
-
-def audio_numbers(where, clips):
-    """(n,) int64 for clip numbers, equal for clips of the same audio."""
-    shard, row = where[clips, 0], where[clips, 1]
-    return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
+def last_clips(clips, offsets, where):
+    """((n,) number of each sample's last clip, (n,) int64 that are equal for the same audio).
+    clips, offsets: columns of a table."""
+    last = clips[np.maximum(offsets[1:], 1) - 1]
+    shard, row = where[last, 0], where[last, 1]
+    return last, np.where(shard < 0, -2 - last.astype(np.int64), shard * 2**40 + row)
 
 
 # ---- Codes of clips

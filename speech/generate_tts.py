@@ -157,7 +157,7 @@ noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": a
          "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
          **module.DRAWS, **draws}
 prepare = partial(speak.prepare, tokenizer=tokenizer, ids=ids, codec=codec, bandwidth=bandwidth,
-                  room=module.positions(config) - settings.max_new_tokens)
+                  room=speak.positions(config) - settings.max_new_tokens)
 # batches come from the whole list, so they do not depend on the number of ranks
 batches = {first: prepare(samples[first:first + args.batch_size]) for first in range(
     world.rank * args.batch_size, len(samples), world.size * args.batch_size)}

@@ -247,27 +247,23 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
-def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
-    """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
-
-    A matrix of N weights costs 2N per row forward, 2N for the input's gradient and, when trained,
-    2N for the weights'. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and
-    twice that backward. Recomputation and adapters are not counted."""
-    h, d = config.hidden_size, config.head_dim
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
-    rows = tokens * layer * config.num_hidden_layers
-    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
-    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
-
-
 def step_work(config, table, samples, lora):
-    """Totals over the samples of an optimizer step on all ranks, from the table; Python numbers."""
+    """Totals over the samples of an optimizer step on all ranks, from the table; Python numbers.
+
+    flops: the model's, forward and backward; each row runs one of V2's two FFNs. A matrix of N
+    weights costs 2N per row forward, 2N for the input's gradient and, when trained, 2N for the
+    weights'. An attended (query, key) pair costs 4 * heads * head_dim forward and twice that
+    backward. Recomputation and adapters are not counted."""
     lengths = table.lengths[samples].astype(np.int64)
     pairs = lengths * (lengths + 1) // 2        # of causal attention
     tokens, n_audio, n_text, pairs, frames = (int(values.sum()) for values in (
         lengths, table.audio_targets[samples], table.text_targets[samples], pairs,
         table.frames[samples]))
-    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": tokens,
-            "samples": len(samples), "audio_seconds": frames / FRAME_RATE,
-            "flops": flops_per_pack(config, tokens, n_audio, n_text, pairs, lora)}
+    h, d = config.hidden_size, config.head_dim
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
+    rows = tokens * layer * config.num_hidden_layers
+    rows += n_audio * h * config.codebook_size + n_text * h * config.vocab_size
+    flops = (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
+    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": tokens, "flops": flops,
+            "samples": len(samples), "audio_seconds": frames / FRAME_RATE}

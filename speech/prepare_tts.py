@@ -78,9 +78,8 @@ from core.json_files import LIST, Problems, problem
 from speech import weights
 from speech.codes import find_bad_audio, samples_with
 from speech.conversations import FRAME_RATE, Reading
-from speech.dataset import (PREPARED, audio_numbers, codec_fingerprint, ensure_codes,
-                            is_prepared, last_clips, new_builder, problem_of, read_all,
-                            read_flags, sums)
+from speech.dataset import (PREPARED, codec_fingerprint, ensure_codes, is_prepared, last_clips,
+                            new_builder, problem_of, read_all, read_flags, sums)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -113,7 +112,7 @@ def find_problems(builder, facts, codes, least, most):
     facts: FACTS of its samples. codes: ClipCodes. least, most: seconds of a clip."""
     where = codes.where
     clips, offsets = map(builder.array, ("clips", "clip_offsets"))
-    target = last_clips(clips, offsets)
+    target, audio = last_clips(clips, offsets, where)
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -133,7 +132,7 @@ def find_problems(builder, facts, codes, least, most):
         if spoken.sum() >= ENOUGH:
             quartiles = np.quantile(pace[spoken], (0.25, 0.75))
             low[spoken], high[spoken] = quartiles + np.diff(quartiles) * (-SPREAD, SPREAD)
-    audio, held_out = audio_numbers(where, target), np.zeros(len(builder), bool)
+    held_out = np.zeros(len(builder), bool)
     for source in builder.sources:
         held_out[source["first"]:source["stop"]] = source["held_out"]
 
@@ -190,8 +189,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         left_out[[p.sample for p in of_samples if p.sample is not None and p.check in drop]] = True
         require(not left_out.all(),
                 f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
-        clips = last_clips(*map(builder.array, ("clips", "clip_offsets")))
-        frames = codes.where[clips, 2]
+        last, _ = last_clips(builder.array("clips"), builder.array("clip_offsets"), codes.where)
+        frames = codes.where[last, 2]
         report = {
             "samples": int((~left_out).sum()), "dropped": int(left_out.sum()) + refused,
             "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),

@@ -27,11 +27,12 @@ from core.cli import (UserError, plural, problem_text, require, require_package,
                       stop_requested)
 from core.json_files import read_object, read_text
 from speech import judges, weights
-from speech.codes import SAVED, decode_clips, encode_clip, load_codec
-from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, SETTINGS, BadSample, Clip,
+from speech.codes import SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
+from speech.conversations import (FRAME_RATE, SETTINGS, BadSample, Clip,
                                   Reading, Sample, Turn, canonical_sample, canonical_turns,
                                   mark_trained, normalise, normalise_requests, system_parts,
                                   trim_turn)
+from speech.convert import SCENE
 from speech.dataset import ALL, open_source, tokenise
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
@@ -217,6 +218,12 @@ def prompt_batch(prompts, ids):
 
 
 # ---- Generation
+
+
+def positions(config):
+    """Most tokens of a prompt with its speech. V2's config.json may say 2,048, but its rotary
+    positions are scaled for the 131,072 of the released checkpoint."""
+    return max(config.max_position_embeddings, 0 if weights.is_tts3(config.model_type) else 131072)
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
@@ -554,7 +561,7 @@ class Speaker:
         """On every rank. args: the trainer's flags. Encodes the prompts. Raises UserError."""
         self.args, self.ids, self.codec_dir, self.device = args, ids, codec_dir, world.device
         self.settings = sampling(config, args.sample_seconds)
-        room = weights.module(config).positions(config) - self.settings.max_new_tokens
+        room = positions(config) - self.settings.max_new_tokens
         self.prompts = prepare_file(args.sample_prompts, args, tokenizer, ids, codec_dir, room,
                                     world)
 

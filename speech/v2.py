@@ -31,12 +31,6 @@ def text_setting(wanted):
     return wanted or "on"
 
 
-def positions(config):
-    """Most tokens of a prompt with its speech. config.json may say 2,048, but the rotary positions
-    are scaled for the 131,072 of the released checkpoint."""
-    return max(config.max_position_embeddings, 131072)
-
-
 def layers(native):
     return native.model.layers
 

@@ -64,11 +64,6 @@ def text_setting(wanted):
     return "off"
 
 
-def positions(config):
-    """Most tokens of a prompt with its speech."""
-    return config.max_position_embeddings
-
-
 def layers(native):
     return native.body.layers
 

@@ -61,12 +61,10 @@ def find_files(world, model_path, codec_path):
 def find_model(name, flag="--model_path"):
     """(folder, config.json as a dict) of a folder or hub name given by a flag. Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
-    try:
-        config = json_files.read_object(folder / "config.json")
-    except UserError as error:
-        require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
-                "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
-        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
+    path = folder / "config.json"
+    require(path.is_file() or not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is "
+            "an adapter; give its base as --model_path and this as --adapter")
+    config = json_files.read_object(path)
     kind = config.get("model_type")
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
             f"{' or '.join(map(repr, KINDS[flag]))}")

@@ -8,7 +8,7 @@ import torch
 
 from speech.conversations import Sample
 from speech.dataset import tokenise
-from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_rows, flops_per_pack,
+from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_rows, step_work,
                            total_loss)
 from speech.speak import read_samples
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
@@ -146,5 +146,7 @@ def test_flops_of_a_pack():
                              intermediate_size=16, num_hidden_layers=3, codebook_size=10, vocab_size=20)
     layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
     rows, pairs = 5 * 3 * layer + 7 * 8 * 10 + 2 * 8 * 20, 15
-    assert flops_per_pack(config, 5, 7, 2, pairs, True) == 4 * rows + 12 * 8 * pairs * 3
-    assert flops_per_pack(config, 5, 7, 2, pairs, False) == 6 * rows + 12 * 8 * pairs * 3
+    counts = {"lengths": 5, "audio_targets": 7, "text_targets": 2, "frames": 0}
+    table = SimpleNamespace(**{name: np.array([count]) for name, count in counts.items()})
+    assert step_work(config, table, [0], True)["flops"] == 4 * rows + 12 * 8 * pairs * 3
+    assert step_work(config, table, [0], False)["flops"] == 6 * rows + 12 * 8 * pairs * 3
