@@ -7,20 +7,19 @@ delay pattern, labels (shifted by one) and every index the GPU needs. No worker 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from core import checkpoint, json_files, packing
+from core import packing
 from core.cli import plural, require
 from core.dist import rank0
 from core.json_files import Problems
-from speech.conversations import FRAME_RATE, Reading
-from speech.dataset import (PREPARED, CodeReader, audio_numbers, codec_fingerprint, ensure_codes,
-                            find_bad_audio, is_prepared, last_clips, new_builder, problem_of,
-                            read_all, tokenizer_fingerprint)
+from speech.conversations import FRAME_RATE
+from speech.dataset import (CodeReader, ensure_codes, is_prepared, last_clips, new_builder,
+                            problem_of, read_all)
 from speech.labels import IGNORE
 
 PAD_LENGTH = 128        # tokens of a padding sample: few, as attention costs grow with the square
@@ -66,27 +65,31 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     """Table of the samples of Sources, on every rank. Rank 0 reads them, all ranks encode new
     clips, rank 0 writes the table, and all map it. A folder of prepare_tts.py is only mapped. dry:
     file headers give the frames of new clips, and output_dir gets no list of bad samples."""
-    if any(is_prepared(path) for path, *_ in sources.all()):
-        return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir)
+    if any(is_prepared(path) for path, *_ in sources.files):
+        from speech.prepare_tts import check_prepared   # an option that is off imports nothing
+        table = Table(rank0(world, check_prepared, sources, tokenizer, ids, encoding.codec_dir))
+        for source in table.sources:
+            source["weight"] *= sources.files[0][1]
+        return table
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one")
-    listed = None if dry else output_dir
-    of_rows = Problems(sources.drop, listed)
-    # a dry run lists bad rows and bad audio together; a run stops before it encodes
-    of_audio = of_rows if dry else Problems(sources.drop, listed)
+    problems = Problems(sources.drop, None if dry else output_dir)
 
-    def finish(problems):
+    def report():
         if dropped := problems.settle():
             print(f"data       dropped: {dropped}", flush=True)
 
     def read():
-        read_all(builder, sources, of_rows, Path(output_dir) / "data")
-        if not dry:
-            finish(of_rows)
+        read_all(builder, sources, problems, Path(output_dir) / "data")
+        if not dry:     # which lists bad rows and bad audio together
+            report()
 
     def write():
-        of_audio.add(find_bad_audio(builder, codes))
-        finish(of_audio)
+        if codes.errors or ids.min_frames > 1:      # of TTS 3, any clip may be too short
+            from speech.codes import find_bad_audio
+            problems.add(find_bad_audio(builder, codes))
+        if dry or codes.errors:
+            report()
         # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder
@@ -99,37 +102,6 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         else:
             codes = ensure_codes(world, clips, encoding)
         return Table(rank0(world, write))
-
-
-def open_prepared(world, sources, tokenizer, ids, codec_dir):
-    """Table of a prepared folder, on every rank. UserError unless it is complete and the flags in
-    sources (Sources) are defaults or equal those of the preparation."""
-    (path, weight, _), *others = sources.all()
-    folder = Path(path)
-
-    def check():
-        require(not others, f"{path}: a prepared folder is given alone; prepare all data together")
-        contents = json_files.read_object(folder / PREPARED)
-        for name, digest in contents["sha256"].items():
-            fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
-            require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy "
-                    "it again")
-        for name, fingerprint, flag in (
-                ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
-                ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
-            require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
-                    f"that of {flag}; prepare it again")
-        for name, default in asdict(Reading()).items():
-            value, expected = getattr(sources.reading, name), contents["reading"][name]
-            # a default fits any value, except for the text setting, which checkpoints keep
-            fits = value == expected or value == default and name != "normalize"
-            require(fits or name in ("seed", "lone_reference"),
-                    f"{path}: was prepared with {name} {expected}, not {value}; prepare it again")
-        return folder / contents["table"]
-
-    table = Table(rank0(world, check))
-    table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
-    return table
 
 
 # ---- Split into training and validation samples
@@ -150,55 +122,49 @@ def split_samples(table, share, seed):
     """(train, validation) sample numbers, sorted. share, seed: as in split_validation, which is
     used if there is no validation data. Weight 2 repeats each number of a source; weight 0.3
     draws that share of them by the seed."""
-    def numbers(held_out):
-        samples = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
-                                  for s in table.sources if s["held_out"] == held_out)])
-        return samples[table.audible[samples]]
-
-    train, held_out = numbers(False), numbers(True)
+    is_held_out = np.zeros(len(table), bool)
+    for source in table.sources:
+        is_held_out[source["first"]:source["stop"]] = source["held_out"]
+    train, held_out = (np.flatnonzero(table.audible & (is_held_out == wanted))
+                       for wanted in (False, True))
     if not len(held_out):
         of_train, of_held_out = split_validation(len(train), share, seed)
         train, held_out = train[of_train], train[of_held_out]
     mixed = []
     for i, source in enumerate(table.sources):
-        if not source["held_out"]:
-            samples = train[(train >= source["first"]) & (train < source["stop"])]
-            whole, fraction = divmod(source["weight"], 1)
-            order = np.random.default_rng((seed, 3, i)).permutation(samples)
-            mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
+        samples = train[(train >= source["first"]) & (train < source["stop"])]
+        whole, fraction = divmod(source["weight"], 1)
+        order = np.random.default_rng((seed, 3, i)).permutation(samples)
+        mixed += [*[samples] * int(whole), order[:round(fraction * len(samples))]]
     return np.sort(np.concatenate(mixed)), held_out
 
 
-def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=print,
                    output_dir=None):
     """(training, validation) numbers of usable samples: short enough, and no audio in both parts.
 
     max_length: --max_length, or by default the model's positions. max_tokens:
     --max_tokens_per_batch, 0 = no limit. drop: leave longer samples out; otherwise raise UserError.
-    say: print how many are used and dropped. output_dir: where to list them; None: nowhere."""
-    audio = audio_numbers(table.where, last_clips(table.clips, table.clip_offsets))
+    say: prints how many are used and dropped. output_dir: where to list them; None: nowhere."""
+    _, audio = last_clips(table.clips, table.clip_offsets, table.where)
     twice = np.isin(audio[train], audio[held_out])
-    if say and twice.any():
-        print(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is "
-              "in the validation data")
+    if twice.any():
+        say(f"data       dropped from training: {plural(twice.sum(), 'sample')} whose audio is in "
+            "the validation data")
     train = train[~twice]
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
-    too_long = Problems(("too_long",) if drop else (), output_dir)
-    too_long.add(problem_of(table, i, "too_long", f"{table.lengths[i]} tokens "
-                            f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} "
-                            f"{limit}")
-                 for numbers in (train, held_out)
-                 for i in np.unique(numbers[table.lengths[numbers] > limit]))
-    dropped = too_long.settle("\nfix: shorten them, raise the limit, or pass --drop_too_long")
-    if say and dropped:
-        print(f"data       dropped: {dropped}")
+    numbers = np.union1d(train, held_out)
+    too_long = Problems(("too_long",) if drop else (), output_dir).add(problem_of(
+        table, i, "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s "
+        f"of audio), more than {flag} {limit}") for i in numbers[table.lengths[numbers] > limit])
+    if dropped := too_long.settle("\nfix: shorten them, raise the limit, or pass --drop_too_long"):
+        say(f"data       dropped: {dropped}")
     train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     require(len(train), "no training samples are left that can be used")
     lengths, hours = table.lengths[train], table.frames[train].sum() / FRAME_RATE / 3600
-    if say:
-        print(f"samples    {len(train)} to train, {len(held_out)} to validate; tokens mean "
-              f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
+    say(f"samples    {len(train)} to train, {len(held_out)} to validate; tokens mean "
+        f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
     return train, held_out
 
 
@@ -233,9 +199,6 @@ class SpeechSamples:
 
     def __init__(self, table, ids):
         self.table, self.ids = table, ids
-
-    def __len__(self):
-        return len(self.table)
 
     def __getitem__(self, i):
         t = self.table

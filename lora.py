@@ -9,7 +9,6 @@ other code serves: V2's of 2025, or the one layout of Higgs TTS 3. Adapters have
 """
 from core import cli
 from core.cli import require
-from speech import conversations
 
 p = cli.Parser("Merge an adapter into Higgs-Audio, or export a checkpoint for other code.")
 p.add_argument("command", choices=["merge", "export"],
@@ -28,11 +27,10 @@ p.flag("--audio_tokenizer_path", None, "codec, folder or hub name, that the nati
 
 
 def check_flags(args, world_size):
-    """Raise UserError for conflicting flags; fill in --format and --base_dtype."""
+    """Raise UserError for conflicting flags; fill in --format."""
     args.format = args.format or ("native" if args.command == "merge" else "2025")
     require(args.command == "export" or args.adapter, "merge needs --adapter FOLDER")
-    conversations.check_base_dtype(args)
-    require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
+    require(args.base_dtype != "nf4" or args.adapter, "--base_dtype nf4 needs --adapter")
 
 
 # parsed before torch is imported: --help and wrong flags answer at once
@@ -45,7 +43,16 @@ from pathlib import Path
 import torch
 
 from core import adapters, checkpoint, tensor_io
-from speech import layout_2025, weights
+from speech import layout_2025, speak, weights
+from speech.conversations import SETTINGS
+
+# for the model card
+TERMS_V2 = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built
+on the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
+licensed from Boson AI USA, Inc. ...")."""
+TERMS_TTS3 = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3
+Research and Non-Commercial License, which goes with derived models. No voice may be cloned
+without its owner's consent."""
 
 # ---- Export. Memory holds at most one output file and the largest tensor in fp32. The folder
 # appears only when it is complete.
@@ -57,14 +64,14 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
     layout: native or 2025. dtype: a name. None keeps the dtypes of the files, but writes float32
     where an adapter is folded in, since bf16 rounds most of a small update away. codec: see
-    weights.save_config. base_dtype nf4: round the base as in the adapter's run. UserError."""
+    layout_2025.save_config. base_dtype nf4: round the base as in the adapter's run. UserError."""
     from huggingface_hub import split_state_dict_into_shards_factory
     folder, config = weights.find_model(source)
     version, tts3 = weights.module(config), weights.is_tts3(config["model_type"])
     original = layout == "2025" and not tts3
     require(not (codec and original), "--audio_tokenizer_path: the 2025 layout names no codec")
     tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
-    model = version.empty_model(config, torch.float32, folder)
+    model = version.empty_model(config, torch.float32)
     weights.check_weights(model, parts, folder)
     folds = find_folds(version.empty_model(config, torch.float32), adapter) if adapter else {}
     updated = len(folds)
@@ -111,12 +118,12 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             layout_2025.save_original_config(model.config, tokenizer, building, config)
         else:
             version.save_config(model, tokenizer, building, folder, codec)
-        if setting := conversations.saved_setting(adapter or folder):
-            conversations.save_setting(building / conversations.SETTINGS, setting)
+        if setting := speak.saved_setting(adapter or folder):
+            checkpoint.write_json(building / SETTINGS, {"normalize_text": setting})
         (building / "README.md").write_text(        # a model card, which the hub requires
             "---\nlicense: other\npipeline_tag: text-to-speech\n---\n\n"
             f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
-            f"`train_v2_ddp.py`.\n\n{version.TERMS}\n", encoding="utf-8")
+            f"`train_v2_ddp.py`.\n\n{TERMS_TTS3 if tts3 else TERMS_V2}\n", encoding="utf-8")
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
             f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE]),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
@@ -149,6 +156,7 @@ def find_folds(model, adapter):
 
 
 if __name__ == "__main__":
+    speak.check_base_dtype(args)
     print(f"checkpoint: {args.output_dir}", *export(
         args.model_path, args.output_dir, args.format, args.dtype, adapter=args.adapter,
         codec=args.audio_tokenizer_path, base_dtype=args.base_dtype), sep="\n  ")

@@ -18,7 +18,7 @@ import sys
 
 from core import cli
 from core.cli import require
-from speech.conversations import CHECKS, check_data, data_flags, source_paths
+from speech.conversations import CHECKS, SETTINGS, check_data, data_flags, source_paths
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. Flags of speech/prepare_tts.py work too.")
@@ -66,7 +66,7 @@ def check_flags(args, world_size):
     cli.check_precision(args)
     check_data(args)
     cli.check_drop_bad(args, CHECKS)
-    for path, _ in source_paths(args)[0] if args.code_cache else ():
+    for path, *_ in source_paths(args) if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
                 f"--code_cache: {path} has its codes already; drop the flag")
     cli.above_zero(args, "sample_seconds keep_weight")
@@ -93,7 +93,7 @@ from core import (adapters, checkpoint, dist, json_files, metrics, optim, packin
                   tensor_io)
 from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
-from speech import conversations, weights
+from speech import weights
 from speech.dataset import read_flags
 from speech.labels import N_EXTRA, batch_sums, step_work, total_loss
 
@@ -125,7 +125,7 @@ def empty_model(source, config_dict):
     """(model on the meta device, {weight name: its slices in the files of folder `source`}). Only
     trained weights require gradients. UserError if the folder has other weights than the model."""
     base_dtype = dtype if args.use_lora and dtype else torch.float32    # frozen: half is enough
-    native = net = module.empty_model(config_dict, base_dtype, source)
+    native = net = module.empty_model(config_dict, base_dtype)
     parts = module.weight_parts(source, config_dict)
     weights.check_weights(native, parts, source)
     if args.use_lora:
@@ -159,7 +159,7 @@ if args.keep:
 table = make_table(world, tokenizer, ids, *read_flags(args, ids, codec_dir), work_dir, dry)
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
-    max_length=args.max_length or config.max_position_embeddings, say=main_rank,
+    max_length=args.max_length or config.max_position_embeddings, say=print0,
     max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
     output_dir=None if dry or not main_rank else args.output_dir)
 if args.tf32:       # only now: codes in the cache must not depend on it
@@ -331,8 +331,8 @@ def save():
 
     def save_config(path):
         # speech from this checkpoint must normalise texts as training did
-        conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
-                                   args.base_dtype)
+        checkpoint.write_json(path / SETTINGS, {"normalize_text": args.normalize_text,
+                                                "base_dtype": args.base_dtype})
         if args.use_lora:
             adapters.save_config(net, path)
         else:
@@ -407,9 +407,7 @@ while step < total_steps and not stopping:
 
     # log: the host waits for the device here
     last = step == total_steps
-    # packs of one padding token, which fill an epoch's last step; other packs have no padding
-    empty = max(0, first_pack - order.packs_per_epoch)
-    timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"] + empty)
+    timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"])
     if last or step % args.logging_steps == 0:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()

@@ -139,7 +139,7 @@ def speech_files(folder, pairs, layers=0, shape="3b", fill=write_holes):
         if layers:
             config["num_hidden_layers"] = layers
         (model / "config.json").write_text(json.dumps(config))
-        empty = weights.module(config).empty_model(config, torch.bfloat16, model)
+        empty = weights.module(config).empty_model(config, torch.bfloat16)
         fill(empty.named_parameters(), model / "model.safetensors")
     return speech_words(folder, model)
 
@@ -161,7 +161,7 @@ def speech3_files(folder, pairs, layers=0, shape="4b", fill=write_holes):
             config["text_config"]["num_hidden_layers"] = layers
         config["audio_encoder_config"]["out_dim"] = CHAT[shape]["hidden_size"]
         (model / "config.json").write_text(json.dumps(config))
-        named = v3.weight_names(v3.empty_model(config, torch.bfloat16, model))
+        named = v3.weight_names(v3.empty_model(config, torch.bfloat16))
         fill(named.items(), model / "model.safetensors")
     return speech_words(folder, model)
 

@@ -24,9 +24,11 @@ from torch.utils.data import DataLoader
 from core import checkpoint, packing, run, tensor_io
 from core.cli import UserError, first_line, require, require_package, stop_requested
 from core.dist import all_gather, rank0
-from speech.conversations import FRAME_RATE, LONGEST_CLIP_S, MIN_REFERENCE_S, SAMPLE_RATE
-from speech.dataset import digest_columns, file_key, key_of, look_up, read_index
+from speech.conversations import FRAME_RATE, LONGEST_CLIP_S
+from speech.dataset import digest_columns, file_key, key_of, look_up, problem_of, read_index
 
+SAMPLE_RATE = 24_000
+MIN_REFERENCE_S = 1.0           # shorter references of TTS 3 are padded, as by its servers
 MIN_SAMPLES = 960               # one codec frame
 SHORTEST_REFERENCE = round(MIN_REFERENCE_S * SAMPLE_RATE)
 CODES = 1024                    # values of a code: 0 to 1023
@@ -314,6 +316,32 @@ def encode_jobs(world, jobs, folder, encoding):
     if files:
         write_shard(folder, encoded, files)
     return errors
+
+
+# ---- Clips without codes
+
+
+def samples_with(builder, clips):
+    """[(sample number, the first of `clips` in it)] of the samples that use one of `clips`, numbers
+    of a TableBuilder's clips."""
+    used, offsets = builder.array("clips"), builder.array("clip_offsets")
+    uses = np.flatnonzero(np.isin(used, clips))
+    samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
+    return list(zip(samples.tolist(), used[uses[first]].tolist()))
+
+
+def find_bad_audio(builder, codes):
+    """[Problem] of samples with a clip without codes in ClipCodes. A trained clip that is too short
+    for the model loses its codes."""
+    errors, where, least = codes.errors, codes.where, builder.ids.min_frames
+    for clip in np.unique(builder.array("clips")[builder.array("trained")]).tolist():
+        if 0 < where[clip, 2] < least:
+            errors[clip] = (
+                f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
+                f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
+            where[clip, 2] = 0
+    return [problem_of(builder, i, "audio", f"its audio {errors[clip]}")
+            for i, clip in samples_with(builder, list(errors))]
 
 
 # ---- Lengths of clips from file headers

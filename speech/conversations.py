@@ -6,7 +6,6 @@ assistant turn with its clip, then the target text answered by the target clip. 
 The text to speak is normalised if the caller asks for it; a reference's transcript never is.
 Imports no torch.
 """
-import json
 import os
 import re
 import unicodedata
@@ -15,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from core import cli
-from core.cli import UserError, one_line, require
-from core.json_files import HALF_CHARACTER, read_object
+from core.cli import one_line, require
+from core.json_files import HALF_CHARACTER
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
@@ -25,20 +24,15 @@ MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for t
     "for the following text, using the specified voice.\n"
     "If no speaker tag is present, select a suitable voice on your own.")
 TAG = re.compile(r"\[(SPEAKER\d+)\]")
-SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
-               ".w64", ".rf64")     # what libsndfile reads
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
 CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
 # checks of samples, for --drop_bad
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")
-SAMPLE_RATE = 24_000
-FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
+FRAME_RATE = 25         # codec frames per second: 24 kHz / hop 960
 LONGEST_CLIP_S = 600    # the codec encodes a clip at once, and a second takes 25 positions
-MIN_REFERENCE_S = 1.0          # shorter references of Higgs TTS 3 are padded, as by its servers
 CACHE_SIZE = 100_000         # audio files that are remembered: references come again
-SETTINGS = "text_settings.json"     # in a checkpoint: its run's --normalize_text, for speaking
+SETTINGS = "text_settings.json"     # in a checkpoint: --normalize_text and --base_dtype of its run
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
 MARKS = str.maketrans({
@@ -70,7 +64,7 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Part of an audio file. filled: zeros pad it to MIN_REFERENCE_S seconds before encoding."""
+    """Part of an audio file. filled: zeros pad it to codes.MIN_REFERENCE_S seconds."""
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end
@@ -153,18 +147,20 @@ def check_data(args):
     cli.share(args, "reference_share")
     require(args.reference != "none" or args.reference_share == 1,
             "--reference none: drop --reference_share")
-    for path, weight in source_paths(args)[0]:
+    for path, weight, _ in source_paths(args):
         require(0 < weight <= 1000, f"{path}:{weight:g}: a weight is above 0 and at most 1000")
 
 
 def source_paths(args):
-    """([(training file or folder, weight)], validation file or folder or None)."""
+    """[(file or folder, weight, True for validation data)]."""
     paths = []
     for word in args.train_data_file or args.train_data_dir:
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
         weighted = match and not os.path.exists(word)
-        paths.append((match[1], float(match[2])) if weighted else (word, 1.0))
-    return paths, args.eval_data_file or args.eval_data_dir
+        path, weight = (match[1], float(match[2])) if weighted else (word, 1.0)
+        paths.append((path, weight, False))
+    held_out = args.eval_data_file or args.eval_data_dir
+    return [*paths, (held_out, 1.0, True)] if held_out else paths
 
 
 # ---- Audio files by name
@@ -472,30 +468,3 @@ def target_text(asked, answer):
                     if not letters(asked[i - 1])):      # not inside a word
         return answer, "shortened"
     return bare, None
-
-
-# ---- The setting of a checkpoint
-
-
-def save_setting(path, value, base_dtype=None):
-    """Write a checkpoint's file SETTINGS: "on" if its run normalised its texts, else "off"; and
-    "nf4" as base_dtype if its adapter was trained on such a base."""
-    settings = {"normalize_text": value} | ({"base_dtype": "nf4"} if base_dtype == "nf4" else {})
-    Path(path).write_text(json.dumps(settings) + "\n")
-
-
-def saved_setting(folder, name="normalize_text", known=("on", "off")):
-    """A setting of a checkpoint folder, None if it has none."""
-    try:
-        value = read_object(Path(folder) / SETTINGS)[name]
-    except (UserError, KeyError):
-        return None
-    return value if value in known else None
-
-
-def check_base_dtype(args):
-    """Make args.base_dtype "nf4" or None. It is that of --adapter if the flag is not given."""
-    saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
-    args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
-    if args.base_dtype:
-        cli.require_package("bitsandbytes", "--base_dtype nf4")

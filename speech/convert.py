@@ -31,9 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder 
 
 from core import cli, json_files
 from core.cli import UserError, plural, first_line, one_line, require
-from speech.conversations import (AUDIO_FILES, SCENE, TASK_TYPES, BadSample, Paths, Reading,
-                                  content_items, is_chatml, sample_name, sample_text, system_parts)
+from speech.conversations import (TASK_TYPES, BadSample, Paths, Reading, content_items, is_chatml,
+                                  sample_name, system_parts)
 
+SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
+AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
+               ".w64", ".rf64")     # what libsndfile reads
 NOT_READ = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")        # by libsndfile
 SOUNDS = AUDIO_FILES + NOT_READ
 TEXTS = (".normalized.txt", ".txt", ".lab")
@@ -794,11 +797,10 @@ def main(argv=None):
     p.add_argument("--columns", default="", metavar="MEANING=NAME,...", help="names of columns, or "
                    f"numbers if there is no header; meanings are {', '.join(COLUMNS)}")
     args = cli.parse(p, lambda args, _: check_columns(args.columns), argv)
-    from speech import dataset      # late: it imports torch
     to_chatml(args.source, args.output, problems := [], columns=args.columns)
     print(*problems[:20], sep="\n")
-    for sample in itertools.islice(dataset.read_samples(args.output, []), 1):
-        print(f"first sample: {one_line(sample_text(sample))}")
+    with open(args.output, encoding="utf-8") as file:
+        print(f"first row: {one_line(file.readline())}")
 
 
 if __name__ == "__main__":

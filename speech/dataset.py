@@ -9,20 +9,16 @@ int16 codes, their lengths, a content key per clip, and the key of each (path, s
 later runs only check file dates. Each clip's codes have a CRC-32, checked when a run starts and at
 each read. The other columns have a SHA-256. speech/codes.py encodes new clips.
 """
-import atexit
 import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
-import shutil
-import tempfile
 import uuid
-import weakref
 import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -36,20 +32,16 @@ from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, map_chunks, token_lists
 from core.json_files import Problem
-from speech.conversations import (CHATML, FRAME_RATE, SHORTENED, BadSample, Clip, Paths, Reading,
-                                  Sample, canonical_sample, is_chatml, sample_name, sample_text,
+from speech.conversations import (CHATML, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
+                                  canonical_sample, is_chatml, sample_name, sample_text,
                                   source_paths)
 
 CHUNK = 2048    # entries of a file that are tokenised together
-PROMPT_FLAGS = ("task_type", "reference", "reference_share", "columns")   # have no effect on ChatML
 PREPARED = "prepared.json"      # marks a folder of prepare_tts.py, written last
-# per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
-FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 # columns that TableBuilder fills, and those of lists: {values: where each list begins}
 LISTS = {"tokens": "token_offsets", "names": "name_offsets", "clips": "clip_offsets"}
 COLUMNS = {"tokens": np.int32, "labelled": bool, "names": np.uint8, "text_targets": np.int64,
-           "clips": np.int32, "trained": bool, "facts": FACTS,
-           **dict.fromkeys(LISTS.values(), np.int64)}
+           "clips": np.int32, "trained": bool, **dict.fromkeys(LISTS.values(), np.int64)}
 PIPELINE = b"mono-mean soxr-HQ 24k v2"      # in the fingerprint: rename it if waveforms change
 # of a shard, besides the codes
 SHARD_COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")
@@ -67,16 +59,10 @@ def problem_of(table, i, check, reason):
 @dataclass(frozen=True)
 class Sources:
     """The user's files and folders of a run, and settings that turn them into samples."""
-    train: list                     # [(path, weight)]
-    held_out: str | None = None     # path of the validation data
+    files: list                     # [(path, weight, True for validation data)]
     reading: Reading = Reading()
     processes: int = 0              # extra processes for sources of many samples
     drop: tuple = ()                # checks (CHECKS) whose samples are dropped
-
-    def all(self):
-        """[(path, weight, True for validation data)]."""
-        train = [(path, weight, False) for path, weight in self.train]
-        return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
 def read_flags(args, ids, codec_dir):
@@ -84,7 +70,7 @@ def read_flags(args, ids, codec_dir):
     reading = Reading(args.task_type, args.columns, args.reference, args.reference_share, args.seed,
                       args.normalize_text == "on", ids.lone_reference)
     cache = args.code_cache or Path(args.output_dir) / "codes"
-    return (Sources(*source_paths(args), reading, args.preprocess_num_proc, args.drop_bad),
+    return (Sources(source_paths(args), reading, args.preprocess_num_proc, args.drop_bad),
             Encoding(codec_dir, cache, ids.num_codebooks, args.preprocess_num_proc,
                      args.wait_timeout))
 
@@ -99,8 +85,8 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
         with contextlib.suppress(UserError):        # the converter says more
             _, first = next(json_files.read_entries(file), ("", None))
     if is_chatml(first):
-        changed = [f"--{name}" for name, default in vars(Reading()).items()
-                   if name in PROMPT_FLAGS and getattr(reading, name) != default]
+        changed = [f"--{name}" for name in ("task_type", "columns", "reference", "reference_share")
+                   if getattr(reading, name) != getattr(Reading, name)]
         if changed:
             print(f"notice     {one_line(path)}: ChatML samples have prompts, which "
                   f"{', '.join(changed)} does not change", flush=True)
@@ -131,37 +117,24 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
     return partial(json_files.read_entries, file) if file.stat().st_size else list, parse
 
 
-def read_samples(path, problems, make=canonical_sample, **reading):
-    """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
-    make: as in open_source. reading: fields of Reading."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
-    read, parse = open_source(path, Reading(**reading), problems, folder, make=make)
-    for sample in parse(read()):
-        if isinstance(sample, Sample):
-            yield sample
-        else:
-            problems.append(sample)
-
-
-def read_all(builder, sources, problems, folder=None, warnings=None):
+def read_all(builder, sources, problems, folder=None, inspect=None):
     """Read and tokenise Sources into a TableBuilder. UserError if a source is empty.
 
     problems: Problems that collects unusable samples, for the caller to settle. folder: for data
-    converted to ChatML. warnings: a list that takes Problems of usable samples."""
-    for number, (path, weight, held_out) in enumerate(sources.all()):
+    converted to ChatML. inspect: as in tokenise(); builder.inspected takes its results."""
+    for number, (path, weight, held_out) in enumerate(sources.files):
         start, before, unconverted = len(builder), problems.counts.total(), []
         read, parse = open_source(path, sources.reading, unconverted, folder, held_out, number)
         problems.add(unconverted)
 
         def encode(entries, parse=parse, path=path):
-            return builder.chunk(parse(entries), path, sources.drop)
+            return tokenise(parse(entries), builder.tokenizer, builder.ids, path, sources.drop,
+                            inspect)
 
         for chunk in map_chunks(encode, read(), CHUNK, sources.processes):
             builder.append(chunk)
             problems.add(chunk["refused"])
-            if warnings is not None:
-                warnings.extend(chunk["notes"])
+            builder.inspected.append(chunk["inspected"])
         kept, lost = len(builder) - start, problems.counts.total() - before
         print(f"source     {one_line(path)}: {plural(kept + lost, 'row')} = {kept} kept + "
               f"{lost} refused", flush=True)
@@ -182,31 +155,16 @@ def read_all(builder, sources, problems, folder=None, warnings=None):
 
 @contextlib.contextmanager
 def new_builder(world, tokenizer, ids, output_dir):
-    """Context with (TableBuilder, list of its clips); None, [] on ranks > 0. At its end earlier
-    tables are deleted, after an error the new one, unless prepared.json names it."""
+    """Context with (TableBuilder, list of its clips); None, [] on ranks > 0. At its end the tables
+    of earlier starts are deleted, also those of failed ones."""
     if not world.is_main:
         yield None, []
         return
-    out, name = Path(output_dir), f"table-{uuid.uuid4().hex[:8]}"
-    try:
-        builder = TableBuilder(tokenizer, ids, out / name)
-        yield builder, builder.clips
-    except BaseException:
-        if not is_prepared(out) or name not in (out / PREPARED).read_text():
-            shutil.rmtree(out / name, ignore_errors=True)
-        raise
-    checkpoint.remove_named(out, rf"(?!{name})table-[0-9a-f]{{8}}")     # a job keeps mapped files
-
-
-def facts_of(sample):
-    """FACTS of a Sample, from the text of its last clip."""
-    def short_hash(text):
-        data = text.encode("utf-8", "backslashreplace")
-        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
-    spoken = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
-    spoken = " ".join(spoken.split()).casefold()
-    return (short_hash(f"{sample.speaker}\0{spoken}"), sum(map(str.isalnum, spoken)),
-            short_hash(sample.language))
+    name = f"table-{uuid.uuid4().hex[:8]}"
+    builder = TableBuilder(tokenizer, ids, Path(output_dir) / name)
+    yield builder, builder.clips
+    # a job keeps mapped files
+    checkpoint.remove_named(output_dir, rf"(?!{name})table-[0-9a-f]{{8}}")
 
 
 def sums(values, offsets):
@@ -214,17 +172,66 @@ def sums(values, offsets):
     return np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
 
 
+def tokenise(entries, tokenizer, ids, file="", drop=(), inspect=None):
+    """Argument of TableBuilder.append(): {column: values, or for LISTS' offsets the lengths}, with
+    "notices", "refused" ([Problem] of unusable samples) and "inspected".
+
+    entries: Samples and Problems of a file. drop: checks whose samples are dropped. inspect: None,
+    or function(the Sample of each row of the table, file) -> "inspected"."""
+    control, tags = ids.forbidden_tokens(tokenizer), ids.known_tags(tokenizer)
+    rows, samples, notices, refused = [], [], Counter(), []     # rows: (name, stream)
+    for sample in entries:
+        if isinstance(sample, Problem):
+            refused.append(sample)
+            continue
+        marked = [turn for turn in sample.turns if "<|" in turn.text]
+        try:
+            for check, reason in sample.notes:
+                if check in drop:
+                    raise BadSample(reason, check)
+            for token in (t for turn in marked for t in control if t in turn.text):
+                raise BadSample(f"text contains the control token {token}", "control_token")
+            streams, omissions = ids.streams(sample)
+        except BadSample as error:
+            refused.append(Problem(sample.name, error.check, error, file))
+            continue
+        rows += streams
+        samples += [sample] * len(streams)
+        # tags in a text to speak that this model does not know
+        unknown = {tag for turn in marked if turn.role != "system"
+                   for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - tags
+        notices.update(omissions)
+        notices.update(f"with {check}" for check, _ in sample.notes)
+        notices.update(f"hold {tag}, which is not a control tag of this model: it is read aloud"
+                       for tag in unknown)
+        notices.update([SHORTENED] * any(turn.shortened for turn in sample.turns))
+    names = [name.encode("utf-8", "backslashreplace") for name, _ in rows]
+    offsets = np.cumsum([0, *(len(stream) for _, stream in rows)])
+    pieces, labels = zip(*itertools.chain(*(stream for _, stream in rows))) if rows else ((), ())
+    texts = list({piece for piece in pieces if type(piece) is str})
+    tokens_of = dict(zip(texts, token_lists(tokenizer)(texts)))
+    parts = [tokens_of.get(piece, [ids.audio_placeholder_id]) for piece in pieces]
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    spoken = np.array([type(piece) is Clip for piece in pieces], bool)
+    labels = np.array(labels, bool)
+    return {"tokens": np.fromiter(itertools.chain(*parts), np.int32, lengths.sum()),
+            "token_offsets": sums(lengths, offsets), "labelled": np.repeat(labels, lengths),
+            "names": np.frombuffer(b"".join(names), np.uint8),
+            "name_offsets": list(map(len, names)),
+            "text_targets": sums(lengths * (labels & ~spoken), offsets),
+            "clips": list(itertools.compress(pieces, spoken)),
+            "clip_offsets": sums(spoken, offsets), "trained": labels[spoken], "notices": notices,
+            "refused": refused, "inspected": inspect and inspect(samples, file)}
+
+
 class TableBuilder:
     """Tokenised samples in columns on disk, and the distinct clips in order of first use."""
 
-    def __init__(self, tokenizer, ids, folder=None):
-        """folder: new folder in which write() completes the table; None: a temporary one."""
-        self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
-        self.control, self.tags = ids.forbidden_tokens(tokenizer), ids.known_tags(tokenizer)
-        self.notices, self.sources = Counter(), []      # sources: of read_all
-        self.folder = Path(folder or tempfile.mkdtemp())
-        if folder is None:
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+    def __init__(self, tokenizer, ids, folder):
+        """folder: new folder in which write() completes the table."""
+        self.tokenizer, self.ids, self.folder = tokenizer, ids, Path(folder)
+        # of read_all: counts by text, places in the files, results of its inspect()
+        self.notices, self.sources, self.inspected = Counter(), [], []
         self.folder.mkdir(parents=True, exist_ok=True)
         self.columns = {name: Column(self.folder / f"{name}.npy", dtype)
                         for name, dtype in COLUMNS.items()}
@@ -239,68 +246,13 @@ class TableBuilder:
         """Memory-mapped array of a column."""
         return self.columns[name].array()
 
-    def row(self, name, i):
-        """Array (n,) of sample i in a column of LISTS."""
-        start, stop = self.array(LISTS[name])[i:i + 2]
-        return np.array(self.array(name)[start:stop])
-
     def name(self, i):
         """Place of sample i in the user's files."""
-        return self.row("names", i).tobytes().decode()
-
-    def chunk(self, entries, file="", drop=()):
-        """Arguments of append(): {column: values, or for LISTS' offsets the lengths}, and "refused"
-        and "notes", [Problem] of unusable and usable samples. entries: Samples and Problems of a
-        file. drop: checks whose samples are dropped."""
-        good, facts, notices, refused, notes = [], [], Counter(), [], []
-        for sample in entries:
-            if isinstance(sample, Problem):
-                refused.append(sample)
-                continue
-            marked = [turn for turn in sample.turns if "<|" in turn.text]
-            try:
-                for check, reason in sample.notes:
-                    if check in drop:
-                        raise BadSample(reason, check)
-                for token in (t for turn in marked for t in self.control if t in turn.text):
-                    raise BadSample(f"text contains the control token {token}", "control_token")
-                streams, omissions = self.ids.streams(sample)
-            except BadSample as error:
-                refused.append(Problem(sample.name, error.check, error, file))
-                continue
-            good += streams
-            facts += [facts_of(sample)] * len(streams)
-            # tags in a text to speak that this model does not know
-            tags = {tag for turn in marked if turn.role != "system"
-                    for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - self.tags
-            notes += [Problem(sample.name, *note, file) for note in sample.notes]
-            notices.update(omissions)
-            notices.update(f"with {check}" for check, _ in sample.notes)
-            notices.update(f"hold {tag}, which is not a control tag of this model: it is read "
-                            "aloud" for tag in tags)
-            notices.update([SHORTENED] * any(turn.shortened for turn in sample.turns))
-        streams = [stream for _, stream in good]
-        offsets = np.cumsum([0, *map(len, streams)])
-        pieces = [piece for stream in streams for piece, _ in stream]
-        labels = np.array([label for stream in streams for _, label in stream], bool)
-        texts = list({piece for piece in pieces if type(piece) is str})
-        tokens_of = dict(zip(texts, self.lists(texts)))
-        parts = [tokens_of.get(piece, [self.ids.audio_placeholder_id]) for piece in pieces]
-        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
-        spoken = np.array([type(piece) is Clip for piece in pieces], bool)
-        names = [name.encode("utf-8", "backslashreplace") for name, _ in good]
-        return {"tokens": np.fromiter(itertools.chain(*parts), np.int32, lengths.sum()),
-                "token_offsets": sums(lengths, offsets), "labelled": np.repeat(labels, lengths),
-                "names": np.frombuffer(b"".join(names), np.uint8),
-                "name_offsets": list(map(len, names)),
-                "text_targets": sums(lengths * (labels & ~spoken), offsets),
-                "clips": list(itertools.compress(pieces, spoken)),
-                "clip_offsets": sums(spoken, offsets), "trained": labels[spoken],
-                "facts": np.array(facts, FACTS), "notices": notices, "refused": refused,
-                "notes": notes}
+        start, stop = self.array("name_offsets")[i:i + 2]
+        return self.array("names")[start:stop].tobytes().decode()
 
     def append(self, chunk):
-        """Append a chunk(), possibly of another process's builder."""
+        """Append a chunk of tokenise()."""
         for clip in chunk["clips"]:
             if self.number_of.setdefault(clip, len(self.clips)) == len(self.clips):
                 self.clips.append(clip)
@@ -310,13 +262,6 @@ class TableBuilder:
         for name, column in self.columns.items():
             column.append(values[name])
         self.notices.update(chunk["notices"])
-
-    def samples_with(self, clips):
-        """[(sample number, the first of `clips` in it)] of the samples that use one of `clips`."""
-        used, offsets = self.array("clips"), self.array("clip_offsets")
-        uses = np.flatnonzero(np.isin(used, clips))
-        samples, first = np.unique(np.searchsorted(offsets, uses, "right") - 1, return_index=True)
-        return list(zip(samples.tolist(), used[uses[first]].tolist()))
 
     def write(self, cache_folder, shards, where, left_out=False):
         """Write the table to `folder` and end the builder. left_out: (n,) bool, samples not to use.
@@ -339,29 +284,12 @@ class TableBuilder:
             (self.folder / "codes.json").write_text(json.dumps(codes))
 
 
-def find_bad_audio(builder, codes):
-    """[Problem] of samples with a clip without codes in ClipCodes. A trained clip that is too short
-    for the model loses its codes."""
-    errors, where, least = codes.errors, codes.where, builder.ids.min_frames
-    for clip in np.unique(builder.array("clips")[builder.array("trained")]).tolist():
-        if 0 < where[clip, 2] < least:
-            errors[clip] = (
-                f"{builder.clips[clip].path}: gives {where[clip, 2]} codec frames; this model "
-                f"needs {least} ({least / FRAME_RATE:g} s) to end a clip")
-            where[clip, 2] = 0
-    return [problem_of(builder, i, "audio", f"its audio {errors[clip]}")
-            for i, clip in builder.samples_with(list(errors))]
-
-
-def last_clips(clips, offsets):
-    """(n,) the value in `clips` of each sample's last clip. offsets: (n + 1,) of the first ones."""
-    return clips[np.maximum(offsets[1:], 1) - 1]
-
-
-def audio_numbers(where, clips):
-    """(n,) int64 for clip numbers, equal for clips of the same audio."""
-    shard, row = where[clips, 0], where[clips, 1]
-    return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
+def last_clips(clips, offsets, where):
+    """((n,) number of each sample's last clip, (n,) int64 that are equal for the same audio).
+    clips, offsets: columns of a table."""
+    last = clips[np.maximum(offsets[1:], 1) - 1]
+    shard, row = where[last, 0], where[last, 1]
+    return last, np.where(shard < 0, -2 - last.astype(np.int64), shard * 2**40 + row)
 
 
 # ---- Codes of clips
@@ -494,16 +422,6 @@ def ensure_codes(world, clips, encoding):
     return known
 
 
-# ---- Prepared folders: a table, the codes of its audio, and prepared.json, which has the checksum
-# of every file and the fingerprints of the tokenizer and codec
-
-
 def is_prepared(path):
     """True if a path is a folder of prepare_tts.py."""
     return os.path.isfile(os.path.join(path, PREPARED))
-
-
-def tokenizer_fingerprint(tokenizer, ids):
-    """16 hex digits: hash of a tokenizer's vocabulary and of the ids that the trainer uses."""
-    text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]

@@ -77,7 +77,6 @@ def check_flags(args, world_size):
     cli.above_zero(args, "max_seconds")
     cli.at_least_one(args, "batch_size best_of")
     cli.share(args, "max_cer")
-    conversations.check_base_dtype(args)
     judges.check_judges(args)
     listens = args.asr_model or args.asr_command
     require(args.best_of > 1 or not (listens or args.speaker_model),
@@ -121,6 +120,7 @@ def earlier_results():
     return old
 
 
+speak.check_base_dtype(args)
 world = dist.init()
 require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
 if args.device != "auto":
@@ -157,7 +157,7 @@ noted = {"model_path": args.model_path, "adapter": args.adapter, "base_dtype": a
          "batch_size": args.batch_size, "normalize_text": "on" if normalize else "off",
          **module.DRAWS, **draws}
 prepare = partial(speak.prepare, tokenizer=tokenizer, ids=ids, codec=codec, bandwidth=bandwidth,
-                  room=module.positions(config) - settings.max_new_tokens)
+                  room=speak.positions(config) - settings.max_new_tokens)
 # batches come from the whole list, so they do not depend on the number of ranks
 batches = {first: prepare(samples[first:first + args.batch_size]) for first in range(
     world.rank * args.batch_size, len(samples), world.size * args.batch_size)}

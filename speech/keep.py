@@ -17,7 +17,7 @@ from core.checkpoint import write_atomically
 from core.cli import require
 from core.packing import PackOrder
 from core.run import Stopped
-from speech import speak, weights
+from speech import speak
 from speech.conversations import FRAME_RATE
 from speech.labels import IGNORE, total_loss
 
@@ -44,7 +44,7 @@ class Keeper:
     def __init__(self, args, tokenizer, ids, config, codec_dir, world):
         """On every rank. args: the trainer's flags. UserError lists all unusable rows."""
         self.args, self.ids = args, ids
-        longest = args.max_length or weights.module(config).positions(config)
+        longest = args.max_length or speak.positions(config)
         longest = min(longest, args.max_tokens_per_batch or longest)
         # a small pack keeps half of its room for the prompt
         self.settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))

@@ -57,10 +57,11 @@ class Layout:
         for position, clip in zip(np.flatnonzero(is_clip), codes):
             start, n = starts[position], repeats[position]
             input_ids[start:start + n] = self.placeholders(n)
-            rows.append(delay_rows(clip, self.stream_bos, self.stream_eos)[self.first:][:n])
+            bos, eos = self.stream_bos, self.stream_eos
+            rows.append(delay_rows(clip, bos, eos, eos)[self.first:][:n])
             if labelled[position]:      # a reference is an input without labels
                 predictions = self.predictions(len(clip))
-                labels = delay_labels(clip, self.stream_eos, self.all_ends)
+                labels = delay_rows(clip, IGNORE, eos, eos if self.all_ends else IGNORE)
                 # shifted by one: each row predicts the next, and row 0 is never a label
                 targets.append(labels[1:][:predictions])
                 positions.append(start - self.first + np.arange(predictions))
@@ -147,26 +148,18 @@ def conversation_pieces(sample):
     return pieces
 
 
-def delay_rows(codes, bos, eos):
-    """(T, K) codes -> (T + K + 1, K) inputs: [BOS, codes, EOS], codebook k shifted by k rows."""
+def delay_rows(codes, bos, eos, fill):
+    """(T, K) codes -> (T + K + 1, K) rows: [BOS, codes, EOS, fill], codebook k shifted by k rows.
+    Inputs are filled with EOS. Labels have IGNORE as BOS, which is never predicted, and as fill,
+    unless it is trained."""
     frames, books = codes.shape
-    # prefilled with end-of-stream, which follows each codebook's last code
-    rows = np.full((frames + books + 1, books), eos, np.int64)
+    rows = np.full((frames + books + 1, books), fill, np.int64)
     for k in range(books):
         # codebook k starts k rows later: it is predicted from the codes of those before it
         rows[:k + 1, k] = bos
         rows[k + 1:k + 1 + frames, k] = codes[:, k]
+        rows[k + 1 + frames, k] = eos
     return rows
-
-
-def delay_labels(codes, eos, all_ends=False):
-    """(T, K) codes -> (T + K + 1, K) labels of delay_rows. Each codebook has T codes and an EOS,
-    with all_ends also the fill after it; the rest is -100."""
-    # begin-of-stream is never predicted; end-of-stream follows each codebook's last code
-    labels = delay_rows(codes, IGNORE, eos)
-    for k in range(0 if all_ends else codes.shape[1]):
-        labels[k + 2 + len(codes):, k] = IGNORE     # generation fills in the rest
-    return labels
 
 
 # ---- Loss, the same for V2 and TTS 3
@@ -181,14 +174,12 @@ class PackedBase(torch.nn.Module):
     def __init__(self, net, recompute=None):
         super().__init__()
         self.net = net
-        # in a list, which torch does not search: else parameters would be registered twice
-        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         kernels.recompute(self.layers(self.base_model), recompute)
 
     @property
     def base_model(self):
         """The native model, adapters inside."""
-        return self._base[0]
+        return self.net.get_base_model() if hasattr(self.net, "get_base_model") else self.net
 
     def text_loss(self, hidden, batch):
         """() fp32 cross-entropy of the text targets; zero here, as TTS 3 trains none."""
@@ -255,27 +246,23 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
-def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
-    """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
-
-    A matrix of N weights costs 2N per row forward, 2N for the input's gradient and, when trained,
-    2N for the weights'. pairs: attended (query, key) pairs, each 4 * heads * head_dim forward and
-    twice that backward. Recomputation and adapters are not counted."""
-    h, d = config.hidden_size, config.head_dim
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
-    rows = tokens * layer * config.num_hidden_layers
-    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
-    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
-
-
 def step_work(config, table, samples, lora):
-    """Totals over the samples of an optimizer step on all ranks, from the table; Python numbers."""
+    """Totals over the samples of an optimizer step on all ranks, from the table; Python numbers.
+
+    flops: the model's, forward and backward; each row runs one of V2's two FFNs. A matrix of N
+    weights costs 2N per row forward, 2N for the input's gradient and, when trained, 2N for the
+    weights'. An attended (query, key) pair costs 4 * heads * head_dim forward and twice that
+    backward. Recomputation and adapters are not counted."""
     lengths = table.lengths[samples].astype(np.int64)
     pairs = lengths * (lengths + 1) // 2        # of causal attention
     tokens, n_audio, n_text, pairs, frames = (int(values.sum()) for values in (
         lengths, table.audio_targets[samples], table.text_targets[samples], pairs,
         table.frames[samples]))
-    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": tokens,
-            "samples": len(samples), "audio_seconds": frames / FRAME_RATE,
-            "flops": flops_per_pack(config, tokens, n_audio, n_text, pairs, lora)}
+    h, d = config.hidden_size, config.head_dim
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
+    rows = tokens * layer * config.num_hidden_layers
+    rows += n_audio * h * config.codebook_size + n_text * h * config.vocab_size
+    flops = (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
+    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": tokens, "flops": flops,
+            "samples": len(samples), "audio_seconds": frames / FRAME_RATE}

@@ -1,11 +1,16 @@
-"""V2's checkpoint layout of 2025, which boson-ai's code serves: read and written.
+"""V2's checkpoint layout of 2025, which boson-ai's code serves, and a native checkpoint's files.
 
-NAMES and CONFIG map its names to those of transformers' native layout.
+NAMES and CONFIG map the layout's names to those of transformers' native one. A base in that layout
+has no native files besides its weights, so a checkpoint gets new ones.
 """
 import json
 import re
+import shutil
+from pathlib import Path
 
-from core import checkpoint
+from transformers import GenerationConfig
+
+from core import checkpoint, json_files
 from core.cli import require
 
 # weight names: (2025 layout, native)
@@ -42,6 +47,10 @@ RELEASED_TEXT = {
         "original_max_position_embeddings": 8192}}
 
 
+HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # a processor's codec if the base names none
+EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+
+
 def native_settings(config):
     """Arguments of HiggsAudioV2Config for a config.json dict of 2025. UserError."""
     # a variant that the native class computes differently
@@ -63,6 +72,51 @@ def native_parts(slices):
             old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
             parts.setdefault(new + name.removeprefix(old), []).append(slices[original])
     return parts
+
+
+def generation_config(config):
+    """The released settings, with the ids of a HiggsAudioV2Config."""
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
+        ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
+
+
+def feature_extractor():
+    """Feature extractor of the released codec: (n,) mono float32 at 24 kHz, padded to frames."""
+    from transformers import DacFeatureExtractor
+    return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)
+
+
+def save_config(model, tokenizer, folder, source, codec=None):
+    """Write a native checkpoint's files except its weights: those of the base's folder `source`,
+    else new ones. codec: folder or hub name for the processor; None: that of source, else
+    HUB_CODEC."""
+    folder, source = Path(folder), Path(source)
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings, stored = generation_config(model.config), source / "generation_config.json"
+    # with the settings of 2025, speech never emits the end token
+    if stored.is_file() and "ras_win_len" in json_files.read_object(stored):
+        settings = GenerationConfig.from_pretrained(source)
+    settings.save_pretrained(folder)
+    path = folder / "processor_config.json"
+    if (source / path.name).is_file():
+        for name in EXTRA_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    else:
+        from transformers import HiggsAudioV2Processor
+        template = Path(__file__).with_name("chat_template.jinja").read_text()
+        feature_extractor().save_pretrained(folder)
+        HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
+                              chat_template=template).save_pretrained(folder)
+        codec = codec or HUB_CODEC
+    if codec:   # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
+        config = json.loads(path.read_text()) | {"audio_tokenizer": {
+            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
+            "audio_tokenizer_name_or_path": codec}}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def original_config(native, tokenizer, dtype):

@@ -47,7 +47,7 @@ from transformers import (DacConfig, HiggsAudioV2Config,
                           HiggsAudioV2TokenizerModel, HubertConfig, PreTrainedTokenizerFast)
 
 from core import tensor_io
-from speech import v3, weights
+from speech import layout_2025, v3
 
 VOCAB_SIZE = 600
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
@@ -140,10 +140,11 @@ def make_model(out_dir, tokenizer, **config_overrides):
         torch.manual_seed(0)
         model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config),
                                                      use_text_head=True).eval()
-    model.generation_config = weights.generation_config(model.config)
+    model.generation_config = layout_2025.generation_config(model.config)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
-    weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))
+    layout_2025.save_config(model, tokenizer, folder, out_dir,
+                            str((Path(out_dir) / "codec").resolve()))
     return model
 
 
@@ -167,7 +168,7 @@ def make_codec(out_dir):
             quantizer.codebook.embed.normal_(std=0.05)
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
-    weights.feature_extractor().save_pretrained(folder)
+    layout_2025.feature_extractor().save_pretrained(folder)
     return codec
 
 

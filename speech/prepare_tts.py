@@ -9,6 +9,8 @@ Training on the folder starts at once and needs neither the audio nor torchaudio
 command to resume; codes that are already encoded are kept. OUTPUT_DIR/problems.jsonl lists all
 problems of the data. OUTPUT_DIR/prepared.json describes the data.
 """
+import hashlib
+import itertools
 import json
 import os
 import sys
@@ -71,27 +73,46 @@ if ARGS and ARGS.device == "cpu":
 
 import numpy as np
 
-from core import checkpoint, dist, run
-from core.json_files import LIST, Problems
+from core import checkpoint, dist, json_files, run
+from core.json_files import LIST, Problem, Problems
 from speech import weights
-from speech.conversations import FRAME_RATE
-from speech.dataset import (PREPARED, audio_numbers, codec_fingerprint, ensure_codes,
-                            find_bad_audio, last_clips, new_builder, problem_of, read_all,
-                            read_flags, sums, tokenizer_fingerprint)
+from speech.codes import find_bad_audio, samples_with
+from speech.conversations import FRAME_RATE, Reading
+from speech.dataset import (PREPARED, codec_fingerprint, ensure_codes, is_prepared, last_clips,
+                            new_builder, problem_of, read_all, read_flags, sums)
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
 DC = 0.02                   # mean of the samples; full scale is 1
+# per sample: hash of speaker and text; number of letters and digits (0: no words); language hash
+FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("language", np.uint64)])
 SPREAD = 1.5                # Tukey's fences: interquartile ranges beyond the quartiles, in logs
 ENOUGH = 20                 # least samples of a language, for quartiles
 
 
-def find_problems(builder, codes, least, most):
+def facts_of(sample):
+    """FACTS of a Sample, from the text of its last clip."""
+    def short_hash(text):
+        data = text.encode("utf-8", "backslashreplace")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+    spoken = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
+    spoken = " ".join(spoken.split()).casefold()
+    return (short_hash(f"{sample.speaker}\0{spoken}"), sum(map(str.isalnum, spoken)),
+            short_hash(sample.language))
+
+
+def inspect(samples, file):
+    """(FACTS of each Sample of a file, [Problem] of their notes)."""
+    return np.array(list(map(facts_of, samples)), FACTS), [
+        Problem(sample.name, *note, file) for sample in samples for note in sample.notes]
+
+
+def find_problems(builder, facts, codes, least, most):
     """[Problem] of samples; samples with an unencoded clip are skipped. builder: TableBuilder.
-    codes: ClipCodes. least, most: seconds of a clip."""
+    facts: FACTS of its samples. codes: ClipCodes. least, most: seconds of a clip."""
     where = codes.where
-    clips, offsets, facts = map(builder.array, ("clips", "clip_offsets", "facts"))
-    target = last_clips(clips, offsets)
+    clips, offsets = map(builder.array, ("clips", "clip_offsets"))
+    target, audio = last_clips(clips, offsets, where)
     seconds, _, rms, clipped, dc = codes.measures.T
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -111,7 +132,7 @@ def find_problems(builder, codes, least, most):
         if spoken.sum() >= ENOUGH:
             quartiles = np.quantile(pace[spoken], (0.25, 0.75))
             low[spoken], high[spoken] = quartiles + np.diff(quartiles) * (-SPREAD, SPREAD)
-    audio, held_out = audio_numbers(where, target), np.zeros(len(builder), bool)
+    held_out = np.zeros(len(builder), bool)
     for source in builder.sources:
         held_out[source["first"]:source["stop"]] = source["held_out"]
 
@@ -138,14 +159,15 @@ def find_problems(builder, codes, least, most):
     failures = []       # (sample, check, text)
     for check, wrong, text, value in of_clips:
         failures += [(i, check, f"{text.format(value[clip])}: {builder.clips[clip].path}")
-                     for i, clip in builder.samples_with(np.flatnonzero(wrong)) if usable[i]]
+                     for i, clip in samples_with(builder, np.flatnonzero(wrong)) if usable[i]]
     for check, wrong, text in of_samples:
         failures += [(i, check, text(i)) for i in np.flatnonzero(usable & wrong).tolist()]
     return [problem_of(builder, i, check, text)
             for i, check, text in sorted(failures, key=lambda failure: failure[0])]
 
 
-# ---- The folder
+# ---- The folder: a table, the codes of its audio, and prepared.json, with the checksums of all
+# files and the fingerprints of the tokenizer and codec
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
@@ -153,21 +175,22 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
     sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
     lists all errors in the data, unless they are dropped."""
-    out, warnings, drop = Path(output_dir), [], sources.drop
+    out, drop = Path(output_dir), sources.drop
     problems = Problems((*drop, *WARNINGS), out)        # of rows, then of their sound, in one list
 
     def write():
         refused = problems.counts.total()
-        of_samples = [*find_bad_audio(builder, codes), *warnings,
-                      *find_problems(builder, codes, least, most)]
+        facts, noted = zip((np.empty(0, FACTS), []), *builder.inspected)
+        of_samples = [*find_bad_audio(builder, codes), *itertools.chain(*noted), *find_problems(
+            builder, np.concatenate(facts), codes, least, most)]
         problems.add(of_samples)
         problems.settle("\nfix: correct them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in of_samples if p.sample is not None and p.check in drop]] = True
         require(not left_out.all(),
                 f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
-        clips = last_clips(*map(builder.array, ("clips", "clip_offsets")))
-        frames = codes.where[clips, 2]
+        last, _ = last_clips(builder.array("clips"), builder.array("clip_offsets"), codes.where)
+        frames = codes.where[last, 2]
         report = {
             "samples": int((~left_out).sum()), "dropped": int(left_out.sum()) + refused,
             "hours": round(float(frames[~left_out].sum()) / FRAME_RATE / 3600, 4),
@@ -188,9 +211,41 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         return report
 
     with new_builder(world, tokenizer, ids, out) as (builder, clips):
-        dist.rank0(world, read_all, builder, sources, problems, out / "data", warnings)
+        dist.rank0(world, read_all, builder, sources, problems, out / "data", inspect)
         codes = ensure_codes(world, clips, encoding)
         return dist.rank0(world, write)
+
+
+def check_prepared(sources, tokenizer, ids, codec_dir):
+    """Folder of the table of a prepared folder. UserError unless it is complete, given alone, and
+    the flags in Sources are defaults or equal those of the preparation."""
+    path = next(path for path, *_ in sources.files if is_prepared(path))
+    require(len(sources.files) == 1,
+            f"{path}: a prepared folder is given alone; prepare all data together")
+    folder = Path(path)
+    contents = json_files.read_object(folder / PREPARED)
+    for name, digest in contents["sha256"].items():
+        fits = (folder / name).exists() and checkpoint.sha256(folder / name) == digest
+        require(fits, f"{path}: is damaged, {name} is not there or has another checksum; copy it "
+                "again")
+    for name, fingerprint, flag in (
+            ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
+            ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
+        require(contents[name] == fingerprint, f"{path}: was prepared with another {name} than "
+                f"that of {flag}; prepare it again")
+    for name, default in asdict(Reading()).items():
+        value, expected = getattr(sources.reading, name), contents["reading"][name]
+        # a default fits any value, except for the text setting, which checkpoints keep
+        fits = value == expected or value == default and name != "normalize"
+        require(fits or name in ("seed", "lone_reference"),
+                f"{path}: was prepared with {name} {expected}, not {value}; prepare it again")
+    return folder / contents["table"]
+
+
+def tokenizer_fingerprint(tokenizer, ids):
+    """16 hex digits: hash of a tokenizer's vocabulary and of the ids that the trainer uses."""
+    text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def main():

@@ -3,10 +3,14 @@
 The trainer's code tokenises a prompt, which ends where speech begins, so the model gets inputs as
 in training. Generation uses the native class (V2) or v3.generate.
 """
+import atexit
 import contextlib
 import io
+import itertools
 import os
 import re
+import shutil
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +23,17 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist
 from core.checkpoint import write_atomically, write_json
-from core.cli import UserError, plural, problem_text, require, stop_requested
-from core.json_files import read_text
+from core.cli import (UserError, plural, problem_text, require, require_package,
+                      stop_requested)
+from core.json_files import read_object, read_text
 from speech import judges, weights
-from speech.codes import SAVED, decode_clips, encode_clip, load_codec
-from speech.conversations import (FRAME_RATE, SAMPLE_RATE, SCENE, BadSample, Clip, Sample, Turn,
-                                  canonical_turns, mark_trained, normalise, normalise_requests,
-                                  saved_setting, system_parts, trim_turn)
-from speech.dataset import TableBuilder, read_samples
+from speech.codes import SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
+from speech.conversations import (FRAME_RATE, SETTINGS, BadSample, Clip,
+                                  Reading, Sample, Turn, canonical_sample, canonical_turns,
+                                  mark_trained, normalise, normalise_requests, system_parts,
+                                  trim_turn)
+from speech.convert import SCENE
+from speech.dataset import open_source, tokenise
 
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window")
 BATCH = 8               # prompts that generate_all speaks together
@@ -34,6 +41,23 @@ STRIDE = 1_000_003      # step of the seed from take to take; from batch to batc
 PAUSE_S = 0.12          # silence between chunks of a long text
 
 # ---- Prompts
+
+
+def saved_setting(folder, name="normalize_text", known=("on", "off")):
+    """A setting of a checkpoint folder, None if it has none."""
+    try:
+        value = read_object(Path(folder) / SETTINGS)[name]
+    except (UserError, KeyError):
+        return None
+    return value if value in known else None
+
+
+def check_base_dtype(args):
+    """Make args.base_dtype "nf4" or None. It is that of --adapter if the flag is not given."""
+    saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
+    args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
+    if args.base_dtype:
+        require_package("bitsandbytes", "--base_dtype nf4")
 
 
 def setting_to_speak(wanted, model, adapter=None):
@@ -58,6 +82,19 @@ class Prompt:
     def row(self, ids):
         """Layout.assemble's dict: each row of codes is a token, nothing is trained."""
         return ids.assemble(self.tokens, np.zeros(len(self.tokens), bool), self.codes)
+
+
+def read_samples(path, problems, make=canonical_sample, **reading):
+    """Yield the Samples of data of any format; unusable rows are added to the list `problems`.
+    make: as in open_source. reading: fields of Reading."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)      # it may hold extracted audio
+    read, parse = open_source(path, Reading(**reading), problems, folder, make=make)
+    for sample in parse(read()):
+        if isinstance(sample, Sample):
+            yield sample
+        else:
+            problems.append(sample)
 
 
 def read_prompts(path, normalize, *voice):
@@ -131,18 +168,17 @@ def spoken_text(sample):
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, known=()):
     """Samples of canonical_prompt -> Prompts. room: the most tokens of a prompt. known: {path of a
     Clip: its codes}. UserError lists every prompt that is too long or has bad audio."""
-    builder, prompts, codes = TableBuilder(tokenizer, ids), [], {}
+    prompts, codes = [], {}
     for sample in samples:
         sample.turns[-1].trained = True         # the turn to speak, as a trained turn
-    chunk = builder.chunk(samples)
-    builder.append(chunk)
-    problems = chunk["refused"]
-    for omission, count in sorted(builder.notices.items()):
+    table = tokenise(samples, tokenizer, ids)
+    problems, all_clips = table["refused"], iter(table["clips"])
+    for omission, count in sorted(table["notices"].items()):
         print(f"notice     {count} prompts {omission}")
     require(not problems, problem_text(problems))
-    for i, sample in enumerate(samples):
-        *clips, target = (builder.clips[clip] for clip in builder.row("clips", i))
-        tokens = builder.row("tokens", i).astype(np.int64)
+    streams = np.split(table["tokens"].astype(np.int64), np.cumsum(table["token_offsets"])[:-1])
+    for sample, tokens, n_clips in zip(samples, streams, table["clip_offsets"]):
+        *clips, target = itertools.islice(all_clips, n_clips)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         try:
             for clip in clips:
@@ -184,11 +220,17 @@ def prompt_batch(prompts, ids):
 # ---- Generation
 
 
+def positions(config):
+    """Most tokens of a prompt with its speech. V2's config.json may say 2,048, but its rotary
+    positions are scaled for the 131,072 of the released checkpoint."""
+    return max(config.max_position_embeddings, 0 if weights.is_tts3(config.model_type) else 131072)
+
+
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
     """Native model on the device, in eval mode. adapter: a PEFT folder or None; it stays unmerged,
     in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
-    native = net = module.empty_model(config, dtype, folder)
+    native = net = module.empty_model(config, dtype)
     parts, load = module.weight_parts(folder, config), weights.load_weights
     weights.check_weights(native, parts, folder)
     if adapter:
@@ -519,7 +561,7 @@ class Speaker:
         """On every rank. args: the trainer's flags. Encodes the prompts. Raises UserError."""
         self.args, self.ids, self.codec_dir, self.device = args, ids, codec_dir, world.device
         self.settings = sampling(config, args.sample_seconds)
-        room = weights.module(config).positions(config) - self.settings.max_new_tokens
+        room = positions(config) - self.settings.max_new_tokens
         self.prompts = prepare_file(args.sample_prompts, args, tokenizer, ids, codec_dir, room,
                                     world)
 

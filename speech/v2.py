@@ -13,14 +13,11 @@ from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeli
 from core import kernels
 from speech import labels
 # for weights.module(), with the code below
-from speech.labels import IGNORE, token_ids  # noqa: F401
-from speech.weights import (empty_model, load_tokenizer, native_config,  # noqa: F401
-                            reset_buffers, save_config, weight_parts)
+from speech.labels import IGNORE, loss_report, token_ids  # noqa: F401
+from speech.weights import (empty_model, load_tokenizer, read_config,  # noqa: F401
+                            reset_buffers, weight_parts)
 
 LICENCE = None          # no notice needed
-TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
-the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
-licensed from Boson AI USA, Inc. ...")."""       # for the model card
 LORA_TARGETS = "attention"      # default of --lora_target_modules: four linear layers
 WHOLE_MODULES = ()      # modules that an adapter may contain in full
 # sampling settings of the released model
@@ -28,18 +25,10 @@ DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7}
 
 # ---- The interface of weights.module(), with the imported names
 
-read_config = native_config
-
 
 def text_setting(wanted):
     """--normalize_text as "on" or "off"; the default is on, as in boson-ai's inference."""
     return wanted or "on"
-
-
-def positions(config):
-    """Most tokens of a prompt with its speech. config.json may say 2,048, but the rotary positions
-    are scaled for the 131,072 of the released checkpoint."""
-    return max(config.max_position_embeddings, 131072)
 
 
 def layers(native):
@@ -49,6 +38,11 @@ def layers(native):
 def weight_names(native):
     """{name in a checkpoint's files: parameter} of a full model."""
     return dict(native.named_parameters())
+
+
+def save_config(*arguments):
+    from speech import layout_2025      # a LoRA run writes none of these files
+    layout_2025.save_config(*arguments)
 
 
 # ---- Packed forward
@@ -138,7 +132,6 @@ class PackedHiggs(labels.PackedBase):
 
 
 packed = PackedHiggs        # of module()
-loss_report = labels.loss_report
 
 
 def freeze_unreachable(model, text_loss_weight):

@@ -40,9 +40,6 @@ SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 MODEL_TYPE = "higgs_multimodal_qwen3"
 LICENCE = ("Higgs TTS 3 weights and models fine-tuned from them: research and non-commercial use "
            "(see their LICENSE)")
-TERMS = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3
-Research and Non-Commercial License, which goes with derived models. No voice may be cloned
-without its owner's consent."""       # of a model card
 LORA_TARGETS = "all-linear"     # default of --lora_target_modules: seven linear layers
 # defaults of sglang-omni's speech endpoint
 DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}
@@ -65,11 +62,6 @@ def text_setting(wanted):
     """--normalize_text as "on" or "off"; the default is off, as in servers. UserError."""
     require(wanted != "on", "--normalize_text on: Higgs TTS 3 is served texts as they are")
     return "off"
-
-
-def positions(config):
-    """Most tokens of a prompt with its speech."""
-    return config.max_position_embeddings
 
 
 def layers(native):
@@ -282,7 +274,7 @@ loss_report = partial(labels.loss_report, all_ends=True)
 # ---- Files
 
 
-def empty_model(config_dict, dtype, folder=None):
+def empty_model(config_dict, dtype):
     """Higgs3 on the meta device, of a config.json dict. Call reset_buffers later."""
     config = read_config(config_dict)
     with torch.device("meta"):
@@ -322,7 +314,9 @@ def whole_files(tensors, folder, codec=None):
     for head, table in HEADS.items():
         slices, dtype, fold = tensors[table]
         tensors[head] = (slices, dtype, fold or torch.clone)    # a copy, as both are written
-    source, prefix = (weights.find_codec(codec)[0], "") if codec else (folder, CODEC)
+    source, prefix = folder, CODEC
+    if codec:
+        source, prefix = weights.find_model(codec, weights.CODEC_FLAG)[0], ""
     stored = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
     require(any(name.startswith(prefix) for name in stored),
             f"{folder}: holds no codec, which servers need; give --audio_tokenizer_path")

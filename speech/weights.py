@@ -4,14 +4,11 @@ A model starts empty on torch's meta device and reads its weights row by row, so
 more than its shard. Missing, unexpected or misshapen weights stop the run. V2 has two layouts:
 transformers' native one, and that of 2025, of speech/layout_2025.py.
 """
-import json
-import shutil
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
+from transformers import AutoTokenizer, HiggsAudioV2Config, logging
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
 from core import adapters, dist, json_files, tensor_io
@@ -19,10 +16,9 @@ from core.cli import UserError, first_line, require
 
 logging.disable_progress_bar()      # for weights: one bar per rank would fill the log
 
-HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # a processor's codec if the base names none
+CODEC_FLAG = "--audio_tokenizer_path"
 KINDS = {"--model_path": ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-         "--audio_tokenizer_path": ("higgs_audio_v2_tokenizer",)}       # {flag: model_types}
-EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+         CODEC_FLAG: ("higgs_audio_v2_tokenizer",)}     # {flag: model_types}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA_TARGETS = {        # endings of module names
     "attention": ATTENTION,
@@ -51,39 +47,31 @@ def module(config):
 def find_files(world, model_path, codec_path):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective."""
     require(codec_path, "give --audio_tokenizer_path, such as bosonai/higgs-audio-v2-tokenizer")
-    for find, path in ((find_model, model_path), (find_codec, codec_path)):
-        dist.rank0(world, find, path)       # rank 0 downloads hub names before the others look
+    for path, flag in ((model_path, "--model_path"), (codec_path, CODEC_FLAG)):
+        dist.rank0(world, find_model, path, flag)   # downloads hub names before other ranks look
     folder, config = find_model(model_path)
     if world.is_main and module(config).LICENCE:
         print(f"licence    {module(config).LICENCE}", flush=True)
-    return folder, config, find_codec(codec_path)[0]
+    return folder, config, find_model(codec_path, CODEC_FLAG)[0]
 
 
 # ---- Folders and configuration
 
 
-def find_checkpoint(name, flag):
+def find_model(name, flag="--model_path"):
     """(folder, config.json as a dict) of a folder or hub name given by a flag. Raises UserError."""
     folder = tensor_io.find_folder(name, flag)
-    try:
-        config = json_files.read_object(folder / "config.json")
-    except UserError as error:
-        require(not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is an adapter; "
-                "give the base as --model_path and this as --adapter, or merge both: lora.py merge")
-        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
+    path = folder / "config.json"
+    require(path.is_file() or not (folder / "adapter_config.json").is_file(), f"{flag} {name}: is "
+            "an adapter; give its base as --model_path and this as --adapter")
+    config = json_files.read_object(path)
     kind = config.get("model_type")
-    swapped = kind in sum(KINDS.values(), ())
     require(kind in KINDS[flag], f"{flag} {name}: is a {kind!r} checkpoint, not "
-            f"{' or '.join(map(repr, KINDS[flag]))}"
-            + "; --model_path and --audio_tokenizer_path are swapped" * swapped)
+            f"{' or '.join(map(repr, KINDS[flag]))}")
     return folder, config
 
 
-find_model = partial(find_checkpoint, flag="--model_path")
-find_codec = partial(find_checkpoint, flag="--audio_tokenizer_path")
-
-
-def native_config(config):
+def read_config(config):
     """HiggsAudioV2Config of a config.json dict in the native or the 2025 layout. UserError."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
@@ -107,27 +95,13 @@ def load_tokenizer(path, load=partial(AutoTokenizer.from_pretrained, trust_remot
 # ---- The model and its weights
 
 
-def empty_model(config_dict, dtype, folder=None):
-    """Native model with its text head on the meta device, of a config.json dict. folder: its
-    generation_config.json is used if native: of the 2025 one, speech never emits the end token."""
-    config = native_config(config_dict)
+def empty_model(config_dict, dtype):
+    """Native model with its text head on the meta device, of a config.json dict."""
+    config = read_config(config_dict)
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
-    stored = Path(folder or "") / "generation_config.json"
-    if folder and stored.is_file() and "ras_win_len" in json_files.read_object(stored):
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    else:
-        model.generation_config = generation_config(config)
     return model
-
-
-def generation_config(config):
-    """The released settings, with the ids of a HiggsAudioV2Config."""
-    return GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
-        ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
 def weight_parts(folder, config):
@@ -179,38 +153,3 @@ def reset_buffers(model, device):
 def check_buffers(model, known):
     unknown = {name for name, _ in model.named_buffers()} - known
     require(not unknown, f"this version of transformers has unknown buffers: {sorted(unknown)}")
-
-
-# ---- Files besides the weights
-
-
-def save_config(model, tokenizer, folder, source, codec=None):
-    """Write a native checkpoint's files except its weights. codec: folder or hub name for the
-    processor; None: the codec of source, else HUB_CODEC."""
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    folder, source = Path(folder), Path(source)
-    path = folder / "processor_config.json"
-    if (source / path.name).is_file():
-        for name in EXTRA_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-    else:
-        from transformers import HiggsAudioV2Processor
-        template = Path(__file__).with_name("chat_template.jinja").read_text()
-        feature_extractor().save_pretrained(folder)
-        HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
-                              chat_template=template).save_pretrained(folder)
-        codec = codec or HUB_CODEC
-    if codec:   # by hand: a processor accepts only a loaded codec, and loading one needs torchaudio
-        config = json.loads(path.read_text()) | {"audio_tokenizer": {
-            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
-            "audio_tokenizer_name_or_path": codec}}
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def feature_extractor():
-    """Feature extractor of the released codec: (n,) mono float32 at 24 kHz, padded to frames."""
-    from transformers import DacFeatureExtractor
-    return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)

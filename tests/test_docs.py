@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from speech import convert
-from speech.dataset import read_samples
+from speech.speak import read_samples
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 
@@ -95,7 +95,7 @@ def test_links_lead_somewhere():
 
 
 # {words of a link in README: pattern of the line of code that it must point to}
-PLACES = {"end-of-stream label": r"delay_rows\(codes, IGNORE, eos", "resume position": r"epoch, first_pack = \(state\.get",
+PLACES = {"end-of-stream label": r"delay_rows\(clip, IGNORE, eos", "resume position": r"epoch, first_pack = \(state\.get",
           "averaged over the ranks": r"\(loss \* \(?world\.size", "block is unmasked": r"^def unmask\(",
           "KL divergence": r"^def divergence\("}
 

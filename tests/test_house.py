@@ -79,8 +79,8 @@ def test_variables_say_what_they_hold():
 # ---------------------------------------------------------------------------------------------------------------------
 # Imports
 
-BOTH = {"lora", "speech.convert", "speech.make_tiny", "diffusion.published", "diffusion.sample_bd3lm",
-        "diffusion.make_problems"}     # module and script
+BOTH = {"lora", "speech.convert", "speech.make_tiny", "speech.prepare_tts", "diffusion.published",
+        "diffusion.sample_bd3lm", "diffusion.make_problems"}     # module and script
 
 MODULES = {str(path.with_suffix("")).replace("/", "."): path for path in tracked("*.py")
            if path.parts[0].removesuffix(".py") in MAY_IMPORT}

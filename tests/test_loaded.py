@@ -8,7 +8,8 @@ import torch
 
 from core.dist import World
 from diffusion import make_problems
-from speech.dataset import Encoding, ensure_codes, read_samples
+from speech.dataset import Encoding, ensure_codes
+from speech.speak import read_samples
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command

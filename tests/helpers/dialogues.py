@@ -6,7 +6,7 @@ from safetensors.numpy import save_file
 
 from data import Table
 from speech.conversations import Clip, Sample, Turn
-from speech.dataset import TableBuilder
+from speech.dataset import TableBuilder, tokenise
 
 BOS, EOS, BOOKS = 1024, 1025, 8
 
@@ -40,7 +40,8 @@ CONVERSATIONS = [
 def table_of(conversations, tokenizer, ids, folder, codes_of=codes_of):
     """A Table of conversations whose clips have random codes, through the trainer's own writer and reader."""
     builder = TableBuilder(tokenizer, ids, folder / "table")
-    chunk = builder.chunk([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)])
+    samples = [Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)]
+    chunk = tokenise(samples, tokenizer, ids)
     assert not chunk["refused"]
     builder.append(chunk)
     folder.mkdir(exist_ok=True)

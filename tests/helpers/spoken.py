@@ -11,7 +11,7 @@ from data import SpeechSamples
 from speech.codes import decode_clips
 from speech.conversations import FRAME_RATE, Clip, Turn
 from speech.labels import IGNORE, token_ids, total_loss
-from speech.weights import native_config
+from speech.weights import read_config
 from tests.helpers import dialogues
 
 
@@ -64,9 +64,9 @@ TEXT_ONLY = [SYSTEM, *ask("Which way?", "Turn left where the road meets the mill
 def samples_of(model_folder, conversations, folder):
     """(TokenIds, [sample dict as SpeechSamples gives it]) of lists of Turns; folder: an empty one to write in."""
     tokenizer, config = AutoTokenizer.from_pretrained(model_folder), read_object(model_folder / "config.json")
-    ids = token_ids(tokenizer, native_config(config))
+    ids = token_ids(tokenizer, read_config(config))
     data = SpeechSamples(dialogues.table_of(conversations, tokenizer, ids, folder, codes_of), ids)
-    return ids, [data[i] for i in range(len(data))]
+    return ids, [data[i] for i in range(len(data.table))]
 
 
 def audio_labels(sample):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from speech.dataset import read_samples
+from speech.speak import read_samples
 from tests.helpers.trainer import train_forked
 
 
@@ -76,7 +76,7 @@ def test_model_and_tokenizer_paths(run, tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     for flags, *words in (
             (("--model_path", tiny.codec, "--audio_tokenizer_path", tiny.model), tiny.codec,
-             "--model_path and --audio_tokenizer_path are swapped"),
+             "is a 'higgs_audio_v2_tokenizer' checkpoint, not 'higgs_audio_v2'"),
             (("--model_path", "owner/gone"), "--model_path owner/gone: neither a local folder nor available"),
             (("--model_path", tmp_path), "is a 'bert' checkpoint, not 'higgs_audio_v2'"),
             (("--model_path", copy_of(tiny.model, "a", "*.safetensors")), tmp_path / "a",

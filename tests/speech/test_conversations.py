@@ -5,7 +5,7 @@ import json
 import pytest
 
 from speech.conversations import DEFAULT_SYSTEM, Clip
-from speech.dataset import read_samples
+from speech.speak import read_samples
 from speech.speak import canonical_prompt
 
 REFERENCE, TARGET = "This is how I sound.", "He cried: stop: now."

@@ -16,7 +16,8 @@ from core.dist import World
 from speech import codes as encode
 from speech.codes import encode_clip, header_frames, load_codec, plan_codes
 from speech.conversations import Clip
-from speech.dataset import CodeReader, Encoding, codec_fingerprint, ensure_codes, read_samples
+from speech.dataset import CodeReader, Encoding, codec_fingerprint, ensure_codes
+from speech.speak import read_samples
 from tests.helpers.spoken import decode_audio
 
 WORLD = World(device=torch.device("cpu"))

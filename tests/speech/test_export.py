@@ -258,12 +258,12 @@ def test_original_weights_compute_what_the_native_ones_do(tiny, original, data):
     assert torch.equal(logits(model, data), logits(expected, data))
 
 
-def test_original_config_gives_the_released_native_config():
+def test_original_config_gives_the_released_read_config():
     """The names of the RoPE settings differ, its frequencies do not."""
     config = published_config()
-    native, text = weights.native_config(config), config["text_config"]
+    native, text = weights.read_config(config), config["text_config"]
     with pytest.raises(UserError, match="audio_embed_avg is not supported"):
-        weights.native_config(config | {"audio_embed_avg": True})
+        weights.read_config(config | {"audio_embed_avg": True})
     expected = {key: text[key] for key in layout_2025.TEXT_KEYS} | {
         "num_codebooks": 8, "codebook_size": 1026, "audio_delay_token_id": 128014, "bos_token_id": 1,
         "eos_token_id": 128009, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025, "tie_word_embeddings": False,

@@ -85,7 +85,7 @@ def test_batch_equals_that_of_the_processor(tiny, voice, tmp_path):
 def test_undelay_when_the_end_comes_askew(voice):
     """Codebook 0 ends at frame 6 and the others one row late, as transformers forces a missed end."""
     ids, codes = voice[2], np.random.default_rng(0).integers(0, 1024, (7, 8))
-    rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
+    rows = delay_rows(codes, ids.stream_bos, *[ids.stream_eos] * 2)
     rows[7, 0] = ids.stream_eos
     rows[5, 5] = ids.stream_bos                 # and a special id inside the speech
     rows[9, 5] = ids.stream_eos
@@ -93,7 +93,7 @@ def test_undelay_when_the_end_comes_askew(voice):
     expected = codes[:6].copy()
     expected[3, 5] = 1023
     assert ended == "eos" and np.array_equal(got, expected)
-    none, ended = speak.undelay(delay_rows(codes[:0], ids.stream_bos, ids.stream_eos), ids)
+    none, ended = speak.undelay(delay_rows(codes[:0], ids.stream_bos, *[ids.stream_eos] * 2), ids)
     assert none.shape == (0, 8) and ended == "eos" and len(speak.decode(voice[3], none)) == 0
 
 
@@ -101,7 +101,7 @@ def test_waveform_equals_that_of_the_processor(tiny, voice):
     native, _, ids, codec, _ = voice
     processor = AutoProcessor.from_pretrained(tiny.model)
     codes = np.random.default_rng(0).integers(0, 1024, (12, 8))
-    rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
+    rows = delay_rows(codes, ids.stream_bos, *[ids.stream_eos] * 2)
     expected = processor.batch_decode(torch.from_numpy(rows)[None])[0]
     wave = speak.decode(codec, speak.undelay(rows, ids)[0])
     assert wave.shape == (12 * 960,) and np.abs(wave).max() > 0

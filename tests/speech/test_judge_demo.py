@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def spoken():
     """{"base", "adapter": a result like that of judge_demo.read_spoken} for new random sentences."""
     folder, config_dict = weights.find_model(VOICE / "model")
-    config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
+    config, tokenizer = weights.read_config(config_dict), weights.load_tokenizer(folder)
     ids, cpu = token_ids(tokenizer, config), torch.device("cpu")
     codec, bandwidth = load_codec(VOICE / "codec", cpu, ids.num_codebooks)
     texts = judge_demo.draw(SENTENCES, 0)

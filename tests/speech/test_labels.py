@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from speech.conversations import Sample
-from speech.dataset import TableBuilder, read_samples
-from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_labels, delay_rows, flops_per_pack,
+from speech.dataset import tokenise
+from speech.labels import (IGNORE, TokenIds, conversation_pieces, delay_rows, step_work,
                            total_loss)
+from speech.speak import read_samples
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 E, _ = 901, IGNORE
@@ -18,7 +19,7 @@ CODES = np.array([[A0, B0, C0, D0], [A1, B1, C1, D1], [A2, B2, C2, D2]])        
 
 
 def test_golden_labels():
-    assert delay_labels(CODES, E).tolist() == [
+    assert delay_rows(CODES, IGNORE, E, IGNORE).tolist() == [
         [_, _, _, _], [A0, _, _, _], [A1, B0, _, _], [A2, B1, C0, _],
         [E, B2, C1, D0], [_, E, C2, D1], [_, _, E, D2], [_, _, _, E]]
 
@@ -35,7 +36,7 @@ def test_counts_are_those_of_the_rows(frames):
         assert len(positions) == trained * ids.predictions(frames)
         assert (rows != IGNORE).sum() == trained * ids.targets(frames)
         # position p predicts audio row p, since audio rows begin at position 1
-        assert (delay_labels(codes, EOS)[positions] == rows).all()
+        assert (delay_rows(codes, IGNORE, EOS, IGNORE)[positions] == rows).all()
         assert sample["input_ids"][sample["is_audio"]].tolist() == [1] * (frames + 2) + [2] * (BOOKS - 1)
 
 
@@ -46,7 +47,7 @@ def test_rows_equal_transformers_delay_pattern(frames, books):
     framed = torch.tensor(np.concatenate([np.full((1, books), BOS), codes, np.full((1, books), EOS)]).T)[None]
     special = SimpleNamespace(audio_stream_bos_id=BOS, audio_stream_eos_id=EOS)
     native = HiggsAudioV2Processor.build_delay_pattern(special, framed)[0].T
-    assert delay_rows(codes, BOS, EOS).tolist() == native.tolist()
+    assert delay_rows(codes, BOS, EOS, EOS).tolist() == native.tolist()
 
 
 BY_HAND = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following instruction.\n\n"
@@ -59,11 +60,9 @@ BY_HAND = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGener
 
 def stream(sample, tokenizer, ids):
     """(token ids, labelled) of one sample before its clips are expanded."""
-    builder = TableBuilder(tokenizer, ids)
-    chunk = builder.chunk([sample])
-    assert not chunk["refused"]
-    builder.append(chunk)
-    return builder.row("tokens", 0).tolist(), builder.array("labelled").tolist()
+    table = tokenise([sample], tokenizer, ids)
+    assert not table["refused"]
+    return table["tokens"].tolist(), table["labelled"].tolist()
 
 
 def native_text(tiny, conversation):
@@ -147,5 +146,7 @@ def test_flops_of_a_pack():
                              intermediate_size=16, num_hidden_layers=3, codebook_size=10, vocab_size=20)
     layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
     rows, pairs = 5 * 3 * layer + 7 * 8 * 10 + 2 * 8 * 20, 15
-    assert flops_per_pack(config, 5, 7, 2, pairs, True) == 4 * rows + 12 * 8 * pairs * 3
-    assert flops_per_pack(config, 5, 7, 2, pairs, False) == 6 * rows + 12 * 8 * pairs * 3
+    counts = {"lengths": 5, "audio_targets": 7, "text_targets": 2, "frames": 0}
+    table = SimpleNamespace(**{name: np.array([count]) for name, count in counts.items()})
+    assert step_work(config, table, [0], True)["flops"] == 4 * rows + 12 * 8 * pairs * 3
+    assert step_work(config, table, [0], False)["flops"] == 6 * rows + 12 * 8 * pairs * 3

@@ -8,7 +8,7 @@ import torch
 from data import SpeechSamples, collate
 from speech import v3
 from speech.conversations import BadSample, Clip, Sample, Turn
-from speech.dataset import TableBuilder
+from speech.dataset import tokenise
 from speech.labels import IGNORE
 from tests.helpers import dialogues, higgs3
 
@@ -81,14 +81,13 @@ def test_structural_tokens_are_forbidden_in_texts_and_tags_are_not(ids3, tokeniz
     assert not any(":" in token for token in forbidden)
 
 
-def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
+def test_unknown_control_tags_are_counted(ids3, tokenizer3):
     texts = ["<|emotion:elation|>Hi.", "<|emotion:elaton|>Hi.", "<|emotion:elaton|>Ho <|laugh|>.", "2 <| 3 |> 1"]
-    builder = TableBuilder(tokenizer3, ids3, tmp_path / "t")
-    chunk = builder.chunk([sample_of(("user", text, False), ("assistant", A, True)) for text in texts])
-    builder.append(chunk)
+    samples = [sample_of(("user", text, False), ("assistant", A, True)) for text in texts]
+    table = tokenise(samples, tokenizer3, ids3)
     reason = "which is not a control tag of this model: it is read aloud"
-    assert builder.notices == {f"hold <|emotion:elaton|>, {reason}": 2, f"hold <|laugh|>, {reason}": 1,
-                                f"hold <| 3 |>, {reason}": 1} and not chunk["refused"]
+    assert table["notices"] == {f"hold <|emotion:elaton|>, {reason}": 2, f"hold <|laugh|>, {reason}": 1,
+                                f"hold <| 3 |>, {reason}": 1} and not table["refused"]
 
 
 def test_a_message_of_several_clips_or_without_text_is_refused(ids3):

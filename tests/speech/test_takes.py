@@ -13,9 +13,9 @@ from core.json_files import read_object
 from speech import judges, speak, v2, v3
 from speech.codes import load_codec, plan_codes
 from speech.conversations import Clip, Turn
-from speech.dataset import CodeReader, Encoding, TableBuilder, ensure_codes, read_samples
+from speech.dataset import CodeReader, Encoding, TableBuilder, ensure_codes, tokenise
 from speech.labels import delay_rows
-from speech.speak import load_model
+from speech.speak import load_model, read_samples
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -95,7 +95,7 @@ def test_the_prompt_of_each_part_has_the_codes_of_the_part_before(voice):
     codes, ended_by, wave, _ = first
     audio_ids = seen[1][0].row(ids)["audio_ids"]
     heard = len(audio_ids) - 9       # frames of the first part
-    assert np.array_equal(audio_ids, delay_rows(codes[:heard], ids.stream_bos, ids.stream_eos))
+    assert np.array_equal(audio_ids, delay_rows(codes[:heard], ids.stream_bos, ids.stream_eos, ids.stream_eos))
     assert 8 <= heard < len(codes) and ended_by == "eos"
     assert len(wave) == 960 * len(codes) + round(speak.PAUSE_S * 24000) and len(second[0])
     assert seen[1][0].voice is None
@@ -221,19 +221,22 @@ def test_the_trainer_reads_a_take_as_it_was_spoken(voice, tmp_path):
         speak.save_codes(tmp_path / f"{i:04d}.npy", codes)
     best = write_best(tmp_path, samples, records(*[(0.0, "eos")] * 3))
     problems, prompts = [], voice[-1](samples)
-    builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1])
-    chunk = builder.chunk(list(read_samples(best, problems, normalize=True)))
+    samples = list(read_samples(best, problems, normalize=True))
+    builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1], tmp_path / "table")
+    chunk = tokenise(samples, builder.tokenizer, builder.ids)
     builder.append(chunk)
     clips = list(builder.clips)
+    numbers, streams = (np.split(builder.array(name), builder.array(offsets)[1:-1])
+                        for name, offsets in (("clips", "clip_offsets"), ("tokens", "token_offsets")))
     how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
-    assert not problems + chunk["refused"] and [len(builder.row("clips", i)) for i in range(3)] == [1, 2, 1]
+    assert not problems + chunk["refused"] and [*map(len, numbers)] == [1, 2, 1]
     assert plan_codes(clips, how)[2][:, 2].tolist() == [9, 10, 10, 11]
     folder, shards, where, *_ = ensure_codes(WORLD, clips, how)
     reader = CodeReader(folder, shards)
     for i, prompt in enumerate(prompts):
-        *_, answer = codes = [reader.codes(*where[clip].tolist()) for clip in builder.row("clips", i)]
+        *_, answer = codes = [reader.codes(*where[clip].tolist()) for clip in numbers[i]]
         assert np.array_equal(answer, spoken[i])
-        tokens = builder.row("tokens", i).astype(np.int64)
+        tokens = streams[i].astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == voice[1].audio_placeholder_id)[-1]]
         row = voice[1].assemble(tokens, np.zeros(len(tokens), bool), codes[:-1])
         assert all(np.array_equal(row[key], prompt.row(voice[1])[key]) for key in ("input_ids", "audio_ids"))

@@ -1,4 +1,5 @@
 """Text normalisation against a second implementation of boson-ai's rules, and the setting of a checkpoint."""
+import json
 import random
 
 import pytest
@@ -47,8 +48,8 @@ def test_speech_follows_the_checkpoint(tmp_path):
     base, on, off = (tmp_path / name for name in ("base", "on", "off"))
     for folder in (base, on, off):
         folder.mkdir()
-    conversations.save_setting(on / conversations.SETTINGS, "on")
-    conversations.save_setting(off / conversations.SETTINGS, "off")
+    for folder, setting in ((on, "on"), (off, "off")):
+        (folder / conversations.SETTINGS).write_text(json.dumps({"normalize_text": setting}))
     expected = {
         (None, base, None): (True, f"{base} is not a checkpoint of"), (None, base, on): (True, f"{on} was trained"),
         (None, base, off): (False, f"{off} was trained"), (None, off, None): (False, f"{off} was trained"),
@@ -58,4 +59,4 @@ def test_speech_follows_the_checkpoint(tmp_path):
         setting, line = speak.setting_to_speak(flag, model, adapter)
         assert setting is normalize and words in line and f"--normalize_text {'on' if setting else 'off'}" in line
     (on / conversations.SETTINGS).write_text("half of i")
-    assert conversations.saved_setting(on) is None
+    assert speak.saved_setting(on) is None
