@@ -1,5 +1,6 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,26 +51,25 @@ def step_of(model):
     return plans.Step(model, lambda model: model.layers(model.base_model), loss)
 
 
-def memory(model, setup, data, order):
-    """Memory of the pack with the highest peak. model: empty, as trained."""
+def memory(model, data, setup, order):
+    """{part: bytes} with the largest pack of an order. model: empty, as trained."""
     rows = rows_by_kind(data.table, data.ids)[data.train]
     pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch, columns=2)
     packs = [pack, (*pack, True)] if data.keeper else [pack]        # --keep's are filled alike
-    return max((plans.estimate(step_of(model), setup, pack) for pack in packs),
-               key=lambda needed: needed.peak)
+    return plans.estimate(step_of(model), setup, packs)
 
 
 def choose(args, world, ranks, model, data):
     """--auto: set the flags that the user did not give."""
     longest = 0 if not data.keeper else data.keeper.settings.max_new_tokens + max(
         len(prompt.row(data.ids)["input_ids"]) for prompt in data.keeper.prompts)
-    plans.choose_packs(args, world, ranks, data.table.lengths[data.train],
-                       lambda setup, order: memory(model, setup, data, order), longest)
+    setups = plans.pack_setups(args, ranks, data.table.lengths[data.train], longest)
+    plans.choose(args, world, ranks, setups, partial(memory, model, data))
 
 
 def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
     """Print the plan of the steps left; UserError if GPU or disk are too small. model: empty."""
-    table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
+    table, needed = data.table, memory(model, data, plans.setup_of(args, ranks), order)
     new = table.where[:, 0] < 0     # clips that are not encoded
     frames = table.where[new, 2].sum()
     epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]

@@ -1,9 +1,9 @@
 """Batches arrive unchanged and in order; errors and early ends of loader processes show at once."""
 import gc
 import multiprocessing
-import os
 import pickle
-import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from core import packing
 from core.cli import UserError, require
 from core.run import init_loader
+from tests.helpers.trainer import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -88,26 +89,33 @@ def test_a_bad_sample_is_named_in_its_place(workers):
     assert [len(next(batches).ids) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(UserError, match="^row 3: is bad$"):
         next(batches)
-    assert not multiprocessing.active_children()
+
+
+SCRIPT = """
+import os, signal, sys
+from core import dist, packing
+from core.cli import UserError
+def work(lines):
+    if lines == ["d"] and sys.argv[1] == "sample":
+        raise UserError("sample d: is bad")
+    if lines == ["d"] and sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lines * 10**6        # larger than a pipe
+def lines():
+    yield from "abcd"
+    if sys.argv[1] == "file":
+        raise UserError("the file breaks here")
+    yield from "efghijklmnopqrstuvwxyz"
+dist.single_process()
+for chunk in packing.map_chunks(work, lines(), 1, 3):
+    pass
+"""
 
 
 @pytest.mark.race
-def test_a_killed_loader_process_ends_the_run(monkeypatch):
-    """The batch before is larger than a pipe, so part of it may be lost."""
-    def killed_at_3(i):
-        return os.kill(os.getpid(), signal.SIGKILL) if i == 3 else flat(10**6)
-    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)    # as at a start
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with pytest.raises(UserError, match="DataLoader worker"):
-        list(packing.iterate(loader(range(9), killed_at_3, 3)))
-
-
-def test_a_file_that_breaks_while_loaders_start_leaves_no_process():
-    def lines():
-        yield from "abc"
-        raise UserError("the file breaks here")
-    with pytest.raises(UserError, match="the file breaks here") as caught:
-        list(packing.map_chunks(len, lines(), 1, 2))
-    for process in multiprocessing.active_children():
-        process.join(10)
-    assert not multiprocessing.active_children() and caught.tb       # the traceback keeps the loader
+@pytest.mark.parametrize("fault, message", [("sample", "sample d: is bad"), ("file", "the file breaks here"),
+                                            ("killed", "DataLoader worker")])
+def test_a_fault_ends_the_script_and_its_loaders(fault, message):
+    """dist.report_error() ends the processes; the exit would wait for them."""
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, fault], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and message in ended.stderr.splitlines()[-1], ended.stderr
