@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, kernels, metrics
-from core.cli import count_ranks, plural, require
+from core.cli import plural, require
 from core.packing import PackOrder
 
 GIB = 2**30
@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         return out if self.in_kernel else self.note(out)
 
     def note(self, results):
-        """Count new tensors among results until they are freed; returns results."""
+        """Count new tensors among results until they are freed; return results."""
         for tensor in tree_leaves(results):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.sizes:
@@ -110,31 +110,29 @@ class LiveBytes(TorchDispatchMode):
     def forget(self, key):
         self.now -= self.sizes.pop(key)
 
-    def kernel(self, function, *args):
-        """function(*args), compiled: it allocates only its results."""
-        def uncounted(*inputs):
-            self.in_kernel = True
-            out = function(*inputs)
-            self.in_kernel = False
-            return out
-        return self.note(FakeKernel.apply(uncounted, *args))
-
 
 class FakeKernel(torch.autograd.Function):
-    """Replaces a GPU kernel: saves its inputs, a number per row and, of attention, the output.
-    function: None if the output is like the first input."""
+    """function(*inputs) as one GPU kernel: it allocates only its output, and saves its inputs, a
+    number per row and, of attention, the output. live: LiveBytes."""
 
     @staticmethod
-    def forward(ctx, function, *inputs):
-        out = function(*inputs) if function else torch.empty_like(inputs[0])
+    def forward(ctx, live, function, *inputs):
         numbers = inputs[0].new_empty(inputs[0].shape[:-1], dtype=torch.float32)
+        live.in_kernel = True
+        out = function(*inputs)
+        live.in_kernel = False
         ctx.save_for_backward(*inputs, numbers, out if len(inputs) == 3 else None)
-        return out
+        return live.note(out)
 
     @staticmethod
     def backward(ctx, grad):
-        return None, *(torch.empty_like(t) if needed else None
-                       for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:]))
+        return None, None, *(torch.empty_like(t) if needed else None
+                             for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:]))
+
+
+def like_first(x, *_):
+    """A function for FakeKernel."""
+    return torch.empty_like(x)
 
 
 def varlen(q, k, v, *_):
@@ -148,10 +146,10 @@ def fuse_layers(model, live):
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = lambda x, norm=module: FakeKernel.apply(
-                None, x, norm.weight.to(x.dtype))
+                live, like_first, x, norm.weight.to(x.dtype))
         elif hasattr(module, "act_fn") and hasattr(module, "gate_proj"):
-            module.forward = lambda x, mlp=module: mlp.down_proj(live.kernel(
-                lambda gate, up: mlp.act_fn(gate) * up, mlp.gate_proj(x), mlp.up_proj(x)))
+            module.forward = lambda x, mlp=module: mlp.down_proj(FakeKernel.apply(
+                live, lambda gate, up: mlp.act_fn(gate) * up, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 @contextlib.contextmanager
@@ -167,7 +165,6 @@ def gpu_kernels(live, more):
         yield
 
 
-@functools.cache
 def step_bytes(step, setup, pack):
     """Peak bytes of a micro-step with one pack: activations and, in a single process, gradients;
     only a forward pass if no weight is trained."""
@@ -355,12 +352,9 @@ def print_plan(args, needed, model, lines, steps, flops=0):
     limit = gpu_memory(args)
     # FLOP/s of large bf16 products, docs/speed.md
     gpu, rate = ("an RTX 3090", 71e12) if limit <= 24.5 * GIB else ("an H200", 790e12)
-    dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if args.bf16 else "fp32"
     time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {sum(needed.values()) / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}",
-          f"plan       {plural(count_ranks(args), 'GPU')}, {args.parallel}, {dtype}",
-          *lines, sep="\n")
+          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}", *lines, sep="\n")
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.items() if used)
     print(f"memory     {parts} GiB")
 

@@ -38,9 +38,11 @@ def step_of(config, backend):
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
     return memory.Step(model, lambda model: model.layers, loss, average=True, kernels=lambda live: (
-        (dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(None, q, k, v)),
+        (dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(
+            live, memory.like_first, q, k, v)),
         (dit, "on_gpu", lambda x: True),
-        (dit, "losses_of", functools.partial(live.kernel, dit.cross_entropies))))
+        (dit, "losses_of", functools.partial(
+            memory.FakeKernel.apply, live, dit.cross_entropies))))
 
 
 def plan_memory(args, world, ranks, config, rows, order=None, left=0):
