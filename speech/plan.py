@@ -10,6 +10,7 @@ import torch
 from core import memory as plans
 from core import metrics
 from speech.conversations import FRAME_RATE
+from speech.dataset import sums
 from speech.labels import step_work
 
 SHARE = 0.7     # of the matrix rate that a step reaches by count
@@ -22,13 +23,10 @@ Data = namedtuple("Data", "table ids train keeper")
 
 def rows_by_kind(table, ids):
     """(n, 4) int64 rows of each sample: text, audio, audio that predicts, text that predicts."""
-    places = table.tokens == ids.audio_placeholder_id
-    trained = table.labelled[places]            # of each clip, in the order of table.clips
-    sample = np.repeat(np.arange(len(table)), np.diff(table.clip_offsets))
-    frames = table.where[table.clips, 2]
-    counts = ids.rows(frames, trained), np.where(trained, ids.predictions(frames), 0)
-    audio, predicting = (np.bincount(sample, count, minlength=len(table)) for count in counts)
-    kinds = table.lengths - audio, audio, predicting, table.text_targets
+    trained = table.labelled[table.tokens == ids.audio_placeholder_id]      # of each clip
+    predicting = np.where(trained, ids.predictions(table.where[table.clips, 2]), 0)
+    text = np.diff(table.token_offsets) - np.diff(table.clip_offsets)
+    kinds = text, table.lengths - text, sums(predicting, table.clip_offsets), table.text_targets
     return np.stack(kinds, axis=1).astype(np.int64)
 
 
