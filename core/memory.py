@@ -130,12 +130,6 @@ class FakeKernel(torch.autograd.Function):
                              for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:]))
 
 
-def varlen(q, k, v, *_):
-    """Attention of packed documents on a GPU: q (S, heads, D), k and v (S, kv_heads, D)."""
-    ends = q.new_empty(2, dtype=torch.int32)
-    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0), **kernels.GROUPED)
-
-
 def fuse_layers(model, live):
     """Let norms and MLPs of a transformers model keep the tensors that compiled ones keep."""
     for module in model.modules():
@@ -152,10 +146,15 @@ def gpu_kernels(live, more):
     """In this context a step keeps the tensors that a GPU's kernels keep. more: Step.kernels."""
     def dropout(x, p=0.5, training=True, inplace=False):        # keeps a byte per value
         return torch.native_dropout(x, p, training)[0] if p and training else x
+
+    def attention(q, k, v, *_):
+        ends = q.new_empty(2, dtype=torch.int32)
+        return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
+                           **kernels.GROUPED)
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
-                (kernels, "_attention_by_document", varlen), *more(live)):
+                (kernels, "_attention_by_document", attention), *more(live)):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
@@ -319,7 +318,8 @@ def fits(needed, args):
 
 def check_memory(needed, args):
     require(fits(needed, args), f"memory: about {size(sum(needed.values()))} needed on each GPU, "
-            f"which has {size(gpu_memory(args))}, 5 % of it left for fragmentation; try --auto")
+            f"which has {size(gpu_memory(args))}, 5 % of it left for fragmentation; try --auto or "
+            "--use_lora")
 
 
 def check_disk(path, needed, purpose):

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from core.cli import UserError
-from core.dist import error_names_file
+from core.dist import error_names_file, kill_loaders
 from core.run import BLOCKED_SIGNALS, init_loader
 
 # --group_by_length: the packs of a step have similar lengths, but steps come in random order. So
@@ -171,11 +171,13 @@ def pack_loader(samples, packs, collate, num_workers):
 
 
 def iterate(loader):
-    """Iterator over a DataLoader's batches. Its processes are forked now. After an error
-    dist.report_error() ends them."""
+    """Iterator over a DataLoader's batches. Its processes are forked now and end with it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # until loaders ignore them
     try:
         batches = iter(loader)
+    except BaseException:       # of map_chunks' items; the exit would wait for the processes
+        kill_loaders()
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -184,6 +186,9 @@ def iterate(loader):
             yield from batches
         except UserError as error:      # torch puts the loader's traceback before the message
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
+        finally:        # else an error's traceback keeps the processes, and the exit waits for them
+            if loader.num_workers:
+                batches._shutdown_workers()
     return iterate_batches()
 
 
